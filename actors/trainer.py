@@ -1,0 +1,83 @@
+"""One trainer rank as a Monarch actor: thin endpoints over Policy and Staging.
+
+The controller imports this module to spawn the actor, so torch and TorchTitan are imported in `start`, on the rank.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, endpoint
+
+from titan_rl.config import Config
+from titan_rl.meshes.weight_plan import Copy, Shard
+from titan_rl.model_shape import ModelShape
+from titan_rl.types import Batch, PhaseName, StepStats
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMABuffer
+
+
+class Trainer(Actor):
+    def __init__(self, config: Config, shape: ModelShape) -> None:
+        self._config = config
+        self._shape = shape
+
+    @endpoint
+    async def start(self) -> int:
+        """Build the model; answers with the bytes of parameters that this rank holds."""
+        from titan_rl.actors.policy import Policy
+
+        self._policy = Policy(self._config, self._shape)
+        return self._policy.nbytes
+
+    @endpoint
+    async def begin(self, phase: PhaseName) -> tuple[int, str]:
+        """Start or resume a phase: the step it stands at, and the controller's state saved with that step."""
+        state = self._policy.begin(phase)
+        return state.step, state.controller
+
+    @endpoint
+    async def step(self, batch: Batch) -> StepStats:
+        return self._policy.step(batch)
+
+    @endpoint
+    async def save(self, step: int, controller: str) -> None:
+        self._policy.save(step, controller)
+
+    @endpoint
+    async def export(self, folder: str) -> None:
+        self._policy.export(folder)
+
+    @endpoint
+    async def shards(self) -> list[Shard]:
+        """Which rectangles of which tensors this rank holds: the trainer's half of the weight plan."""
+        from titan_rl.actors.staging import shards_of
+
+        policy = self._policy
+        return shards_of(policy.model.named_parameters(), policy.names, policy.rope_head_dims)
+
+    @endpoint
+    async def stage(self, copies: Mapping[int, tuple[Copy, ...]]) -> "dict[int, list[RDMABuffer]]":
+        """Allocate and register this rank's staging buffer: per reader, the slices of its run."""
+        import torch
+
+        from titan_rl.actors.staging import Staging
+
+        policy = self._policy
+        parameters = {policy.names[name]: p for name, p in policy.model.named_parameters()}
+        dtype = getattr(torch, self._config.generator.dtype)
+        self._staging = Staging(parameters, copies, dtype, self._config.weight_sync.slice_mb << 20)
+        return self._staging.register()
+
+    @endpoint
+    async def publish(self) -> float:
+        """Pack this rank's shards for the readers; answers with the seconds it took."""
+        began = time.perf_counter()
+        self._staging.pack()
+        return time.perf_counter() - began
+
+    @endpoint
+    async def close(self) -> None:
+        self._policy.close()
+

@@ -1,0 +1,45 @@
+"""What vLLM needs on a machine without a GPU, and nothing else does."""
+
+import os
+from typing import Any
+
+ENV: dict[str, str] = {
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob waits 20 s for Inductor to compile one comparison
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # no NUMA notes
+}
+"""Launch environment of a CPU generator, on top of engine.ENV."""
+
+ENGINE_ARGS: dict[str, Any] = {
+    # After a partial prefill vLLM rewinds the sample's random generator, which raises for a CPU generator. Prefills
+    # then wait until they fit into a step as a whole.
+    "enable_chunked_prefill": False,
+}
+
+
+def patch() -> None:
+    """Call before the first model is built."""
+    keep_linear_weights()
+    name_shared_memory()
+
+
+def keep_linear_weights() -> None:
+    """vLLM repacks every linear layer's weight for oneDNN or AMX and then drops or ignores the parameter, so that an
+    in-place write reaches nothing (lm_head: silently). A plain linear reads the parameter at every call.
+    """
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def name_shared_memory() -> None:
+    """Tensor-parallel ranks reduce in shared memory that vLLM names after the launcher's address, which is "env://" for
+    every engine of the host. The rendezvous port tells engines apart.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda c: f"{os.environ.get('MASTER_PORT', '')}{name(c)}")

@@ -1,0 +1,123 @@
+"""A failure has a name: which actor, which rank, doing what, why. And every wait has a deadline.
+
+Monarch reports trouble in two ways: a call fails (ActorError carries the remote traceback), or supervision sees a
+process die and calls the root hook, whether or not anybody waits on it. When a rank dies, its peers' collectives
+break within milliseconds, long before supervision notices the death, so the first error is often not the cause.
+`Watch.cause` waits a moment for supervision and then names the death.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+POLL_SECONDS = 1.0  # supervision's poll, set in environment.py
+
+
+class RunError(Exception):
+    """A run cannot go on. str() is a headline; `details` is the remote traceback or signal, shown once."""
+
+    def __init__(self, headline: str, details: str = "") -> None:
+        super().__init__(headline)
+        self.details = details
+
+
+class RankFailed(RunError):
+    """An actor raised, or its process died."""
+
+
+class DeadlinePassed(RunError):
+    """Somebody waited longer than allowed."""
+
+
+class MonarchFuture(Protocol):
+    def as_asyncio(self) -> Awaitable[Any]: ...
+
+
+async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
+    """Await a remote call. `seconds=None` only where the wait is open-ended and supervision ends it (a long poll)."""
+    try:
+        return await asyncio.wait_for(future.as_asyncio(), seconds)
+    except ActorError as error:
+        raise RankFailed(f"{actor} failed in {verb}: {type(error.exception).__name__}", remote(error)) from None
+    except SupervisionError as error:
+        raise death(str(error)) or RankFailed(f"{actor} failed in {verb}", str(error).strip()) from None
+    except TimeoutError:
+        raise DeadlinePassed(
+            f"{actor}.{verb} did not answer within {seconds:g} s",
+            "The controller gave up waiting. If this is slow rather than stuck, raise [comm] *_timeout_seconds.",
+        ) from None
+
+
+async def ask_all(calls: dict[str, MonarchFuture], *, verb: str, seconds: float | None) -> list[Any]:
+    """Await the same verb on many ranks, by name. The first failure ends the wait: the other ranks may well be
+    blocked in a collective that the failed rank will never join."""
+    return await asyncio.gather(*(ask(call, actor=name, verb=verb, seconds=seconds) for name, call in calls.items()))
+
+
+def remote(error: ActorError) -> str:
+    """The remote traceback without Monarch's own frames."""
+    text = str(error).strip()
+    frames = re.split(r"(?m)^(?=  File )", text)
+    ours = [f for f in frames[1:] if "/monarch/_src/actor/" not in f.splitlines()[0]]
+    return "Traceback on the remote rank (most recent call last):\n" + "".join(ours) if ours else text
+
+
+_DEATH = re.compile(r"The actor <root>\.<\S* (?P<name>[\w-]+)\{(?P<rank>[^}]*)\}>.*?failed: (?P<how>[^\n]+)", re.S)
+
+
+def death(report: str) -> RankFailed | None:
+    """A supervision report of a dead process, as an error naming the rank; None if it reports something else."""
+    found = _DEATH.search(report)
+    if found is None or "process" not in report:
+        return None
+    how = found["how"].strip()
+    signal = re.search(r"Killed\(sig=(\d+)\)", how)
+    how = f"killed by signal {signal[1]}" if signal else how
+    axes = {k: v for k, v in re.findall(r"'(\w+)': (\d+)/\d+", found["rank"])}
+    return RankFailed(f"{label(found['name'], axes)} died: its process was {how}", report.strip())
+
+
+def label(actor: str, axes: dict[str, Any]) -> str:
+    """`trainer` with {dp: 1, tp: 0} -> "trainer[dp=1 tp=0]"."""
+    return f"{actor}[{' '.join(f'{k}={v}' for k, v in axes.items())}]" if axes else actor
+
+
+class Watch:
+    """Root supervision of a run: a rank that dies cancels the task that runs it, whether or not anybody waits on that
+    rank. (Monarch's default hook would end the controller by KeyboardInterrupt, without a word.)"""
+
+    def __init__(self, body: asyncio.Task[Any]) -> None:
+        self._body = body
+        self._loop = asyncio.get_running_loop()
+        self._armed = True
+        self._seen = asyncio.Event()
+        self.deaths: list[RankFailed] = []
+        monarch.actor.unhandled_fault_hook = self._hook
+
+    def close(self) -> None:
+        """From here on processes are meant to end."""
+        self._armed = False
+        monarch.actor.unhandled_fault_hook = lambda _: None
+
+    async def cause(self, error: RunError) -> RunError:
+        """The death behind an error, if supervision reports one within two polls; else the error itself."""
+        self._armed = False
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._seen.wait(), 2 * POLL_SECONDS)
+        return self.deaths[0] if self.deaths else error
+
+    def _hook(self, failure: Any) -> None:  # on Monarch's thread
+        self._loop.call_soon_threadsafe(self._note, failure.report())
+
+    def _note(self, report: str) -> None:
+        self.deaths.append(death(report) or RankFailed("an actor failed", report.strip()))
+        self._seen.set()
+        if self._armed:
+            self._armed = False
+            self._body.cancel()

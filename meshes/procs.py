@@ -1,0 +1,38 @@
+"""Spawning processes: every setting that a process must be born with is in its launch environment."""
+
+from collections.abc import Callable, Mapping
+
+from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
+
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",  # processes share the cores; two OpenMP teams spinning on them is a collapse
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # a run never downloads
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def spawn(
+    host: HostMesh,
+    *,
+    name: str,
+    shape: Mapping[str, int],
+    env: Mapping[str, str] | None = None,
+    env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
+    bootstrap: Callable[[], None] | None = None,
+) -> ProcMesh:
+    """One process per point of `shape`. `env_of` adds what differs by point (a GPU, say)."""
+
+    def command(point: Mapping[str, int]):  # noqa: ANN202 (Monarch's own type)
+        extra = env_of(dict(point)) if env_of else {}
+        return default_bootstrap_cmd().with_env({**WORKER_ENV, **(env or {}), **extra})
+
+    def begin() -> None:  # in the new process, before any actor
+        import os
+
+        os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller alone, which stops the others
+        if bootstrap:
+            bootstrap()
+
+    return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)

@@ -1,0 +1,351 @@
+"""The weight sync as data: which rows of which shard fill which rows of which live parameter, planned once.
+
+    trainer ranks               plan                    readers (tensor-parallel ranks of the generators)
+    shards, RoPE interleaved -> copies per pair      -> pieces of vLLM's fused, padded, sharded parameters
+                                of (rank, reader)
+
+No tensor is ever whole: each (trainer rank, reader) pair owns a run of bytes, its copies laid end to end in the plan's
+order, which the rank packs and the reader reads. Generator replicas read the same runs. Pure Python: a plan for a
+mesh that does not exist yet is as good as any other.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from titan_rl.model_shape import ModelShape
+
+VOCAB_MULTIPLE = 64  # vLLM pads embeddings to it; the pad rows are never read, so they are never written
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rectangle of the Hugging Face tensor `name` that a trainer rank holds. 1-D tensors have one column.
+
+    With `head_dim` the rows are in TorchTitan's rotary order: within a head of D rows, Hugging Face's row
+    j * D/2 + i is row 2 * i + j here (j = 0, 1), and row0 counts in that order.
+    """
+
+    name: str
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+    head_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a live parameter, and where the Hugging Face rectangle that fills it begins."""
+
+    param: str
+    dst_row0: int
+    dst_col0: int
+    name: str
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """blocks x rows x cols elements, from a rank's shard of `name` into a reader's `param`.
+
+    Row i of block b is row src_row0 + b * block_stride + i * src_step of the shard, and row
+    dst_row0 + b * block_stride + i of the parameter. Blocks are rotary heads: two copies move any number of them.
+    """
+
+    name: str
+    src_row0: int
+    src_col0: int
+    rows: int
+    cols: int
+    param: str
+    dst_row0: int
+    dst_col0: int
+    src_step: int = 1
+    blocks: int = 1
+    block_stride: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.blocks * self.rows * self.cols
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`copies[trainer rank, reader]` is the order of the elements in that pair's run; every pair has an entry."""
+
+    copies: dict[tuple[int, int], tuple[Copy, ...]]
+
+    def outgoing(self, rank: int) -> dict[int, tuple[Copy, ...]]:
+        """What a trainer rank packs, by reader."""
+        return {reader: copies for (r, reader), copies in self.copies.items() if r == rank and copies}
+
+    def incoming(self, reader: int) -> dict[int, tuple[Copy, ...]]:
+        """What a reader reads, by trainer rank."""
+        return {rank: copies for (rank, r), copies in self.copies.items() if r == reader and copies}
+
+    def elements(self, rank: int, reader: int) -> int:
+        return sum(copy.elements for copy in self.copies[rank, reader])
+
+    def sent(self, rank: int) -> int:
+        """Elements that a trainer rank packs, over all readers."""
+        return sum(copy.elements for copies in self.outgoing(rank).values() for copy in copies)
+
+    def received(self, reader: int) -> int:
+        """Elements that a reader reads, over all trainer ranks."""
+        return sum(copy.elements for copies in self.incoming(reader).values() for copy in copies)
+
+    def describe(self, itemsize: int) -> str:
+        """One line for the terminal."""
+        ranks = sorted({rank for rank, _ in self.copies})
+        readers = sorted({reader for _, reader in self.copies})
+        runs = [copies for copies in self.copies.values() if copies]
+        read = _span([itemsize * self.received(reader) for reader in readers])
+        sent = _span([itemsize * self.sent(rank) for rank in ranks])
+        return (
+            f"{len(readers)} reader(s) x {read} from {len(ranks)} trainer rank(s) x {sent}: "
+            f"{len(runs)} runs, {sum(map(len, runs))} copies"
+        )
+
+
+def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> Plan:
+    """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the reading of it."""
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(trainer):
+        for name, count in Counter(shard.name for shard in shards).items():
+            if count > 1:
+                raise ValueError(f"trainer rank {rank}: expected one shard of {name}, found {count}")
+        for shard in shards:
+            if shard.rows and shard.cols:
+                holders.setdefault(shard, []).append(rank)
+    tensors: dict[str, list[Shard]] = {}
+    for shard in holders:
+        tensors.setdefault(shard.name, []).append(shard)
+    _check_disjoint(tensors)
+    _check_wanted(tensors, readers)
+
+    moves: list[_Move] = []
+    for reader, wanted in enumerate(readers):
+        for piece in wanted:
+            found = [_Move(reader, shard, list(_intersect(shard, piece))) for shard in tensors.get(piece.name, ())]
+            _check_filled(piece, [copy for move in found for copy in move.copies])
+            moves += [move for move in found if move.copies]
+
+    # Largest first onto the least loaded holder. Sorting is stable and ties go to the lowest rank: equal arguments
+    # give equal plans, whoever plans. The runs keep the order of the readers' pieces.
+    load = [0] * len(trainer)
+    source = [0] * len(moves)
+    for i in sorted(range(len(moves)), key=lambda i: -moves[i].elements):
+        source[i] = min(holders[moves[i].shard], key=load.__getitem__)
+        load[source[i]] += moves[i].elements
+    runs: dict[tuple[int, int], list[Copy]] = {(t, r): [] for t in range(len(trainer)) for r in range(len(readers))}
+    for rank, move in zip(source, moves, strict=True):
+        runs[rank, move.reader] += move.copies
+    return Plan({pair: tuple(copies) for pair, copies in runs.items()})
+
+
+def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
+    """What fills the parameters of one tensor-parallel rank of vLLM's LlamaForCausalLM or Qwen3ForCausalLM."""
+    result = []
+    for param, parts in _parameters(shape, tp):
+        dst_row0 = 0
+        for part in parts:
+            row0, col0 = (part.height * (rank * part.row_cuts // tp), part.width * (rank * part.col_cuts // tp))
+            rows = min(part.height, part.rows - row0)  # the rest of the height is vocab padding
+            if rows > 0:
+                result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
+            dst_row0 += part.height
+    return result
+
+
+def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of one tensor-parallel rank, as vLLM names them; all ranks have the same shapes."""
+
+    def local(parts: list[_Part]) -> tuple[int, ...]:
+        rows = sum(part.height for part in parts)
+        return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
+
+    return {param: local(parts) for param, parts in _parameters(shape, tp)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A Hugging Face tensor in a live parameter: cut into equal parts by rows or columns, one part to each rank, or to
+    several neighbouring ranks where there are fewer cuts than ranks."""
+
+    name: str
+    rows: int
+    cols: int
+    row_cuts: int = 1
+    col_cuts: int = 1
+    padded: int = 0  # cut as though the tensor had so many rows
+
+    @property
+    def height(self) -> int:
+        return (self.padded or self.rows) // self.row_cuts
+
+    @property
+    def width(self) -> int:
+        return self.cols // self.col_cuts
+
+
+def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+    """vLLM's parameters in its own order, each with the Hugging Face tensors that lie in it from top to bottom."""
+    vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    kv_cuts = min(shape.n_kv_heads, tp)
+    sizes = {"attention heads": shape.n_heads, "feed-forward rows": shape.hidden_dim, "padded vocabulary rows": vocab}
+    for what, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"[generator] tensor_parallel_degree: expected a divisor of {size} {what}, found {tp}")
+    if shape.n_kv_heads % kv_cuts or tp % kv_cuts:
+        raise ValueError(
+            f"[generator] tensor_parallel_degree: expected a divisor or a multiple of {shape.n_kv_heads} key/value "
+            f"heads, found {tp}"
+        )
+
+    dim, q, kv, ffn = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_dim
+
+    def vector(name: str, size: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, size, 1)]
+
+    def embedding(name: str) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
+
+    def by_columns(name: str, cols: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, dim, cols, col_cuts=tp)]
+
+    yield embedding("model.embed_tokens.weight")
+    for layer in range(shape.n_layers):
+        at = f"model.layers.{layer}"
+        yield (
+            f"{at}.self_attn.qkv_proj.weight",
+            [
+                _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
+                _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
+                _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
+            ],
+        )
+        yield by_columns(f"{at}.self_attn.o_proj.weight", q)
+        if shape.family == "qwen3":
+            yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
+            yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
+        yield (
+            f"{at}.mlp.gate_up_proj.weight",
+            [_Part(f"{at}.mlp.{half}_proj.weight", ffn, dim, row_cuts=tp) for half in ("gate", "up")],
+        )
+        yield by_columns(f"{at}.mlp.down_proj.weight", ffn)
+        yield vector(f"{at}.input_layernorm.weight", dim)
+        yield vector(f"{at}.post_attention_layernorm.weight", dim)
+    yield vector("model.norm.weight", dim)
+    if not shape.tied:
+        yield embedding("lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What one shard gives to one piece: it comes from a single one of the shard's holders."""
+
+    reader: int
+    shard: Shard
+    copies: list[Copy]
+
+    @property
+    def elements(self) -> int:
+        return sum(copy.elements for copy in self.copies)
+
+
+def _intersect(shard: Shard, piece: Piece) -> Iterator[Copy]:
+    """The copies that bring a shard's part of a piece."""
+    col0 = max(shard.col0, piece.col0)
+    cols = min(shard.col0 + shard.cols, piece.col0 + piece.cols) - col0
+    first = max(shard.row0, piece.row0)
+    last = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
+    if cols <= 0:
+        return
+    src_col0, dst_col0 = col0 - shard.col0, piece.dst_col0 + col0 - piece.col0
+    src, dst = -shard.row0, piece.dst_row0 - piece.row0  # to local rows
+    if not shard.head_dim:
+        if first < last:
+            yield Copy(piece.name, src + first, src_col0, last - first, cols, piece.param, dst + first, dst_col0)
+        return
+    for half in (0, 1):
+        size = shard.head_dim
+        for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
+            starts = [start for start, _, _ in heads]
+            yield Copy(
+                piece.name,
+                src + starts[0] + 2 * low + half,
+                src_col0,
+                high - low,
+                cols,
+                piece.param,
+                dst + starts[0] + half * (size // 2) + low,
+                dst_col0,
+                src_step=2,
+                blocks=len(starts),
+                block_stride=size,
+            )
+
+
+def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, int, int]]:
+    """(first row of a head, low, high) for each head of which rows low..high of this half are in shard and piece.
+
+    Row i of a half is TorchTitan's row 2 * i + half of the head, and Hugging Face's row half * D/2 + i. An FSDP cut
+    may fall inside a head, so only consecutive heads with the same bounds form the blocks of one copy.
+    """
+    size = shard.head_dim
+    start = max(shard.row0, piece.row0) // size * size
+    end = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
+    for head in range(start, end, size):
+        hf = head + half * (size // 2)
+        low = max(0, (shard.row0 - head - half + 1) // 2, piece.row0 - hf)
+        high = min(size // 2, (shard.row0 + shard.rows - head - half + 1) // 2, piece.row0 + piece.rows - hf)
+        if low < high:
+            yield head, low, high
+
+
+def _check_disjoint(tensors: dict[str, list[Shard]]) -> None:
+    """Shards of a tensor are equal (replicas, already merged) or disjoint: else elements would arrive twice."""
+    for name, shards in tensors.items():
+        open_: list[Shard] = []  # shards that reach the current row
+        for shard in sorted(shards, key=lambda s: s.row0):
+            open_ = [other for other in open_ if other.row0 + other.rows > shard.row0]
+            for other in open_:
+                if other.col0 < shard.col0 + shard.cols and shard.col0 < other.col0 + other.cols:
+                    raise ValueError(f"{name}: expected equal or disjoint shards, found {other} and {shard}")
+            open_.append(shard)
+
+
+def _check_wanted(tensors: Iterable[str], readers: Sequence[Sequence[Piece]]) -> None:
+    wanted = {piece.name for reader in readers for piece in reader}
+    if unread := sorted(set(tensors) - wanted):
+        raise ValueError(
+            f"the trainer holds {', '.join(unread)}, which no generator parameter takes: "
+            "expected the same layers and the same weight tying on both sides"
+        )
+
+
+def _check_filled(piece: Piece, copies: list[Copy]) -> None:
+    """Shards are disjoint, so that a piece's copies are too, and counting elements is enough."""
+    if sum(copy.elements for copy in copies) == piece.rows * piece.cols:
+        return
+    filled = Counter[int]()
+    for copy in copies:
+        for block in range(copy.blocks):
+            top = copy.dst_row0 + block * copy.block_stride
+            filled.update({row: copy.cols for row in range(top, top + copy.rows)})
+    missing = [row for row in range(piece.dst_row0, piece.dst_row0 + piece.rows) if filled[row] < piece.cols]
+    raise ValueError(
+        f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "
+        f"but no trainer rank holds all of rows {missing[0]}..{missing[-1]} ({len(missing)} rows)"
+    )
+
+
+def _span(sizes: list[int]) -> str:
+    unit, name = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
+    low, high = f"{min(sizes) / unit:.2f}", f"{max(sizes) / unit:.2f}"
+    return f"{high} {name}" if low == high else f"{low}-{high} {name}"

@@ -1,0 +1,37 @@
+"""Where a step's time goes. The verbs of the loop charge their seconds here; the log reads them once a step."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._lap_began = self._began
+        self._lap: defaultdict[str, float] = defaultdict(float)
+        self._total: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._lap[name] += seconds
+            self._total[name] += seconds
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by name since the last lap, and the whole lap as "wall"."""
+        now = time.perf_counter()
+        lap = {**self._lap, "wall": now - self._lap_began}
+        self._lap_began = now
+        self._lap.clear()
+        return lap
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Seconds by name since the clock began, and "wall"."""
+        return {**self._total, "wall": time.perf_counter() - self._began}

@@ -1,0 +1,31 @@
+"""Held-out accuracy, greedy: the number that a run is judged by."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from titan_rl.rewards import Reward
+from titan_rl.rollouts import Decode, Generates
+from titan_rl.types import Prompt, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Problems that training never sees."""
+
+    prompts: Sequence[Prompt]
+    reward: Reward
+    decode: Decode
+    sampling: Sampling
+
+    async def score(self, generators: Generates) -> float:
+        """Mean reward of one greedy sample per problem, on the weights that the generators hold."""
+        greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
+
+        async def one(prompt: Prompt) -> float:
+            request = Request(f"heldout-{prompt.id}", prompt.tokens, [0], greedy)
+            (completion,) = await generators.generate(request)
+            return self.reward(prompt, self.decode(completion.tokens))
+
+        return fmean(await asyncio.gather(*map(one, self.prompts)))

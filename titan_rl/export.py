@@ -1,0 +1,33 @@
+"""The trained policy as a Hugging Face folder: loads in transformers and in vLLM as it is."""
+
+import shutil
+from pathlib import Path
+
+from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.setup import Setup, aside
+
+ASSETS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+async def export(setup: Setup, trainers: TrainerMesh) -> Path:
+    """Written beside its final name, then renamed: `hf/` is whole or absent."""
+    final, partial = setup.folder / "hf", setup.folder / ".hf.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    await trainers.export(str(partial))
+    for name in ASSETS:
+        if (setup.model_folder / name).exists():
+            shutil.copyfile(setup.model_folder / name, partial / name)
+    if final.exists():
+        final.rename(aside(final))
+    partial.rename(final)
+    return final

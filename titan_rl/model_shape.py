@@ -1,0 +1,221 @@
+"""A decoder's dimensions, wherever they come from: our own keys, a TorchTitan flavor, or a Hugging Face folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_rl.config import Dtype, Model
+from titan_rl.config_file import did_you_mean
+
+Family = Literal["llama3", "qwen3"]
+
+MODEL_TYPES: dict[Family, str] = {"llama3": "llama", "qwen3": "qwen3"}
+FAMILIES: dict[str, Family] = {model_type: family for family, model_type in MODEL_TYPES.items()}
+ARCHITECTURES: dict[Family, str] = {"llama3": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+HF_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    family: Family
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    max_seq_len: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type": "llama3" and LLAMA3_SCALING
+    norm_eps: float
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        embeddings = self.vocab_size * self.dim * (1 if self.tied else 2)
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
+        norms = 2 * self.dim + (2 * self.head_dim if self.family == "qwen3" else 0)
+        block = attention + 3 * self.dim * self.hidden_dim + norms
+        return embeddings + self.n_layers * block + self.dim
+
+    def hf_config(
+        self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
+    ) -> dict[str, Any]:
+        """The config.json of this model for transformers 5 and vLLM."""
+        return {
+            "architectures": [ARCHITECTURES[self.family]],
+            "model_type": MODEL_TYPES[self.family],
+            "dtype": dtype,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.hidden_dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tied,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "use_cache": True,
+        }
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """Of a config.json as transformers 4 or 5 writes it. ValueError says everything in it that is not supported."""
+        if unsupported := "; ".join(_unsupported(config)):
+            raise ValueError(unsupported)
+        rope = _rope(config)
+        scaled = rope["rope_type"] == "llama3"
+        return cls(
+            family=FAMILIES[config["model_type"]],
+            vocab_size=config["vocab_size"],
+            dim=config["hidden_size"],
+            n_layers=config["num_hidden_layers"],
+            n_heads=config["num_attention_heads"],
+            n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            hidden_dim=config["intermediate_size"],
+            max_seq_len=config["max_position_embeddings"],
+            rope_theta=float(rope["rope_theta"]),
+            rope_scaling={"rope_type": "llama3", **{key: rope[key] for key in LLAMA3_SCALING}} if scaled else None,
+            norm_eps=config["rms_norm_eps"],
+            tied=bool(config.get("tie_word_embeddings")),
+        )
+
+
+def shape_of(model: Model) -> ModelShape:
+    """What the [model] section describes. ValueError names the key to change."""
+    if model.hf_assets_path:
+        return _from_folder(model)
+    if model.flavor:
+        return _from_flavor(model)
+    return ModelShape(
+        family=model.name,
+        vocab_size=model.vocab_size,
+        dim=model.dim,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.head_dim or model.dim // model.n_heads,
+        hidden_dim=model.hidden_dim,
+        max_seq_len=model.max_seq_len,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+        tied=model.enable_weight_tying,
+    )
+
+
+def _from_folder(model: Model) -> ModelShape:
+    path = Path(model.hf_assets_path) / "config.json"
+    if not path.parent.is_dir():
+        raise ValueError(f"model.hf_assets_path: expected a Hugging Face folder, found none at {path.parent}")
+    try:
+        shape = ModelShape.from_hf(dict(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"model.hf_assets_path: expected a usable {path}, found {error}") from error
+    if shape.family != model.name:
+        raise ValueError(f'model.name: expected "{shape.family}", the family in {path}, found "{model.name}"')
+    return shape
+
+
+def _from_flavor(model: Model) -> ModelShape:
+    from titan_rl.actors import titan_cpu  # noqa: F401, I001 - first: torchtitan settles its device type at import
+    from torchtitan.models.llama3 import llama3_configs
+    from torchtitan.models.qwen3 import qwen3_configs
+
+    flavors = {"llama3": llama3_configs, "qwen3": qwen3_configs}[model.name]
+    built = {name: build(attn_backend="varlen") for name, build in flavors.items()}
+    dense = {name: titan for name, titan in built.items() if titan.layers[0].moe is None}
+    if model.flavor not in dense:
+        found = f'"{model.flavor}"' + (", a mixture of experts" if model.flavor in built else "")
+        hint = did_you_mean(model.flavor, dense)
+        raise ValueError(f"model.flavor: expected a dense {model.name} ({', '.join(dense)}), found {found}{hint}")
+    titan = dense[model.flavor]
+    attention, feed_forward = titan.layers[0].attention, titan.layers[0].feed_forward
+    rope = attention.rope
+    scaling = {
+        "rope_type": "llama3",
+        "factor": rope.scaling_factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+    }
+    return ModelShape(
+        family=model.name,
+        vocab_size=titan.vocab_size,
+        dim=titan.dim,
+        n_layers=len(titan.layers),
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads or attention.n_heads,
+        head_dim=attention.head_dim or titan.dim // attention.n_heads,
+        hidden_dim=feed_forward.w1.out_features,
+        max_seq_len=rope.max_seq_len,
+        rope_theta=float(rope.theta),
+        rope_scaling=scaling if rope.scaling == "llama" else None,
+        norm_eps=titan.norm.eps,
+        tied=titan.enable_weight_tying,
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5's `rope_parameters`, or the same put together from 4's `rope_theta` and `rope_scaling`."""
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is missing, or what trainer and generator cannot both run."""
+
+    def refused(key: str, expected: str, found: Any) -> str:
+        return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
+
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        yield refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
+        return
+    if config.get("architectures") != [ARCHITECTURES[family]]:
+        yield refused("architectures", f'["{ARCHITECTURES[family]}"]', config.get("architectures"))
+    for key in HF_SIZES:
+        # Llama's defaults follow from the other sizes; Qwen3's are one particular model's, so they must be given
+        derived = family == "llama3" and key in ("num_key_value_heads", "head_dim") and config.get(key) is None
+        if not derived and (type(config.get(key)) is not int or config[key] < 1):
+            yield refused(key, "a positive integer", config.get(key))
+    if type(config.get("rms_norm_eps")) is not float:
+        yield refused("rms_norm_eps", "a number", config.get("rms_norm_eps"))
+    if config.get("hidden_act", "silu") != "silu":
+        yield refused("hidden_act", '"silu"', config["hidden_act"])
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(key):
+            yield refused(key, "false", config[key])
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        yield refused("layer_types", "full attention only", config["layer_types"])
+    for key in ("num_experts", "num_local_experts"):
+        if config.get(key):
+            yield refused(key, "a dense model", config[key])
+    if config.get("quantization_config"):
+        yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
+
+    rope = _rope(config)
+    kinds = ("default", "llama3") if family == "llama3" else ("default",)  # TorchTitan's Qwen3 has no RoPE scaling
+    if rope["rope_type"] not in kinds or any(isinstance(value, dict) for value in rope.values()):
+        yield refused("rope_parameters", f"rope_type {' or '.join(kinds)} for all layers", rope)
+    elif rope["rope_type"] == "llama3" and not rope.keys() >= set(LLAMA3_SCALING):
+        yield refused("rope_parameters", ", ".join(LLAMA3_SCALING), rope)
+    if (factor := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+        yield refused("partial_rotary_factor", "1.0", factor)

@@ -1,0 +1,76 @@
+"""What a run tells: every event once, to the terminal and to the dump folder."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from titan_rl.clock import Clock
+from titan_rl.metrics import StepTimes, step_metrics
+from titan_rl.run_log import RunLog, summarize
+from titan_rl.setup import Setup
+from titan_rl.terminal import Progress, Terminal
+from titan_rl.types import Group, StepStats, SyncStats
+
+SAMPLES_SHOWN = 3
+
+
+class Report:
+    def __init__(self, setup: Setup, terminal: Terminal, log: RunLog, clock: Clock) -> None:
+        self._setup = setup
+        self._terminal = terminal
+        self._log = log
+        self._clock = clock
+        self._progress: Progress | None = None
+        self._groups: Sequence[Group] = ()
+
+    def ready(self, step: int) -> None:
+        """All meshes are up; the seconds so far were start-up."""
+        self._log.startup(step, self._clock.lap()["wall"])
+
+    @contextmanager
+    def supervised(self, start: int, last: int) -> Iterator[None]:
+        with self._terminal.progress("cold start", last) as self._progress:
+            self._progress.advance(start)
+            yield
+
+    def cold_start(self, step: int, stats: StepStats) -> None:
+        seconds = self._clock.lap()["wall"]
+        metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "entropy": stats.entropy}
+        self._log.cold_start(step, metrics | {"time/step": seconds})
+        assert self._progress is not None
+        self._progress.advance(note=f"loss {stats.loss:.3f}")
+
+    def step(
+        self, step: int, groups: Sequence[Group], stats: StepStats, sync: SyncStats, score: float | None
+    ) -> None:
+        lap = self._clock.lap()
+        apart = lap.get("eval", 0.0) + lap.get("save", 0.0)
+        times = StepTimes(lap["generate"], lap["train"], lap["sync"], lap["wall"] - apart)
+        metrics = step_metrics(step, groups, stats, sync, times, score=score)
+        self._log.step(step, metrics | {f"time/{k}": lap[k] for k in ("eval", "save") if k in lap}, groups)
+        self._terminal.step(step, self._setup.config.training.steps, metrics)
+        self._groups = groups
+
+    def before_cold_start(self, score: float) -> None:
+        self._log.cold_start(0, {"eval/score": score})
+        self._terminal.eval("held-out score of the initial weights", score, len(self._setup.heldout.prompts))
+
+    def eval(self, step: int, score: float) -> None:
+        """An evaluation that belongs to no step of this process: at the start, or when nothing is left to train."""
+        self._log.eval(step, score, self._clock.lap().get("eval", 0.0))
+        self._terminal.eval(f"held-out score at step {step}", score, len(self._setup.heldout.prompts))
+
+    def done(self, *, finished: bool) -> None:
+        """Write summary.json, and show it."""
+        summary: dict[str, Any] = summarize(self._setup.folder, self._setup.name, self._setup.config)
+        self._log.summary(summary)
+        if finished:
+            self._terminal.summary(summary, self._samples(), self._setup.folder, self._hints())
+
+    def _samples(self) -> list[tuple[str, str, float, str]]:
+        shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
+        return [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
+
+    def _hints(self) -> list[str]:
+        metrics = self._setup.config.metrics
+        return [f"tensorboard --logdir {self._setup.folder / metrics.save_tb_folder}"] if metrics.enable_tensorboard else []

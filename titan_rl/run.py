@@ -1,0 +1,73 @@
+"""`python -m titan_rl.run --config grpo_llama.toml`
+
+Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by Ctrl-C.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl import checks
+from titan_rl.cli import parse
+from titan_rl.describe import describe
+from titan_rl.environment import prepare_environment
+from titan_rl.setup import Resume, Setup, prepare
+from titan_rl.terminal import Terminal
+
+FINISHED, FAILED, STOPPED = 0, 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    invocation = parse(sys.argv[1:] if argv is None else argv)
+    config = invocation.config
+    terminal = Terminal()
+    device = "cuda" if checks.visible_gpus() and config.hosts.device != "cpu" else "cpu"
+    if invocation.dry_run:
+        with tempfile.TemporaryDirectory() as scratch:
+            setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))
+            terminal.plan(describe(setup, invocation.warnings))
+        terminal.note("dry run: everything is checked, nothing was started")
+        return FINISHED
+    setup = prepare(invocation.config_name, config, device=device)
+    terminal.plan(describe(setup, invocation.warnings))
+    return run(setup, terminal)
+
+
+def run(setup: Setup, terminal: Terminal) -> int:
+    prepare_environment()
+    from titan_rl.meshes.faults import RunError
+    from titan_rl.session import session
+
+    try:
+        finished = asyncio.run(session(setup, terminal))
+    except RunError as error:
+        terminal.error(str(error), error.details)
+        terminal.note(resume_hint(setup))
+        return FAILED
+    except asyncio.CancelledError:
+        finished = False
+    if not finished:
+        terminal.note(f"stopped; {resume_hint(setup)}")
+        return STOPPED
+    return FINISHED
+
+
+def resume_hint(setup: Setup) -> str:
+    if at := str(Resume.find(setup.folder, setup.config)):
+        return f"the same command goes on from {at}, in {setup.folder}"
+    return "no checkpoint was written yet: the same command begins anew"
+
+
+def entry() -> None:
+    """Leave without waiting for anybody: worker processes die with the controller."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    entry()

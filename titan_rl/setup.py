@@ -1,0 +1,118 @@
+"""What a run is made of, resolved from its config before any process is spawned."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl import tokenizer as characters
+from titan_rl.config import Config
+from titan_rl.evaluate import HeldOut
+from titan_rl.model_shape import ModelShape, shape_of
+from titan_rl.rewards import Reward, reward_for
+from titan_rl.seeds import derive
+from titan_rl.tasks import Task, load_task
+from titan_rl.tokenizer import TextTokenizer
+from titan_rl.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    name: str  # of the config
+    config: Config
+    folder: Path  # the dump folder
+    shape: ModelShape
+    tokenizer: TextTokenizer
+    model_folder: Path  # config.json and tokenizer, in Hugging Face's format, for vLLM
+    task: Task
+    reward: Reward
+    sampling: Sampling
+    heldout: HeldOut
+    device: str  # "cpu" or "cuda"
+    resume: "Resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The latest complete checkpoint of each phase in the dump folder."""
+
+    rl: int | None
+    cold_start: int | None
+
+    @classmethod
+    def find(cls, folder: Path, config: Config) -> "Resume":
+        checkpoints = folder / config.checkpoint.folder
+        return cls(latest_step(checkpoints), latest_step(checkpoints / "cold_start"))
+
+    @property
+    def kept_rl(self) -> int | None:
+        """The last RL step whose records stay; None begins the records anew."""
+        return 0 if self.rl is None and self.cold_start is not None else self.rl
+
+    @property
+    def kept_cold_start(self) -> int | None:
+        """Where the cold start goes on; None where it is over."""
+        return self.cold_start if self.rl is None else None
+
+    def __str__(self) -> str:
+        if self.rl is not None:
+            return f"RL step {self.rl}"
+        if self.cold_start is not None:
+            return f"cold start step {self.cold_start}"
+        return ""
+
+
+def latest_step(checkpoints: Path) -> int | None:
+    """DCP writes .metadata last: a folder without it is a save that did not finish."""
+    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in checkpoints.glob("step-*/.metadata"))
+    return max((int(step[1]) for step in found if step), default=None)
+
+
+def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
+    """Resolve a checked config. A dry run gives a `scratch` folder for the model's files: the dump folder stays as it is."""
+    folder = Path(config.job.dump_folder).absolute()
+    if scratch is None and config.job.fresh and folder.exists():
+        folder.rename(aside(folder))
+    seed = config.debug.seed
+    shape = shape_of(config.model)
+    model_folder = Path(config.model.hf_assets_path).absolute()
+    if not config.model.hf_assets_path:
+        model_folder = scratch or folder / "model"
+        write_model_folder(model_folder, shape)
+    tokenizer = TextTokenizer.load(model_folder)
+    task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size)
+    reward = reward_for(config.task)
+    sampling = Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
+    )
+    prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(task.heldout)]
+    return Setup(
+        name=name,
+        config=config,
+        folder=folder,
+        shape=shape,
+        tokenizer=tokenizer,
+        model_folder=model_folder,
+        task=task,
+        reward=reward,
+        sampling=sampling,
+        heldout=HeldOut(prompts, reward, tokenizer.decode, sampling),
+        device=device,
+        resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
+    )
+
+
+def write_model_folder(folder: Path, shape: ModelShape) -> None:
+    """A model in Hugging Face's format, less its weights: what vLLM needs to build it."""
+    characters.build(folder)
+    tokenizer = TextTokenizer.load(folder)
+    config = shape.hf_config(bos=tokenizer.bos, eos=tokenizer.eos, pad=tokenizer.pad)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def aside(folder: Path) -> Path:
+    """The first free name of `run.1`, `run.2`, ...: an old run is moved, never deleted."""
+    return next(p for k in range(1, 10_000) if not (p := folder.with_name(f"{folder.name}.{k}")).exists())

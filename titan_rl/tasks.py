@@ -1,0 +1,123 @@
+"""What a policy is trained on: training examples, held-out examples, and how one becomes a Prompt.
+
+    config.Task -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
+
+"addition" makes its own data; "jsonl" reads one JSON object a line.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from titan_rl import config
+from titan_rl.tokenizer import Message, TextTokenizer
+from titan_rl.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One problem and its reference answer.
+
+    >>> Example("12+34=", "640", {"a": 12, "b": 34})
+    """
+
+    prompt: str | list[Message]
+    answer: str
+    row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Examples to train on, examples to evaluate on, and the template that both are read through."""
+
+    train: Sequence[Example]
+    heldout: Sequence[Example]
+    template: Literal["plain", "chat"] = "plain"
+    system_prompt: str = ""
+
+    def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
+        """The example as the policy reads it; of a chat, `text` is the rendered template."""
+        tokens = tokenizer.prompt(example.prompt, self.template, self.system_prompt)
+        text = example.prompt if self.template == "plain" else tokenizer.decode(tokens, skip_special=False)
+        return Prompt(id, str(text), tokens, example.answer, example.row)
+
+
+def load_task(task: config.Task, *, seed: int, eval_size: int) -> Task:
+    """The task that [task] describes, with at most `eval_size` held-out examples."""
+    if task.name == "addition":
+        train, heldout = addition(seed, eval_size)
+    else:
+        train = jsonl(task, "path")
+        heldout = jsonl(task, "eval_path", eval_size) if eval_size else []
+    return Task(train, heldout, task.template, task.system_prompt)
+
+
+def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
+    """All two-digit sums, split by the seed. The answer's three digits come least significant first, so that a digit
+    depends only on digits already read and a carry already made."""
+    sums = [
+        Example(f"{a:02d}+{b:02d}=", f"{a + b:03d}"[::-1], {"a": a, "b": b}) for a in range(100) for b in range(100)
+    ]
+    if eval_size >= len(sums):
+        raise ValueError(f"eval.size: addition has {len(sums)} problems and must keep one to train on; got {eval_size}")
+    held = set(shuffled(len(sums), seed)[:eval_size].tolist())
+    return [e for i, e in enumerate(sums) if i not in held], [sums[i] for i in sorted(held)]
+
+
+def jsonl(task: config.Task, key: Literal["path", "eval_path"], limit: int | None = None) -> list[Example]:
+    """The first `limit` examples of the file that `task.<key>` names; blank lines are no rows."""
+    path = Path(getattr(task, key))
+    if not path.is_file():
+        without = "" if key == "path" else "; eval.size = 0 evaluates nothing"
+        raise FileNotFoundError(f"task.{key}: expected a JSONL file, found none at {getattr(task, key)!r}{without}")
+    with path.open(encoding="utf-8") as file:
+        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+        examples = [_example(line, where, task) for where, line in islice(lines, limit)]
+    if not examples:
+        raise ValueError(f"task.{key}: expected at least one row in {path}, found none")
+    return examples
+
+
+def longest_prompt(task: Task, tokenizer: TextTokenizer) -> Prompt:
+    """The prompt of most tokens, held-out ones included: what seq_len and max_model_len must leave room for."""
+    examples = chain(task.train, task.heldout)
+    return max((task.prompt(e, i, tokenizer) for i, e in enumerate(examples)), key=lambda prompt: len(prompt.tokens))
+
+
+def shuffled(size: int, seed: int, *stream: int) -> np.ndarray:
+    """0..size-1 in an order that (seed, stream) fixes for good: numpy promises stable raw bits of PCG64 across
+    versions and machines, but not stable shuffles, and a resumed run must see the same order."""
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
+    return np.argsort(bits.random_raw(size), kind="stable")
+
+
+def _example(line: str, where: str, task: config.Task) -> Example:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: expected a JSON object, found {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    for key, column in (("task.prompt_key", task.prompt_key), ("task.answer_key", task.answer_key)):
+        if column not in row:
+            raise ValueError(f"{where}: expected {key} = {column!r}, found the columns {sorted(row)}")
+    prompt, answer = row[task.prompt_key], row[task.answer_key]
+    if not (isinstance(prompt, str) or _is_chat(prompt)):
+        raise ValueError(f"{where}: {task.prompt_key!r} must be a string or a list of chat messages, found {prompt!r}")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"{where}: {task.answer_key!r} must be a string or a number, found {answer!r}")
+    return Example(prompt, str(answer), row)
+
+
+def _is_chat(value: Any) -> bool:
+    """A non-empty list of {"role": ..., "content": ...}."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )

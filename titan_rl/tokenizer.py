@@ -1,0 +1,143 @@
+"""Text to token ids and back: the built-in character tokenizer, and one reader for it and any Hugging Face folder.
+
+The Rust `tokenizers` library does it all and imports in 0.04 s; transformers (4 s) is imported only to render a chat
+template.
+"""
+
+import json
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+Message = dict[str, Any]
+"""One chat message: {"role": "user", "content": "..."}."""
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
+CHARACTERS = string.digits + "+-*=?., \n" + string.ascii_lowercase
+SIZE = len(SPECIAL) + len(CHARACTERS)
+"""Tokens of the built-in tokenizer."""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build(folder: Path) -> None:
+    """Write the built-in tokenizer: one token a character, ids in the order of SPECIAL, then CHARACTERS."""
+    vocab = {token: id for id, token in enumerate((*SPECIAL, *CHARACTERS))}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = Fuse()  # without a decoder, decode puts a space between tokens
+    tokenizer.add_special_tokens(list(SPECIAL))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer folder, read once."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    size: int  # rows that an embedding needs: the highest id + 1
+    bos: int | None  # None: prompts begin with no BOS (Qwen)
+    eos_ids: tuple[int, ...]  # every id that ends a turn; the tokenizer's own first
+    pad: int
+
+    @classmethod
+    def load(cls, folder: Path) -> "TextTokenizer":
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise FileNotFoundError(
+                f"{file}: expected a fast tokenizer there; model.hf_assets_path needs tokenizer.json"
+            )
+        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.no_truncation()  # tokenizer.json may carry the settings of whoever saved it
+        tokenizer.no_padding()
+        settings = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+
+        def named(key: str) -> int | None:
+            token = settings.get(key)
+            token = token["content"] if isinstance(token, dict) else token
+            return None if token is None else tokenizer.token_to_id(token)
+
+        # Chat models end turns with more tokens than the tokenizer names: generation_config.json lists them all.
+        listed = (_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+        eos = [id for ids in (named("eos_token"), *listed) for id in (ids if isinstance(ids, list) else [ids])]
+        eos_ids = tuple(dict.fromkeys(id for id in eos if id is not None))
+        if not eos_ids:
+            raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id; found none")
+        pad = named("pad_token")
+        return cls(
+            folder=folder,
+            tokenizer=tokenizer,
+            size=max(tokenizer.get_vocab().values()) + 1,
+            bos=None if settings.get("add_bos_token") is False else named("bos_token"),
+            eos_ids=eos_ids,
+            pad=eos_ids[0] if pad is None else pad,
+        )
+
+    @property
+    def eos(self) -> int:
+        return self.eos_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        """The text's own tokens: no BOS, no EOS."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The ids' text. An id without a token (a padded row of the embedding) shows as U+FFFD: dropping it, as the
+        library does, would let a reward see a clean answer where the policy sampled garbage."""
+        runs = groupby(ids, key=lambda id: self.tokenizer.id_to_token(id) is not None)
+        return "".join(
+            self.tokenizer.decode(list(run), skip_special_tokens=skip_special) if known else "\ufffd" * len(list(run))
+            for known, run in runs
+        )
+
+    def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:
+        """What the policy reads. "plain" is BOS and the text; "chat" is the folder's chat template, opened for the
+        assistant's answer. `system` goes first unless the messages bring their own system message."""
+        if template == "plain":
+            if not isinstance(prompt, str):
+                raise ValueError(
+                    f'task.template = "plain" expects a text prompt, found {len(prompt)} messages; set it to "chat"'
+                )
+            return [*([] if self.bos is None else [self.bos]), *self.encode(prompt)]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    @cached_property
+    def _chat(self) -> Any:
+        from transformers import AutoTokenizer
+
+        chat = AutoTokenizer.from_pretrained(self.folder)
+        if chat.chat_template is None:
+            raise ValueError(
+                f'task.template = "chat" expects a chat template, found none in {self.folder}; use "plain"'
+            )
+        return chat
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,192 @@
+"""What flows through a run, in one direction only.
+
+    Prompt -> Turn(s) -> Rollout -> Group -> Batch -> StepStats
+              generators   rewards  stream   trainers
+
+Carriers are frozen; derived values are properties. Nothing here imports torch: these objects cross
+process boundaries, and the controller never needs a tensor.
+"""
+
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Finish = Literal["stop", "length", "abort"]
+PhaseName = Literal["cold_start", "rl"]  # supervised steps, then RL steps, on one model
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task item. `tokens` is what the policy reads; `answer` is what the reward compares with.
+
+    >>> Prompt(7, "12+34=", [1, 4, 5, 13, 6, 7, 14], "640")
+    """
+
+    id: int  # position in the data source's order: unique in a run, repeats never
+    text: str
+    tokens: list[int]
+    answer: str
+    row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a generator samples. temperature 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()  # EOS included; a stop token is sampled, kept, and ends the turn
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`len(seeds)` independent samples of one context, on one replica."""
+
+    id: str
+    tokens: list[int]
+    seeds: list[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one sample of a request came to. All lists have one entry per sampled token."""
+
+    tokens: list[int]
+    logprobs: list[float]  # of the sampled token, at the sampling temperature
+    versions: list[int]  # the policy version that sampled the token
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens the policy read, then the tokens that it sampled in answer. Never re-tokenized text."""
+
+    context: list[int]
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A trajectory: one turn, or several with tool output as the later turns' context."""
+
+    turns: list[Turn]
+    text: str  # the sampled text, for people and for rewards
+    reward: float
+    advantage: float = 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for turn in self.turns for t in (*turn.context, *turn.completion.tokens)]
+
+    @property
+    def mask(self) -> list[int]:
+        """1 exactly on the tokens that the policy sampled."""
+        return [m for turn in self.turns for m in (*(0,) * len(turn.context), *(1,) * len(turn.completion.tokens))]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Sampling log-probs, 0.0 where the mask is 0."""
+        return [p for turn in self.turns for p in (*(0.0,) * len(turn.context), *turn.completion.logprobs)]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of the sampled tokens only."""
+        return [v for turn in self.turns for v in turn.completion.versions]
+
+    @property
+    def sampled(self) -> int:
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        return self.turns[-1].completion.finish != "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one prompt."""
+
+    prompt: Prompt
+    rollouts: list[Rollout]
+
+    @property
+    def version(self) -> int:
+        """The oldest policy that sampled any of these tokens."""
+        return min(v for r in self.rollouts for v in r.versions)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [r.reward for r in self.rollouts]
+
+    @property
+    def flat(self) -> bool:
+        """All rewards equal: no learning signal."""
+        return len(set(self.rewards)) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One packable token sequence with its per-token training data (all of the same length)."""
+
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One microbatch of packed rows. Position i predicts targets[i]; documents restart positions at 0."""
+
+    tokens: np.ndarray  # [B, L] int64
+    positions: np.ndarray  # [B, L] int64
+    targets: np.ndarray  # [B, L] int64
+    mask: np.ndarray  # [B, L] float32, 1 where targets[i] is trained on
+    logprobs: np.ndarray  # [B, L] float32, sampling log-prob of targets[i]
+    advantages: np.ndarray  # [B, L] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One dp row's share of a step. Every dp row holds equally many microbatches (they run collectives)."""
+
+    microbatches: list[Rows]
+    global_tokens: int  # trained tokens over all dp rows: the loss's denominator, fixed at packing
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What the trainer mesh reports of one optimizer step, already reduced over the mesh."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int  # trained tokens
+    entropy: float
+    gap_mean: float  # mean |trainer log-prob - sampling log-prob| over trained tokens
+    gap_max: float
+    gap_mult: float  # mean exp|d|: 1.0 is exact, investigate above 1.05
+    ratio_mean: float
+    ratio_max: float
+    clip_low: float  # fraction of trained tokens
+    clip_high: float
+    kl: float  # k3 to the reference; 0.0 without one
+    seconds: float  # inside the slowest rank
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStats:
+    """What one weight sync cost: seconds of the slowest rank in each part, bytes over all generator ranks."""
+
+    version: int
+    bytes: int
+    publish: float
+    read: float
+    write: float
+    seconds: float  # wall time in the controller
+
+
