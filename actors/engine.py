@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from titan_rl.actors import vllm_cpu
 from titan_rl.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class EngineSettings:
 class EngineInfo:
     """What start-up came to."""
 
+    pid: int
     vllm: str  # version
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
     nbytes: int  # of those
@@ -99,21 +101,22 @@ class Engine:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise RuntimeError("expected engine.ENV in this process's launch environment, found it missing")
         began = time.perf_counter()
-        platform: dict[str, Any] = {}
         with _without_gc():
             _quiet_logging()
             import vllm
+            from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
 
-            if current_platform.is_cpu():
-                from titan_rl.actors import vllm_cpu
-
+            on_cpu = current_platform.is_cpu()
+            if on_cpu:
                 vllm_cpu.patch()
-                platform = vllm_cpu.ENGINE_ARGS
         imported = time.perf_counter()
-        self._llm: Any = vllm.LLMEngine.from_engine_args(_engine_args(settings, **platform))
+        args = _engine_args(settings) | (vllm_cpu.ENGINE_ARGS if on_cpu else {})
+        self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         built = time.perf_counter()
         config = self._llm.vllm_config
+        if on_cpu:
+            vllm_cpu.check_head_size(config.model_config.get_head_size())
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._open: dict[str, _Open] = {}
@@ -121,6 +124,7 @@ class Engine:
         self.version: int | None = None
         params = self.params()
         self.info = EngineInfo(
+            pid=os.getpid(),
             vllm=vllm.__version__,
             shapes={name: tuple(p.shape) for name, p in params.items()},
             nbytes=sum(p.nbytes for p in params.values()),
@@ -229,32 +233,29 @@ class Engine:
             self._stats.cached_tokens += output.num_cached_tokens or 0
 
 
-def _engine_args(settings: EngineSettings, **platform: Any) -> Any:
-    from vllm import EngineArgs
-
-    return EngineArgs(
-        model=settings.model_dir,
-        skip_tokenizer_init=True,
-        load_format=settings.load_format,
-        use_tqdm_on_load=False,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        tensor_parallel_size=settings.tensor_parallel_degree,
+def _engine_args(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "model": settings.model_dir,
+        "skip_tokenizer_init": True,
+        "load_format": settings.load_format,
+        "use_tqdm_on_load": False,
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_degree,
         # The processes exist already: each rank builds its own engine, and finds its peers by RANK and MASTER_ADDR.
-        distributed_executor_backend="external_launcher" if settings.tensor_parallel_degree > 1 else None,
-        kv_cache_memory_bytes=settings.kv_cache_memory_mb << 20 or None,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        block_size=settings.block_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        enforce_eager=settings.enforce_eager,
-        async_scheduling=False,  # a step returns what it sampled, so that its version is known
-        logprobs_mode="processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
-        generation_config="vllm",
-        disable_log_stats=True,
-        **platform,
-    )
+        "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "block_size": settings.block_size,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enforce_eager": settings.enforce_eager,
+        "async_scheduling": False,  # a step returns what it sampled, so that its version is known
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
 
 
 def _sampling_params(request: Request) -> Iterator[Any]:
@@ -283,7 +284,7 @@ def _sampling_params(request: Request) -> Iterator[Any]:
 def _sha256(tensor: "Tensor") -> str:
     import torch
 
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
 
 
 def _quiet_logging() -> None:

@@ -22,6 +22,15 @@ def patch() -> None:
     name_shared_memory()
 
 
+def check_head_size(size: int) -> None:
+    """vLLM itself finds out at the first step."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise ValueError(f"model.head_dim: expected one of {sizes} for vLLM's attention on CPU, found {size}")
+
+
 def keep_linear_weights() -> None:
     """vLLM repacks every linear layer's weight for oneDNN or AMX and then drops or ignores the parameter, so that an
     in-place write reaches nothing (lm_head: silently). A plain linear reads the parameter at every call.
@@ -41,5 +50,9 @@ def name_shared_memory() -> None:
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    name = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda c: f"{os.environ.get('MASTER_PORT', '')}{name(c)}")
+    vllm_name = _CPUSHMDistributed.make_group_name
+
+    def name(communicator: Any) -> str:
+        return f"{vllm_name(communicator)}-{os.environ.get('MASTER_PORT')}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(name)

@@ -15,7 +15,8 @@ def token_logprob(
     targets_BL: torch.Tensor,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_BLV = whole_vocabulary(logits_BLV).float()
+    logits_BLV = whole_vocabulary(logits_BLV)
+    logits_BLV = logits_BLV.to(torch.promote_types(logits_BLV.dtype, torch.float32))
     if temperature != 1.0:
         logits_BLV = logits_BLV / temperature
     logprobs_BLV = logits_BLV.log_softmax(-1)

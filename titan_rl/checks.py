@@ -15,7 +15,7 @@ from typing import Literal
 from titan_rl.config import Config
 from titan_rl.model_shape import ModelShape, shape_of
 from titan_rl.rewards import last_number, reward_for
-from titan_rl.tasks import Example, jsonl
+from titan_rl.tasks import jsonl
 from titan_rl.tokenizer import SIZE, TextTokenizer
 from titan_rl.types import Prompt
 
@@ -98,12 +98,14 @@ def _assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if config.model.flavor:
         yield f'model.flavor: expected "" beside model.hf_assets_path, found "{config.model.flavor}"'
     yield from _weights(folder)
+    if shape is None:
+        return  # the tokenizer is read with the same config.json
     try:
         tokenizer = TextTokenizer.load(folder)
     except Exception as error:  # tokenizers raises Exception itself
         yield f"model.hf_assets_path: expected a tokenizer, found {error}"
         return
-    if shape and tokenizer.size > shape.vocab_size:
+    if tokenizer.size > shape.vocab_size:
         yield (
             f"model.hf_assets_path: expected a vocab_size of at least the tokenizer's {tokenizer.size} in "
             f"{folder / 'config.json'}, found {shape.vocab_size}"
@@ -157,22 +159,26 @@ def _rows(config: Config, key: Literal["path", "eval_path"]) -> Iterator[str]:
         yield str(error)
         return
 
-    def where(example: Example) -> str:
-        return f"in row {examples.index(example) + 1} of {getattr(config.task, key)}"
+    file = getattr(config.task, key)
+    for row, example in enumerate(examples, 1):
+        if config.task.template == "plain" and not isinstance(example.prompt, str):
+            yield f'task.template: expected "chat" for the messages in row {row} of {file}, found "plain"'
+        elif config.cold_start.steps and key == "path" and not example.answer.strip():
+            steps = config.cold_start.steps
+            yield f"cold_start.steps: expected 0, as row {row} of {file} has no answer to learn from, found {steps}"
+        elif config.task.reward == "last_number" and not _has_number(example.answer):
+            yield f'task.reward: expected a number in the answer of row {row} of {file}, found "{example.answer}"'
+        else:
+            continue
+        return  # one bad row shows what is wrong with the file
 
-    if config.task.template == "plain":
-        for chat in [example for example in examples if not isinstance(example.prompt, str)][:1]:
-            yield f'task.template: expected "chat" for the messages {where(chat)}, found "plain"'
-    if config.cold_start.steps and key == "path":
-        for empty in [example for example in examples if not example.answer.strip()][:1]:
-            yield f"cold_start.steps: expected 0, as there is no answer {where(empty)}, found {config.cold_start.steps}"
-    if config.task.reward == "last_number":
-        for example in examples:
-            try:
-                last_number(Prompt(0, "", [], example.answer), "")
-            except ValueError:
-                yield f'task.reward: expected a number in the answer {where(example)}, found "{example.answer}"'
-                return
+
+def _has_number(answer: str) -> bool:
+    try:
+        last_number(Prompt(0, "", [], answer), "")
+    except ValueError:
+        return False
+    return True
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -180,7 +186,7 @@ def _run(config: Config) -> Iterator[str]:
     if config.training.steps == 0 and config.cold_start.steps == 0:
         yield "training.steps: expected at least 1 where cold_start.steps is 0, found 0: there is nothing to do"
     if config.algorithm.name == "grpo" and rollout.group_size < 2:
-        yield f"rollout.group_size: expected at least 2, as advantages are relative to a group, found {rollout.group_size}"
+        yield f"rollout.group_size: expected at least 2, for group-relative advantages, found {rollout.group_size}"
     if rollout.lag > 0:
         yield f"rollout.lag: expected 0, exact on-policy training, found {rollout.lag}"
     if config.checkpoint.keep_latest_k == 1:
@@ -204,11 +210,12 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
     key, tp = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
+    seq_len = config.training.seq_len
     for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
         if getattr(shape, size) % tp:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
-    if config.parallelism.enable_sequence_parallel and config.training.seq_len % tp:
-        yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallel), found {config.training.seq_len}"
+    if config.parallelism.enable_sequence_parallel and seq_len % tp:
+        yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallel), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
     for size in ("n_heads", "hidden_dim"):
@@ -267,7 +274,7 @@ def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[
 
     if on_gpu or hosts.device == "cuda":
         return
-    if shape and shape.head_dim not in CPU_HEAD_DIMS:
+    if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"model.head_dim: expected one that vLLM has CPU kernels for ({sizes}), found {shape.head_dim}"
     if generator.block_size % CPU_BLOCK_SIZE:

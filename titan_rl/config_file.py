@@ -15,10 +15,10 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
@@ -55,7 +55,13 @@ class Key:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
+    def kind(self) -> str:
+        return " | ".join(self.choices) or f"{inspect.formatannotation(self.type)} {self.range}".rstrip()
+
+    @property
     def range(self) -> str:
+        if self.ge is not None and self.ge == self.le:
+            return f"= {self.ge:g}"
         limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
         return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
@@ -63,8 +69,6 @@ class Key:
     def expected(self) -> str:
         if self.choices:
             return "one of " + ", ".join(map(as_toml, self.choices))
-        if self.ge is not None and self.ge == self.le:
-            return f"{self.ge:g}"
         nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
         return f"{nouns.get(self.type, 'a list of integers')} {self.range}".rstrip()
 
@@ -97,18 +101,15 @@ class Key:
 def schema() -> dict[str, dict[str, Key]]:
     """Every section and key, in the order of config.py."""
     described = docs()
-    defaults = Config()
+    return {section: _keys(kind(), described[section]) for section, kind in get_type_hints(Config).items()}
+
+
+def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
     return {
-        section.name: {
-            field.name: Key(
-                type=field.type,
-                default=getattr(getattr(defaults, section.name), field.name),
-                doc=described[section.name][field.name],
-                **field.metadata,
-            )
-            for field in fields(getattr(defaults, section.name))
-        }
-        for section in fields(Config)
+        field.name: Key(
+            type=field.type, default=getattr(defaults, field.name), doc=described[field.name], **field.metadata
+        )
+        for field in fields(defaults)
     }
 
 
@@ -121,22 +122,26 @@ def docs() -> dict[str, dict[str, str]]:
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(doc))):
                         classes[node.name][key] = " ".join(doc.split())
-    return {section.name: classes[type(getattr(Config(), section.name)).__name__] for section in fields(Config)}
+    return {section: classes[kind.__name__] for section, kind in get_type_hints(Config).items()}
 
 
 def find(name: str) -> Path:
     """The file of that path, or the shipped config of that bare name."""
-    shipped = (SHIPPED / name, SHIPPED / f"{name}.toml") if Path(name).name == name else ()
-    for candidate in (Path(name), *shipped):
+    bare = Path(name).name == name
+    for candidate in (Path(name), *((SHIPPED / name, SHIPPED / f"{name}.toml") if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
             return candidate
-    names = sorted(path.stem for path in SHIPPED.glob("*.toml"))
+    names = shipped()
+    found = as_toml(name) if name else "none"
+    hint = did_you_mean(Path(name).stem, names)
     raise ConfigError(
-        [
-            f"--config: expected a TOML file or a shipped config ({', '.join(names)}), found neither in {as_toml(name)}"
-            + did_you_mean(Path(name).stem, names)
-        ]
+        [f"--config: expected a TOML file, or a shipped config ({', '.join(names)}), found {found}{hint}"]
     )
+
+
+def shipped() -> list[str]:
+    """The names of the configs that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
@@ -171,8 +176,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
-    defaults = Config()
-    return Config(**{section: replace(getattr(defaults, section), **values[section]) for section in schema()})
+    return Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
 
 
 def to_toml(config: Config) -> str:

@@ -46,8 +46,12 @@ DOCS: dict[str, str] = {
     "sync/read_seconds": "Slowest generator rank: one-sided reads.",
     "sync/write_seconds": "Slowest generator rank: staged bytes into the engine's parameters.",
     EVAL_SCORE: "Mean reward on the held-out problems, sampled greedily.",
+    "time/eval": "Seconds of the evaluation that followed the step; not in time/step.",
+    "time/save": "Seconds of the checkpoint that followed the step; not in time/step.",
 }
-"""Every key that a step may log. Only eval/score is absent from most steps."""
+"""Every key that a step may log."""
+
+OCCASIONAL = (EVAL_SCORE, "time/eval", "time/save")  # absent from steps without an evaluation, or without a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def step_metrics(
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([r.sampled for r in rollouts])
     advantages = np.array([r.advantage for r in rollouts])
-    # Step n trains the policy that n - 1 steps made: a token of that version has age 0. An aborted rollout has no token.
+    # Step n trains the policy that n - 1 steps made: a token of that version has age 0. Aborted rollouts may have none.
     ages = step - 1 - np.array([v for r in rollouts for v in r.versions] or [step - 1])
     metrics = {
         "time/step": times.wall,

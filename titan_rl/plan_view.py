@@ -39,7 +39,8 @@ def plan_view(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [Rule(Text(plan.title, "bold"), align="left", style="dim")]
     if plan.description:
         parts += [Text(plan.description, "italic")]
-    parts += ["", _meshes(plan.meshes), "", labelled(plan.facts)]
+    holds = "\n".join(f"{row.name}: {row.holds}" for row in plan.meshes)
+    parts += ["", mesh_table(plan.meshes), "", labelled([("holds", holds), *plan.facts])]
     if plan.warnings:
         parts += ["", labelled([("warning", text) for text in plan.warnings], style="yellow")]
     return Group(*parts, "")
@@ -55,13 +56,12 @@ def labelled(rows: Sequence[tuple[str, RenderableType]], style: str = "dim") -> 
     return table
 
 
-def _meshes(rows: Sequence[MeshRow]) -> Table:
+def mesh_table(rows: Sequence[MeshRow]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("mesh", style="bold", no_wrap=True, min_width=10)
     table.add_column("procs", justify="right", no_wrap=True)
     for name in ("layout", "device", "dtype"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("holds", overflow="fold")
+        table.add_column(name)
     for row in rows:
-        table.add_row(row.name, str(row.procs), row.layout, row.device, row.dtype, row.holds)
+        table.add_row(row.name, str(row.procs), row.layout, row.device, row.dtype)
     return table

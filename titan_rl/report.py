@@ -29,8 +29,7 @@ class Report:
 
     @contextmanager
     def supervised(self, start: int, last: int) -> Iterator[None]:
-        with self._terminal.progress("cold start", last) as self._progress:
-            self._progress.advance(start)
+        with self._terminal.progress("cold start", last, done=start) as self._progress:
             yield
 
     def cold_start(self, step: int, stats: StepStats) -> None:

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  # made at import
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -55,13 +55,14 @@ class RunLog:
         cold_start_step: int | None = None,
     ) -> None:
         self.folder = folder
-        self.config_name = config_name
-        self.config = config
+        self._tb = folder / config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
         rl = -1 if resume_step is None else resume_step
         cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
         self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "eval": rl}
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.toml", to_toml(config))
+        write_whole(
+            folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
+        )
         self._metrics = open_after(folder / "metrics.jsonl", self._last)
         self._rollouts = open_after(folder / "rollouts.jsonl", self._last)
         self._curves: dict[str, Curves] = {}
@@ -104,12 +105,12 @@ class RunLog:
 
     def _plot(self, kind: Literal["cold_start", "rl"], step: int, scalars: Mapping[str, float]) -> None:
         """RL's curves lie in tb/ itself. The kinds count steps of their own, so they may not share a purge."""
-        if not self.config.metrics.enable_tensorboard:
+        if self._tb is None:
             return
         if kind not in self._curves:
-            tb = self.folder / self.config.metrics.save_tb_folder
-            first = int(min(self._last[kind] + 1, step))
-            self._curves[kind] = Curves(tb if kind == "rl" else tb / kind, first)
+            last = self._last[kind]
+            first = step if math.isinf(last) else int(last) + 1
+            self._curves[kind] = Curves(self._tb if kind == "rl" else self._tb / kind, first)
         self._curves[kind].write(step, scalars)
 
 
@@ -254,10 +255,10 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
 def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     """Wall seconds of all processes, the present one until now, and what they went into.
 
-    A process spans from "time/startup" seconds before its startup line to its last line. A cold start line took the
-    time since the line before it. "other" is the rest: checkpoints, shutdown.
+    A process spans from "time/startup" seconds before its startup line to its last line: what a crash undid is not
+    counted. A cold start line took the time since the line before it. "other" is the rest, such as a run's end.
     """
-    split = dict.fromkeys(("startup", "cold_start", "generate", "train", "sync", "wait", "eval"), 0.0)
+    split = dict.fromkeys(("startup", "cold_start", "generate", "train", "sync", "wait", "eval", "save"), 0.0)
     wall = 0.0
     before = lines[0]["time"] if lines else time.time()
     for line in lines:

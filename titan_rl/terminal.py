@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ class Activity:
     name: str
     total: int = 0
     done: int = 0
+    before: int = 0  # done by an earlier process, in no time of this one
     note: str = ""
     began: float = field(default_factory=time.monotonic)
 
@@ -57,8 +58,11 @@ class Activity:
         return f"  {self.done}/{self.total}  {self.note}".rstrip() if self.total else ""
 
     def __str__(self) -> str:
-        left = self.seconds * (self.total / self.done - 1) if self.done else 0.0
-        return f"{self.name}{self.so_far}  {duration(self.seconds)}" + (f", {duration(left)} left" if left else "")
+        seconds = self.seconds
+        text = f"{self.name}{self.so_far}  {duration(seconds)}"
+        if self.before < self.done < self.total:
+            text += f", {duration(seconds * (self.total - self.done) / (self.done - self.before))} left"
+        return text
 
 
 class Progress:
@@ -82,7 +86,8 @@ class Terminal:
 
     The status line lies *below* the cursor, which rests at the start of an empty line. So what other processes write
     to the same terminal (actors inherit it) lands on that empty line, and the next drawing erases the status line
-    where it was: still below. rich's own Live draws at the cursor, and every such write would tear it.
+    where it was: still below. rich's own Live draws at the cursor, and every such write would tear it. Only more than
+    two short lines within REFRESH seconds can reach the status line, and one of them then keeps its tail.
     """
 
     def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
@@ -106,20 +111,23 @@ class Terminal:
             yield
 
     @contextmanager
-    def progress(self, name: str, total: int) -> Iterator[Progress]:
-        activity = Activity(name, total)
+    def progress(self, name: str, total: int, done: int = 0) -> Iterator[Progress]:
+        """`done` of `total` were done before: a resumed run's share."""
+        activity = Activity(name, total, done, before=done)
         with self._under_way(activity):
             yield Progress(self, activity)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """One line, cut at a narrow terminal's edge rather than wrapped: columns stay columns."""
         cells = step_cells(step, total, metrics)
+        lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
         if self._steps % HEADER_EVERY == 0:
-            self._print(row((f"{cell.head:>{cell.width}}", "dim") for cell in cells))
+            lines.insert(0, Text("".join(f"{cell.head:>{cell.width}}" for cell in cells), "dim"))
         self._steps += 1
-        self._print(row((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))
+        self._print(*lines, no_wrap=True, overflow="crop")
 
     def eval(self, label: str, score: float, n: int) -> None:
-        self._print(Text.assemble("  held-out score ", (f"{score:.3f}", "bold green"), f"  {label}, {n} problems"))
+        self._print(Text.assemble(f"  {label}  ", (f"{score:.3f}", "bold green"), f"  over {n} problems"))
 
     def note(self, text: str) -> None:
         self._print(Text(f"  {text}"), soft_wrap=True)
@@ -132,12 +140,13 @@ class Terminal:
         if (crash := details or title) in self._reported:
             return
         self._reported.add(crash)
-        body = Text.from_ansi(details.rstrip())  # an actor's own colours stay colours, its cursor movements go
+        remote = Text.from_ansi(details.rstrip())  # an actor's own colours stay colours, its cursor movements go
         if self._errors.is_terminal:
-            panel = Panel(body, title=Text(title, "bold"), title_align="left", border_style="red")
+            body = Text(title, "bold red").append("\n\n" if remote else "")
+            panel = Panel(Text.assemble(body, remote), title="error", title_align="left", border_style="red")
             self._print(panel, console=self._errors)
         else:
-            self._print(Text(f"error: {title}"), body, console=self._errors, soft_wrap=True)
+            self._print(Text(f"error: {title}"), *([remote] if remote else []), console=self._errors, soft_wrap=True)
 
     def summary(
         self,
@@ -185,7 +194,7 @@ class Terminal:
                 self._activities.remove(activity)
                 if not self._activities:
                     self._idle.set()
-            name = f" {activity.name:<{32 - len(indent)}}{duration(activity.seconds):>12}"
+            name = f" {activity.name:<{40 - len(indent)}}{duration(activity.seconds):>12}"
             self._print(Text.assemble(f"  {indent}", mark, name, activity.so_far, ended), soft_wrap=True)
 
     def _tick(self, idle: threading.Event) -> None:
@@ -195,12 +204,12 @@ class Terminal:
                 for activity in self._activities:
                     self.plain(f"  … {activity}")
 
-    def _print(self, *parts: RenderableType, console: Console | None = None, soft_wrap: bool = False) -> None:
+    def _print(self, *parts: RenderableType, console: Console | None = None, **layout: Any) -> None:
         with self._lock:
             if self._live:
                 self._write(ERASE_BELOW)
             for part in parts:
-                (console or self._console).print(part, soft_wrap=soft_wrap)
+                (console or self._console).print(part, **layout)
             self._draw()
 
     def _draw(self) -> None:
@@ -231,11 +240,6 @@ class Cell(NamedTuple):
     width: int
     text: str
     style: str = ""
-
-
-def row(cells: Iterable[tuple[str, str]]) -> Text:
-    """Cut at a narrow terminal's edge rather than wrapped: columns stay columns."""
-    return Text.assemble(*cells, no_wrap=True, overflow="crop")
 
 
 def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
@@ -317,7 +321,7 @@ def brief(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

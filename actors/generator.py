@@ -1,0 +1,189 @@
+"""One generator rank as a Monarch actor: thin endpoints around an Engine that it steps.
+
+    submit ─> requests ─┐                         ┌─> step ─> done ─> take
+    switch ─> version ──┴─ decide ── broadcast ───┤
+                           rank 0     all ranks   └─> write the landed weights, serve the version
+
+Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps: so all of them add
+the same requests and change weights before the same step. Only reading weights (`read`) needs no such agreement.
+
+The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
+"""
+
+import asyncio
+import os
+import time
+import traceback
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from monarch.actor import Actor, concurrent_endpoint, current_rank
+
+from titan_rl.actors.engine import Done, Engine, EngineInfo, EngineSettings, EngineStats
+from titan_rl.types import Request
+
+if TYPE_CHECKING:
+    from titan_rl.actors.landing import Source
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Decision:
+    """What every rank does next."""
+
+    requests: list[Request] = field(default_factory=list)  # enter the engine
+    version: int | None = None  # the landed weights become this version
+    close: bool = False
+
+
+class Generator(Actor):
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._rank = current_rank().rank
+        self._next = Decision()  # rank 0's, collecting until the engine is between steps
+        self._wake = asyncio.Event()  # there is something to decide
+        self._done: asyncio.Queue[Done] = asyncio.Queue()
+        self._switched: asyncio.Future[float] | None = None
+        self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
+
+    @concurrent_endpoint
+    async def start(self) -> EngineInfo:
+        """Build the engine, with weights that nobody may sample from yet."""
+        with _fatal():
+            self._engine = Engine(self._settings)
+            if self._settings.tensor_parallel_degree > 1:
+                from torch import distributed as dist
+
+                # A rank waits for the next decision as long as the engine idles, be it for days.
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self._loop = asyncio.create_task(self._run())
+        return self._engine.info
+
+    @concurrent_endpoint
+    async def watch(self) -> None:
+        """Returns once this rank is closed, and raises what ends it before: the controller holds this call."""
+        await asyncio.shield(self._loop)
+
+    @concurrent_endpoint
+    async def submit(self, requests: list[Request]) -> None:
+        """Rank 0. All of these enter the engine before its next step."""
+        if self._loop.done():
+            raise self._end()
+        self._engine.check(requests)
+        self._next.requests += requests
+        self._wake.set()
+
+    @concurrent_endpoint
+    async def take(self) -> list[Done]:
+        """Rank 0. Waits until a request is done; answers with all that are."""
+        return await self._or_end(drain(self._done))
+
+    @concurrent_endpoint
+    async def connect(self, sources: "list[Source]") -> None:
+        """Where this rank's weights are read from; the memory to read them into is allocated here."""
+        from titan_rl.actors.landing import Landing
+
+        self._landing = Landing(self._engine.params(), sources)
+        self._nbytes = sum(source.nbytes for source in sources)
+
+    @concurrent_endpoint
+    async def read(self, timeout: float) -> tuple[float, int]:
+        """Bring this rank's weights over, beside the sampling. The seconds that took, and the bytes."""
+        began = time.perf_counter()
+        await self._landing.read(timeout)
+        return time.perf_counter() - began, self._nbytes
+
+    @concurrent_endpoint
+    async def switch(self, version: int) -> float:
+        """Rank 0, once every rank has read: all of them write what they read, between the same two steps, and serve it
+        as `version`. The seconds that took."""
+        self._switched = asyncio.get_running_loop().create_future()
+        self._next.version = version
+        self._wake.set()
+        return await self._or_end(self._switched)
+
+    @concurrent_endpoint
+    async def fingerprint(self) -> dict[str, str]:
+        return self._engine.fingerprint()
+
+    @concurrent_endpoint
+    async def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        """Every rank: end between two steps, whatever is unfinished."""
+        self._next.close = True
+        self._wake.set()
+        await self._loop
+
+    async def _run(self) -> None:
+        with _fatal():
+            while not (decision := await self._decide()).close:
+                if decision.version is not None:
+                    self._switch(decision.version)
+                if decision.requests:
+                    self._engine.add(decision.requests)
+                if self._engine.busy:
+                    done = self._engine.step()
+                    if self._rank == 0:
+                        for request in done:
+                            self._done.put_nowait(request)
+                await asyncio.sleep(0)  # the other endpoints' turn
+
+    async def _decide(self) -> Decision:
+        """Rank 0 waits for something to do; the other ranks wait for rank 0."""
+        if self._rank == 0:
+            if not self._engine.busy:
+                await self._wake.wait()
+            self._wake.clear()
+        box, self._next = [self._next], Decision()
+        if self._group is not None:
+            from torch import distributed as dist
+
+            # In a thread: a rank that waits for rank 0 must go on answering its endpoints.
+            await asyncio.to_thread(dist.broadcast_object_list, box, 0, self._group)
+        return box[0]
+
+    def _switch(self, version: int) -> None:
+        began = time.perf_counter()
+        self._landing.write()
+        self._engine.set_version(version)
+        if self._switched is not None:
+            self._switched.set_result(time.perf_counter() - began)
+            self._switched = None
+
+    async def _or_end(self, outcome: Awaitable[T]) -> T:
+        """Await an outcome that the loop brings about, or raise what ended the loop: nobody waits on a dead engine."""
+        waiting = asyncio.ensure_future(outcome)
+        await asyncio.wait({waiting, self._loop}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        waiting.cancel()
+        raise self._end()
+
+    def _end(self) -> BaseException:
+        return self._loop.exception() or RuntimeError("this generator is closed")
+
+
+async def drain(queue: "asyncio.Queue[T]") -> list[T]:
+    """Everything in the queue, once there is something."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items
+
+
+@contextmanager
+def _fatal() -> Iterator[None]:
+    """Whatever would fail the actor instead of the call ends the process: calling a failed actor in a live process ends
+    the caller (Monarch 0.7)."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        traceback.print_exc()
+        os._exit(1)

@@ -1,0 +1,184 @@
+"""Real generator meshes: Monarch processes with a vLLM engine each, against Hugging Face's forward of the same Llama."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import monarch.actor
+import pytest
+from monarch.actor import this_host
+
+from titan_rl.actors import vllm_cpu
+from titan_rl.actors.engine import EngineSettings
+from titan_rl.meshes.faults import RunError
+from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.types import Completion, Request, Sampling
+
+LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}
+
+
+class Running:
+    """A started mesh and the event loop that its tasks live on."""
+
+    def __init__(self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int]) -> None:
+        self.runner, self.mesh, self.pids = runner, mesh, pids
+
+    def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 60))
+
+    def generate(self, *requests: Request) -> list[list[Completion]]:
+        """All in one tick."""
+
+        async def work() -> list[list[Completion]]:
+            return await asyncio.gather(*map(self.mesh.generate, requests))
+
+        return self(work())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Serving version 0: the weights in the model's folder, for there is no trainer to read any from."""
+    replicas, tp = LAYOUTS[request.param]
+    folder: Path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    settings = EngineSettings(
+        model_dir=str(folder),
+        max_model_len=256,
+        kv_cache_memory_mb=32,
+        tensor_parallel_degree=tp,
+        load_format="auto",
+    )
+
+    async def start() -> tuple[GeneratorMesh, list[int]]:
+        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV)
+        pids = [info.pid for info in await mesh.start()]
+        await mesh.connect([[] for _ in range(tp)])
+        await mesh.pull(0)
+        return mesh, pids
+
+    with asyncio.Runner() as runner:
+        mesh, pids = runner.run(start())
+        yield Running(runner, mesh, pids)
+        runner.run(mesh.close())
+        runner.run(mesh.stop())
+
+
+def requests(n: int, sampling: Sampling, samples: int = 2) -> list[Request]:
+    return [Request(f"r{i}", [1, 4 + i % 60, *range(i % 7)], list(range(samples)), sampling) for i in range(n)]
+
+
+def greedy(model: Any, context: Sequence[int], completion: Completion) -> list[int]:
+    """What the model would have said at each position of a completion."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *completion.tokens]])).logits[0, len(context) - 1 : -1]
+    return logits.argmax(-1).tolist()
+
+
+def test_greedy_is_the_argmax(running: Running, model: Any) -> None:
+    asked = requests(8, Sampling(16, 0.0), samples=1)
+    for request, (completion,) in zip(asked, running.generate(*asked), strict=True):
+        assert completion.tokens == greedy(model, request.tokens, completion)
+        assert completion.versions == [0] * 16
+
+
+def test_requests_of_a_tick_enter_together_run_after_run(running: Running) -> None:
+    before = running(running.mesh.stats())
+    first = running.generate(*requests(64, Sampling(12)))
+    after = running(running.mesh.stats())
+    assert [len(completions) for completions in first] == [2] * 64
+    assert first == running.generate(*requests(64, Sampling(12)))  # to the last bit of the log-probs
+    for now, then in zip(after, before, strict=True):
+        assert now.steps - then.steps == 12
+        assert now.tokens - then.tokens == 64 * 2 * 12 // len(before)
+
+
+def test_requests_join_and_leave_a_running_batch(running: Running) -> None:
+    async def work() -> list[list[Completion]]:
+        async def one(i: int) -> list[Completion]:
+            await asyncio.sleep(0.01 * (i % 8))
+            return await running.mesh.generate(Request(f"r{i}", [1, i], [i], Sampling(8 + i % 40)))
+
+        return await asyncio.gather(*map(one, range(64)))
+
+    assert [len(completion.tokens) for (completion,) in running(work())] == [8 + i % 40 for i in range(64)]
+
+
+def test_a_pull_amid_sampling_switches_every_rank_at_one_step(running: Running, model: Any) -> None:
+    async def work() -> list[list[Completion]]:
+        sampling = asyncio.gather(*map(running.mesh.generate, asked))
+        await asyncio.sleep(0.05)
+        assert (await running.mesh.pull(1)).bytes == 0  # nothing connected, nothing read
+        done = await sampling
+        await running.mesh.pull(0)
+        return done
+
+    asked = requests(16, Sampling(200, 0.0), samples=1)
+    for request, (completion,) in zip(asked, running(work()), strict=True):
+        switched = completion.versions.index(1)
+        assert completion.versions == [0] * switched + [1] * (200 - switched)
+        assert 0 < switched < 200
+        assert completion.tokens == greedy(model, request.tokens, completion)
+
+
+def test_who_gives_up_disturbs_nobody(running: Running) -> None:
+    async def work() -> list[Completion]:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(running.mesh.generate(Request("slow", [1], [0], Sampling(200))), 0.05)
+        return await running.mesh.generate(Request("next", [1], [0], Sampling(8)))
+
+    (completion,) = running(work())
+    assert len(completion.tokens) == 8
+
+
+def test_ranks_hold_the_same_weights_or_their_shares(running: Running) -> None:
+    prints = running(running.mesh.fingerprint())
+    assert len(prints) == len(running.pids) == 2
+    norms = [name for name in prints[0] if "norm" in name]
+    assert [prints[0][name] for name in norms] == [prints[1][name] for name in norms]
+    sharded = "model.layers.0.mlp.down_proj.weight"
+    tp = running.mesh.stats is not None and len(running(running.mesh.stats())) == 1
+    assert (prints[0][sharded] != prints[1][sharded]) == tp
+
+
+def test_a_killed_rank_fails_what_waits_on_it_by_name(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda _: None)
+
+    async def work() -> float:
+        waiting = [asyncio.create_task(running.mesh.generate(request)) for request in requests(4, Sampling(250))]
+        await asyncio.sleep(0.05)
+        os.kill(running.pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RunError)]
+        assert failed
+        print([str(e) for e in failed])
+        with pytest.raises(RunError):
+            await running.mesh.generate(Request("later", [1], [0], Sampling(8)))
+        return time.monotonic() - killed
+
+    assert running(work()) < 5
