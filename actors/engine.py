@@ -31,7 +31,8 @@ ENV: dict[str, str] = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's own use of torch, nothing that a user could change
+    # vLLM's own use of torch; and the sweeping-up after a process that was ended, as most of them are.
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
 }
 """Launch environment of a generator: vLLM reads it when it is imported."""
 
@@ -140,7 +141,11 @@ class Engine:
     def check(self, requests: Sequence[Request]) -> None:
         """Raise unless each of these can be sampled exactly as asked."""
         self._serving()
+        taken = set(self._open)
         for request in requests:
+            if request.id in taken:
+                raise ValueError(f"request {request.id}: its id is that of an unfinished request")
+            taken.add(request.id)
             if problem := self._problem(request):
                 raise ValueError(f"request {request.id}: {problem}")
 
@@ -200,8 +205,6 @@ class Engine:
 
     def _problem(self, request: Request) -> str | None:
         sampling, length = request.sampling, len(request.tokens)
-        if request.id in self._open:
-            return "its id is that of an unfinished request"
         if not request.tokens or not request.seeds:
             return f"expected tokens and seeds, found {length} and {len(request.seeds)}"
         if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size:

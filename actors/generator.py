@@ -11,6 +11,7 @@ The controller imports this module to spawn the actor, so torch and vLLM are imp
 """
 
 import asyncio
+import atexit
 import os
 import time
 import traceback
@@ -60,6 +61,7 @@ class Generator(Actor):
 
                 # A rank waits for the next decision as long as the engine idles, be it for days.
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        atexit.register(os._exit, 0)  # taking a million objects apart costs seconds, and saves nothing
         self._loop = asyncio.create_task(self._run())
         return self._engine.info
 
@@ -86,8 +88,10 @@ class Generator(Actor):
     async def connect(self, sources: "list[Source]") -> None:
         """Where this rank's weights are read from; the memory to read them into is allocated here."""
         from titan_rl.actors.landing import Landing
+        from titan_rl.actors.quiet import quiet_rdma
 
-        self._landing = Landing(self._engine.params(), sources)
+        with quiet_rdma():
+            self._landing = Landing(self._engine.params(), sources)
         self._nbytes = sum(source.nbytes for source in sources)
 
     @concurrent_endpoint
@@ -145,8 +149,10 @@ class Generator(Actor):
         if self._group is not None:
             from torch import distributed as dist
 
-            # In a thread: a rank that waits for rank 0 must go on answering its endpoints.
-            await asyncio.to_thread(dist.broadcast_object_list, box, 0, self._group)
+            if self._engine.busy:
+                dist.broadcast_object_list(box, 0, self._group)
+            else:  # may last as long as the engine idles: the rank must go on answering its endpoints
+                await asyncio.to_thread(dist.broadcast_object_list, box, 0, self._group)
         return box[0]
 
     def _switch(self, version: int) -> None:

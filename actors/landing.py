@@ -13,8 +13,7 @@ from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from titan_rl.actors.staging import window
-from titan_rl.meshes.weight_plan import Copy, param_shapes
-from titan_rl.model_shape import ModelShape
+from titan_rl.weight_plan import Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +66,6 @@ class Landing:
                 target = window(self._params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1)
                 target.copy_(part.view(copy.blocks, copy.rows, copy.cols))
         return sum(source.nbytes for source in self._sources)
-
-
-def verify_complete(params: Mapping[str, Tensor], shape: ModelShape, tp: int) -> None:
-    """Raise unless the live model has exactly the parameters that the plan fills, in their shapes."""
-    expected = param_shapes(shape, tp)
-    wrong = [f"{name} (not in the plan)" for name in params if name not in expected]
-    for name, size in expected.items():
-        if name not in params:
-            wrong.append(f"{name} (not in the model)")
-        elif params[name].shape != size:
-            wrong.append(f"{name} (expected shape {size}, found {tuple(params[name].shape)})")
-    if wrong:
-        raise ValueError(
-            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
-            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
-        )
 
 
 def _run(params: Mapping[str, Tensor], source: Source, pinned: bool) -> Tensor:

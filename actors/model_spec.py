@@ -82,9 +82,7 @@ def _qwen3(shape: ModelShape, seq_len: int) -> ModelSpec:
             param_init=qwen3._EMBEDDING_SKIP_INIT if shape.tied else qwen3._EMBEDDING_INIT,
         ),
         norm=RMSNorm.Config(normalized_shape=shape.dim, eps=shape.norm_eps, param_init=qwen3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=shape.dim, out_features=shape.vocab_size, param_init=qwen3._LINEAR_INIT
-        ),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=qwen3._LINEAR_INIT),
         layers=qwen3._build_qwen3_layers(
             n_layers=shape.n_layers,
             dim=shape.dim,

@@ -159,7 +159,8 @@ class Policy:
     def _initial_weights(self) -> None:
         folder = self.config.model.hf_assets_path
         if not folder:
-            titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed)
+            std = self.config.model.initializer_range
+            titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std)
             return
         adapter = self.spec.state_dict_adapter(self.spec.model, folder)
         state = adapter.to_hf(self.model.state_dict())
@@ -179,7 +180,7 @@ class Policy:
         if self.phase is not None:
             self.phase.checkpoints.close()
         optimizers = self._optimizers(lr)
-        schedulers = self._schedule(name, warmup).build(optimizers=optimizers, training_steps=max(steps, 1))
+        schedulers = self._schedule(name, min(warmup, steps)).build(optimizers=optimizers, training_steps=max(steps, 1))
         if name == "rl" and self.config.algorithm.kl_coef > 0:
             self._freeze_reference()
         state = TrainState()
@@ -208,7 +209,7 @@ class Policy:
 
     def _schedule(self, name: PhaseName, warmup: int) -> LRSchedulersContainer.Config:
         s = self.config.lr_scheduler
-        decay = s.decay_ratio if name == "rl" else 0.0
+        decay = s.decay_ratio if name == "rl" else self.config.cold_start.decay_ratio
         return LRSchedulersContainer.Config(
             warmup_steps=warmup, decay_ratio=decay, decay_type=s.decay_type, min_lr_factor=s.min_lr_factor
         )
@@ -238,7 +239,9 @@ class Policy:
     def step(self, batch: Batch) -> StepStats:
         phase = self._in_phase()
         began = time.perf_counter()
-        reduced = self._sums([self._forward_backward(rows, phase.name, batch.global_tokens) for rows in batch.microbatches])
+        reduced = self._sums(
+            [self._forward_backward(rows, phase.name, batch.global_tokens) for rows in batch.microbatches]
+        )
         lr = float(phase.schedulers.schedulers[0].get_last_lr()[0])
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()),

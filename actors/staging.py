@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from monarch.rdma import RDMABuffer
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard as ShardPlacement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_rl.meshes.weight_plan import Copy, Shard
+from titan_rl.weight_plan import Copy, Shard
 
 
 def shards_of(
@@ -51,9 +52,8 @@ def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(f"{name}: expected sharded or replicated values, found placements {param.placements}")
     cuts = [i for i, p in enumerate(param.placements) if isinstance(p, ShardPlacement) and p.dim == dim]
-    late = [i for i, p in enumerate(param.placements) if isinstance(p, _StridedShard) and p.dim == dim]
-    for i in late:
-        split = param.placements[i].split_factor
+    late = {i: p.split_factor for i, p in enumerate(param.placements) if isinstance(p, _StridedShard) and p.dim == dim}
+    for i, split in late.items():
         if len(late) > 1 or split != math.prod(mesh.size(j) for j in cuts) or min(cuts) < i:
             raise ValueError(f"{name}: expected FSDP2 over tensor parallelism, found placements {param.placements}")
     for i in [*cuts, *late]:
@@ -103,7 +103,7 @@ class Staging:
         return self._buffer.nbytes
 
     def register(self) -> dict[int, list[RDMABuffer]]:
-        """The runs as RDMA buffers of at most slice_bytes, in order. They stay valid while pack() changes the values."""
+        """The runs as RDMA buffers of at most slice_bytes, in order. They outlive any number of packs."""
         if not self._registered:
             self._registered = {
                 reader: [RDMABuffer(part) for part in run.split(self._slice) if part.numel()]

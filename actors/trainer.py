@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, endpoint
 
 from titan_rl.config import Config
-from titan_rl.meshes.weight_plan import Copy, Shard
+from titan_rl.weight_plan import Copy, Shard
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
 
@@ -27,7 +27,9 @@ class Trainer(Actor):
     async def start(self) -> int:
         """Build the model; answers with the bytes of parameters that this rank holds."""
         from titan_rl.actors.policy import Policy
+        from titan_rl.actors.quiet import quiet
 
+        quiet()
         self._policy = Policy(self._config, self._shape)
         return self._policy.nbytes
 
@@ -62,13 +64,15 @@ class Trainer(Actor):
         """Allocate and register this rank's staging buffer: per reader, the slices of its run."""
         import torch
 
+        from titan_rl.actors.quiet import quiet_rdma
         from titan_rl.actors.staging import Staging
 
         policy = self._policy
         parameters = {policy.names[name]: p for name, p in policy.model.named_parameters()}
         dtype = getattr(torch, self._config.generator.dtype)
         self._staging = Staging(parameters, copies, dtype, self._config.weight_sync.slice_mb << 20)
-        return self._staging.register()
+        with quiet_rdma():
+            return self._staging.register()
 
     @endpoint
     async def publish(self) -> float:
@@ -80,4 +84,3 @@ class Trainer(Actor):
     @endpoint
     async def close(self) -> None:
         self._policy.close()
-

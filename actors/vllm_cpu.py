@@ -1,11 +1,9 @@
 """What vLLM needs on a machine without a GPU, and nothing else does."""
 
-import os
 from typing import Any
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob waits 20 s for Inductor to compile one comparison
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # no NUMA notes
 }
 """Launch environment of a CPU generator, on top of engine.ENV."""
 
@@ -19,7 +17,7 @@ ENGINE_ARGS: dict[str, Any] = {
 def patch() -> None:
     """Call before the first model is built."""
     keep_linear_weights()
-    name_shared_memory()
+    reduce_over_gloo()
 
 
 def check_head_size(size: int) -> None:
@@ -44,15 +42,10 @@ def keep_linear_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def name_shared_memory() -> None:
-    """Tensor-parallel ranks reduce in shared memory that vLLM names after the launcher's address, which is "env://" for
-    every engine of the host. The rendezvous port tells engines apart.
+def reduce_over_gloo() -> None:
+    """Tensor-parallel ranks would reduce in shared memory, spinning: on a peer that died for ever, on busy cores for
+    long; under one name for all engines of the host; and they leave it behind in /dev/shm. Gloo has none of this.
     """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    vllm_name = _CPUSHMDistributed.make_group_name
-
-    def name(communicator: Any) -> str:
-        return f"{vllm_name(communicator)}-{os.environ.get('MASTER_PORT')}"
-
-    _CPUSHMDistributed.make_group_name = staticmethod(name)
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False

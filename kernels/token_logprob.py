@@ -31,7 +31,5 @@ def whole_vocabulary(logits_BLV: torch.Tensor) -> torch.Tensor:
     if not isinstance(logits_BLV, DTensor):
         return logits_BLV
     last = logits_BLV.ndim - 1
-    placements = [
-        Replicate() if isinstance(p, Shard) and p.dim in (-1, last) else p for p in logits_BLV.placements
-    ]
+    placements = [Replicate() if isinstance(p, Shard) and p.dim in (-1, last) else p for p in logits_BLV.placements]
     return logits_BLV.redistribute(placements=placements).to_local()

@@ -1,7 +1,9 @@
-"""The generator mesh: replicas of one engine, each of tensor-parallel ranks and each a failure domain of its own.
+"""The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
 
-generate ── route ──> replica ── write ──> submit ─> engine ─> take ── read ──> the awaiting generate
-pull: read on all ranks of all replicas, then switch: none serves a version before all have it
+    generate ── route ──> replica ── write ──> submit ─> engine ─> take ── read ──> the awaiting generate
+
+A pull has two phases: every rank of every replica reads, then every engine switches. None serves a version before all
+hold it.
 """
 
 import asyncio
@@ -123,7 +125,7 @@ class Replica:
 
 class GeneratorMesh:
     def __init__(self, replicas: Sequence[Replica], *, init_seconds: float, seconds: float) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
         self._init_seconds = init_seconds
         self._seconds = seconds
 
@@ -158,24 +160,24 @@ class GeneratorMesh:
     async def start(self) -> list[EngineInfo]:
         """Build every engine; answers rank by rank, replica by replica."""
         info = await self._all("start", seconds=self._init_seconds)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.serve()
         return info
 
     async def connect(self, sources: "Sequence[list[Source]]") -> None:
         """Scatter, by tensor-parallel rank, where the weights are read from; every replica reads the same."""
-        await asyncio.gather(*(r.scatter("connect", sources, self._init_seconds) for r in self._replicas))
+        await asyncio.gather(*(r.scatter("connect", sources, self._init_seconds) for r in self.replicas))
 
     async def generate(self, request: Request) -> list[Completion]:
         """Route: to the replica with the least to do, the first among equals."""
         self._check()
-        return await min(self._replicas, key=lambda replica: replica.load).generate(request)
+        return await min(self.replicas, key=lambda replica: replica.load).generate(request)
 
     async def pull(self, version: int) -> Pulled:
         """Every rank reads its weights while sampling goes on; then every engine writes them and serves `version`."""
         self._check()
         reads: list[tuple[float, int]] = await self._all("read", self._seconds, seconds=self._seconds + GRACE_SECONDS)
-        writes = await asyncio.gather(*(r.head("switch", version, seconds=self._seconds) for r in self._replicas))
+        writes = await asyncio.gather(*(r.head("switch", version, seconds=self._seconds) for r in self.replicas))
         return Pulled(max(seconds for seconds, _ in reads), max(writes), sum(nbytes for _, nbytes in reads))
 
     async def fingerprint(self) -> list[dict[str, str]]:
@@ -184,23 +186,23 @@ class GeneratorMesh:
 
     async def stats(self) -> list[EngineStats]:
         """By replica."""
-        return list(await asyncio.gather(*(r.head("stats", seconds=self._seconds) for r in self._replicas)))
+        return list(await asyncio.gather(*(r.head("stats", seconds=self._seconds) for r in self.replicas)))
 
     async def close(self) -> None:
         """End every engine between two steps. Open requests fail."""
-        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def stop(self) -> None:
         """End the processes."""
-        await asyncio.gather(*(replica.stop() for replica in self._replicas))
+        await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
         """Broadcast a verb to all ranks of all replicas, and gather the answers."""
-        calls = {name: call for replica in self._replicas for name, call in replica.calls(verb, *arguments).items()}
+        calls = {name: call for replica in self.replicas for name, call in replica.calls(verb, *arguments).items()}
         return await ask_all(calls, verb=verb, seconds=seconds)
 
     def _check(self) -> None:
         """A lost replica ends the run: half of the engines would sample the groups of all."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.error:
                 raise replica.error

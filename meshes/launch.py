@@ -1,7 +1,7 @@
 """Bring the meshes of a run up together, and take them down whatever happens.
 
-    controller ── trainer mesh (dp, tp)            the first GPUs
-               └─ generator replicas (tp) each     the next ones
+controller ── trainer mesh (dp, tp)            the first GPUs
+           └─ generator replicas (tp) each     the next ones
 """
 
 import asyncio
@@ -18,14 +18,13 @@ from titan_rl.meshes.generators import GeneratorMesh
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.setup import Setup
 from titan_rl.terminal import Terminal
+from titan_rl.weight_plan import verify_complete
 
 CLOSE_SECONDS = 5.0  # a clean goodbye; what does not manage it in time is killed with the controller
 
 
 @asynccontextmanager
-async def launch(
-    setup: Setup, clock: Clock, terminal: Terminal
-) -> AsyncIterator[tuple[TrainerMesh, GeneratorMesh]]:
+async def launch(setup: Setup, clock: Clock, terminal: Terminal) -> AsyncIterator[tuple[TrainerMesh, GeneratorMesh]]:
     """Spawn and start both meshes, concurrently. A rank that dies at any time ends the body, by name."""
     body = asyncio.current_task()
     assert body is not None
@@ -85,7 +84,8 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
             init_seconds=config.comm.init_timeout_seconds,
             seconds=config.comm.train_timeout_seconds,
         )
-        await mesh.start()
+        for rank in await mesh.start():
+            verify_complete(rank.shapes, setup.shape, tp)
     return mesh
 
 

@@ -10,6 +10,7 @@ WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a run never downloads
     "PYTHONUNBUFFERED": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 

@@ -154,6 +154,16 @@ def check_a_seed_decides_its_sample_in_any_batch(engine: Engine) -> None:
     assert [c.tokens for c in mixed] == [alone[i].tokens for i in (2, 0, 1)]
 
 
+def check_a_new_version_goes_on_with_a_samples_random_stream(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, list(range(8)), Sampling(24))
+    undisturbed = run(engine, asked)["a"]
+    engine.add([asked])
+    for version in range(1, 5):
+        engine.step()
+        engine.set_version(version)
+    assert [c.tokens for c in finish(engine)["a"]] == [c.tokens for c in undisturbed]
+
+
 def check_siblings_read_their_prompt_from_the_prefix_cache(engine: Engine) -> None:
     before = engine.stats()
     run(engine, Request("a", list(range(40)), list(range(8)), Sampling(4)))
@@ -243,7 +253,8 @@ def check_nothing_is_sampled_before_a_version(engine: Engine, monkeypatch: pytes
         (Request("x", CONTEXT, [-1], Sampling(4)), "expected seeds of at least 0, found -1"),
         (Request("x", CONTEXT, [0], Sampling(4, 0.001)), "expected rollout.temperature 0 or in"),
         (Request("x", CONTEXT, [0], Sampling(123)), "6 tokens and 123 new ones exceed 128"),
-        (Request("open", CONTEXT, [0], Sampling(4)), "its id is that of an unfinished request"),
+        (Request("open", CONTEXT, [0], Sampling(4)), "open: its id is that of an unfinished request"),
+        (Request("fine", CONTEXT, [1], Sampling(4)), "fine: its id is that of an unfinished request"),
     ],
 )
 def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Request, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Real generator meshes: Monarch processes with a vLLM engine each, against Hugging Face's forward of the same Llama."""
+"""Real generator meshes, a vLLM engine in each Monarch process, against Hugging Face's forward of the same Llama."""
 
 import asyncio
 import os
@@ -79,7 +79,9 @@ def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest
         await mesh.pull(0)
         return mesh, pids
 
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about.
+        patch.setattr(monarch.actor, "unhandled_fault_hook", lambda _: None)
         mesh, pids = runner.run(start())
         yield Running(runner, mesh, pids)
         runner.run(mesh.close())
@@ -155,30 +157,49 @@ def test_who_gives_up_disturbs_nobody(running: Running) -> None:
     assert len(completion.tokens) == 8
 
 
-def test_ranks_hold_the_same_weights_or_their_shares(running: Running) -> None:
-    prints = running(running.mesh.fingerprint())
-    assert len(prints) == len(running.pids) == 2
-    norms = [name for name in prints[0] if "norm" in name]
-    assert [prints[0][name] for name in norms] == [prints[1][name] for name in norms]
-    sharded = "model.layers.0.mlp.down_proj.weight"
-    tp = running.mesh.stats is not None and len(running(running.mesh.stats())) == 1
-    assert (prints[0][sharded] != prints[1][sharded]) == tp
+def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) -> None:
+    one, other = running(running.mesh.fingerprint())
+    for name in one:
+        shared = "norm" in name or len(running.mesh.replicas) == 2
+        assert (one[name] == other[name]) == shared, name
 
 
-def test_a_killed_rank_fails_what_waits_on_it_by_name(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", lambda _: None)
+@pytest.mark.parametrize("running", ["replicas2"], indirect=True)
+def test_an_error_between_steps_fails_every_call(running: Running) -> None:
+    replica, late = running.mesh.replicas[0], Request("late", [1], [0], Sampling(4))
+
+    async def work() -> None:
+        waiting = asyncio.create_task(replica.generate(Request("open", [1], [0], Sampling(240))))
+        await asyncio.sleep(0.05)
+        await running.mesh.connect([[]])
+        with pytest.raises(RunError, match="failed in switch: RuntimeError") as failure:
+            await replica.head("switch", 1, seconds=5)
+        assert "expected a completed read() before write()" in failure.value.details
+        with pytest.raises(RunError, match="RuntimeError"):
+            await waiting
+        for verb, arguments in {"submit": [[late]], "take": [], "switch": [2], "watch": []}.items():
+            with pytest.raises(RunError, match=rf"generator0\[tp=0\] failed in {verb}: RuntimeError"):
+                await replica.head(verb, *arguments, seconds=5)
+        for call in (running.mesh.generate(late), running.mesh.pull(2)):
+            with pytest.raises(RunError, match="RuntimeError"):
+                await call
+
+    running(work())
+
+
+def test_a_killed_rank_fails_what_waits_on_it_by_name(running: Running) -> None:
+    replica, name = running.mesh.replicas[-1], f"generator{len(running.mesh.replicas) - 1}"
 
     async def work() -> float:
-        waiting = [asyncio.create_task(running.mesh.generate(request)) for request in requests(4, Sampling(250))]
+        waiting = [asyncio.create_task(replica.generate(request)) for request in requests(4, Sampling(240))]
         await asyncio.sleep(0.05)
-        os.kill(running.pids[1], signal.SIGKILL)
-        killed = time.monotonic()
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        failed = [outcome for outcome in outcomes if isinstance(outcome, RunError)]
-        assert failed
-        print([str(e) for e in failed])
+        os.kill(running.pids[-1], signal.SIGKILL)
+        began = time.monotonic()
+        for error in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(error, RunError)
+            assert str(error).startswith(f"{name}[tp=")
         with pytest.raises(RunError):
             await running.mesh.generate(Request("later", [1], [0], Sampling(8)))
-        return time.monotonic() - killed
+        return time.monotonic() - began
 
     assert running(work()) < 5

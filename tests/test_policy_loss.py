@@ -68,7 +68,9 @@ def test_what_lies_under_the_mask_is_never_seen() -> None:
     t = tensors(10)
     clean, _ = grpo(**t, **CLIP, kl_coef=0.1)
     off = t["mask_T"] == 0
-    dirty = {k: torch.where(off, torch.inf if k != "advantage_T" else torch.nan, v) for k, v in t.items() if k != "mask_T"}
+    dirty = {
+        k: torch.where(off, torch.inf if k != "advantage_T" else torch.nan, v) for k, v in t.items() if k != "mask_T"
+    }
     logprob = torch.where(off, torch.zeros_like(t["logprob_T"]), t["logprob_T"]).requires_grad_()
     loss, _ = grpo(**(dirty | {"logprob_T": logprob, "mask_T": t["mask_T"]}), **CLIP, kl_coef=0.1)
     loss.backward()
@@ -78,7 +80,9 @@ def test_what_lies_under_the_mask_is_never_seen() -> None:
     assert torch.isfinite(logprob.grad).all()
 
 
-@pytest.mark.parametrize(("log_ratio", "advantage", "low", "high"), [(1, 1, 0, 1), (1, -1, 0, 0), (-1, -1, 1, 0), (-1, 1, 0, 0)])
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "low", "high"), [(1, 1, 0, 1), (1, -1, 0, 0), (-1, -1, 1, 0), (-1, 1, 0, 0)]
+)
 def test_only_the_clip_that_binds_is_counted(log_ratio: float, advantage: float, low: int, high: int) -> None:
     one = torch.ones(1, dtype=torch.float64)
     _, sums = grpo(log_ratio * one, one, behaviour_T=0 * one, advantage_T=advantage * one, mask_T=one, **CLIP)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.meshes.weight_plan import Piece, Plan, Shard, param_shapes, pieces, plan
+from titan_rl.weight_plan import Piece, Plan, Shard, param_shapes, pieces, plan, verify_complete
 from titan_rl.model_shape import ModelShape
 
 TINY = ModelShape(
@@ -201,9 +201,8 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
 
 
 def test_the_rotary_order_is_torchtitans() -> None:
+    from titan_rl.actors import titan_cpu  # noqa: F401, I001  before torchtitan, which settles its device at import
     import torch
-
-    from titan_rl.actors import titan_cpu  # noqa: F401, I001  before torchtitan
     from torchtitan.models.llama3 import Llama3StateDictAdapter as Adapter
 
     shape = replace(TINY, n_kv_heads=2)
@@ -235,6 +234,14 @@ def test_replicas_share_the_load() -> None:
     assert sum(sent) == made.received(0) + made.received(1) > LLAMA_8B.parameters
     assert max(sent) < 1.01 * min(sent)
     assert made == plan(trainer, readers), "two planners must agree"
+
+    both = [Shard(name, 0, rows, 0, 1) for name, rows in (("a", 1), ("b", 1), ("c", 2))]
+    small = plan([both, both], [[Piece(s.name, 0, 0, s.name, 0, s.rows, 0, 1) for s in both]])
+    assert [small.sent(rank) for rank in range(2)] == [2, 2], "the largest is placed first"
+
+
+def test_a_plan_is_read_by_rank_and_by_reader() -> None:
+    made = plan(layout(LLAMA_8B, fsdp=8), [pieces(LLAMA_8B, tp=2, rank=rank) for rank in range(2)])
     assert made.outgoing(3) == {reader: made.copies[3, reader] for reader in range(2) if made.copies[3, reader]}
     assert made.incoming(1) == {rank: made.copies[rank, 1] for rank in range(8) if made.copies[rank, 1]}
     assert made.describe(itemsize=2).startswith("2 reader(s) x 8.03 GB from 8 trainer rank(s) x 2.01 GB: ")
@@ -381,3 +388,14 @@ def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
 
 if __name__ == "__main__":
     compare_with_vllm(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+
+
+def test_the_live_model_must_be_the_planned_one() -> None:
+    live = param_shapes(TINY, 1)
+    verify_complete(live, TINY, 1)
+    with pytest.raises(ValueError, match=r"lm_head\.weight \(not in the plan\)"):
+        verify_complete(live, replace(TINY, tied=True), 1)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_norm\.weight \(not in the model\)"):
+        verify_complete(live, replace(TINY, family="qwen3"), 1)
+    with pytest.raises(ValueError, match=r"norm\.weight \(expected shape \(64,\), found \(0,\)\)"):
+        verify_complete(live | {"model.norm.weight": (0,)}, TINY, 1)

@@ -65,6 +65,8 @@ class Model:
     """RMSNorm epsilon."""
     enable_weight_tying: bool = False
     """Embedding and output head share one weight."""
+    initializer_range: float = bounds(0.02, ge=0)
+    """Standard deviation of random weights, as in Hugging Face; 0 takes TorchTitan's own per-layer initializers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +272,7 @@ class Hosts:
     kind: Literal["local"] = "local"
     """Where processes run: this host."""
     slots: int = bounds(0, ge=0)
-    """Processes that the host may carry; 0 is its GPU count, or 16 on a host without one."""
+    """Processes that the host may carry; 0 is its GPU count, or 16 where the run is on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where there is a GPU."""
 
@@ -285,6 +287,12 @@ class ColdStart:
     """Peak learning rate of the supervised steps."""
     warmup_steps: int = bounds(20, ge=0)
     """Linear warm-up of the supervised steps."""
+    decay_ratio: float = bounds(0.0, ge=0, le=1)
+    """The last share of the supervised steps that decays the rate linearly to 0; 0 keeps it constant."""
+    stop_at: float = bounds(0.0, ge=0, le=1)
+    """End early once the greedy score on eval.size training problems reaches this; 0 takes all steps."""
+    stop_interval: int = bounds(25, ge=1)
+    """Look at that score every so many supervised steps."""
     interval: int = bounds(500, ge=1)
     """Save a checkpoint every so many supervised steps; the last one always saves."""
 

@@ -74,20 +74,27 @@ class Controller:
 
     async def supervise(self) -> None:
         """The cold start: supervised steps on the task's own answers, for sampling needs something to find."""
-        last = self.config.cold_start.steps
+        cold = self.config.cold_start
         start, cursor = await self.trainers.begin("cold_start")
+        if json.loads(cursor).get("enough"):
+            return
         examples = self.prompts("cold_start", cursor if start else None)
         if start == 0 and self.setup.heldout.prompts:
             await self.weights.sync(BEFORE_RL)
             self.report.before_cold_start(await self.setup.heldout.score(self.generators))
 
-        with self.report.supervised(start, last):
-            for step in self.stop.steps(start + 1, last):
-                batch = [examples.next() for _ in range(self.config.cold_start.batch_size)]
-                samples = [supervised(example, self.setup.tokenizer) for example in batch]
-                self.report.cold_start(step, await self.trainers.step(self.batches(samples)))
-                if self.stop.here() or step % self.config.cold_start.interval == 0 or step == last:
-                    await self.save(step, examples.state_dict())
+        with self.report.supervised(start, cold.steps):
+            for step in self.stop.steps(start + 1, cold.steps):
+                batch = [supervised(examples.next(), self.setup.tokenizer) for _ in range(cold.batch_size)]
+                self.report.cold_start(step, await self.trainers.step(self.batches(batch)))
+                enough = False
+                if cold.stop_at and step % cold.stop_interval == 0:
+                    await self.weights.sync(BEFORE_RL)
+                    enough = await self.setup.practice.score(self.generators) >= cold.stop_at
+                if self.stop.here() or enough or step % cold.interval == 0 or step == cold.steps:
+                    await self.save(step, {**examples.state_dict(), "enough": enough})
+                if enough:
+                    break
 
     def prompts(self, phase: str, cursor: str | None) -> PromptSource:
         seed = derive(self.config.debug.seed, "prompts", phase)

@@ -1,4 +1,4 @@
-"""Held-out accuracy, greedy: the number that a run is judged by."""
+"""The greedy score on a fixed set of problems. On the held-out set it is the number that a run is judged by."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from titan_rl.types import Prompt, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Problems that training never sees."""
+class Problems:
+    """A fixed set of problems, and how an answer is judged."""
 
     prompts: Sequence[Prompt]
     reward: Reward
@@ -24,7 +24,7 @@ class HeldOut:
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
 
         async def one(prompt: Prompt) -> float:
-            request = Request(f"heldout-{prompt.id}", prompt.tokens, [0], greedy)
+            request = Request(f"greedy-{prompt.id}", prompt.tokens, [0], greedy)
             (completion,) = await generators.generate(request)
             return self.reward(prompt, self.decode(completion.tokens))
 

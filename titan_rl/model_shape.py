@@ -217,5 +217,5 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield refused("rope_parameters", f"rope_type {' or '.join(kinds)} for all layers", rope)
     elif rope["rope_type"] == "llama3" and not rope.keys() >= set(LLAMA3_SCALING):
         yield refused("rope_parameters", ", ".join(LLAMA3_SCALING), rope)
-    if (factor := rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
+    if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield refused("partial_rotary_factor", "1.0", factor)

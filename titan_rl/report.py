@@ -39,9 +39,7 @@ class Report:
         assert self._progress is not None
         self._progress.advance(note=f"loss {stats.loss:.3f}")
 
-    def step(
-        self, step: int, groups: Sequence[Group], stats: StepStats, sync: SyncStats, score: float | None
-    ) -> None:
+    def step(self, step: int, groups: Sequence[Group], stats: StepStats, sync: SyncStats, score: float | None) -> None:
         lap = self._clock.lap()
         apart = lap.get("eval", 0.0) + lap.get("save", 0.0)
         times = StepTimes(lap["generate"], lap["train"], lap["sync"], lap["wall"] - apart)
@@ -72,4 +70,8 @@ class Report:
 
     def _hints(self) -> list[str]:
         metrics = self._setup.config.metrics
-        return [f"tensorboard --logdir {self._setup.folder / metrics.save_tb_folder}"] if metrics.enable_tensorboard else []
+        return (
+            [f"tensorboard --logdir {self._setup.folder / metrics.save_tb_folder}"]
+            if metrics.enable_tensorboard
+            else []
+        )

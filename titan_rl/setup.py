@@ -2,16 +2,17 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl import tokenizer as characters
 from titan_rl.config import Config
-from titan_rl.evaluate import HeldOut
+from titan_rl.evaluate import Problems
 from titan_rl.model_shape import ModelShape, shape_of
 from titan_rl.rewards import Reward, reward_for
 from titan_rl.seeds import derive
-from titan_rl.tasks import Task, load_task
+from titan_rl.tasks import Example, Task, load_task
 from titan_rl.tokenizer import TextTokenizer
 from titan_rl.types import Sampling
 
@@ -27,7 +28,8 @@ class Setup:
     task: Task
     reward: Reward
     sampling: Sampling
-    heldout: HeldOut
+    heldout: Problems
+    practice: Problems  # as many of the training problems
     device: str  # "cpu" or "cuda"
     resume: "Resume"
 
@@ -69,7 +71,7 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
-    """Resolve a checked config. A dry run gives a `scratch` folder for the model's files: the dump folder stays as it is."""
+    """Resolve a checked config. A dry run gives a `scratch` folder for the model's files and leaves the dump folder."""
     folder = Path(config.job.dump_folder).absolute()
     if scratch is None and config.job.fresh and folder.exists():
         folder.rename(aside(folder))
@@ -88,7 +90,11 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         top_p=config.rollout.top_p,
         stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
     )
-    prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(task.heldout)]
+
+    def problems(examples: Sequence[Example]) -> Problems:
+        prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
+        return Problems(prompts, reward, tokenizer.decode, sampling)
+
     return Setup(
         name=name,
         config=config,
@@ -99,7 +105,8 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         reward=reward,
         sampling=sampling,
-        heldout=HeldOut(prompts, reward, tokenizer.decode, sampling),
+        heldout=problems(task.heldout),
+        practice=problems(task.train[: config.eval.size]),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
     )

@@ -7,7 +7,6 @@ Carriers are frozen; derived values are properties. Nothing here imports torch: 
 process boundaries, and the controller never needs a tensor.
 """
 
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -188,5 +187,3 @@ class SyncStats:
     read: float
     write: float
     seconds: float  # wall time in the controller
-
-

@@ -1,8 +1,8 @@
 """Move weights from the trainer mesh to the generator mesh.
 
-    once          trainers.shards ─┐
-                  generator pieces ┴─ plan ── trainers.stage (register) ── generators.connect
-    every step    trainers.publish (pack) ── generators.pull (one-sided read, in-place write, new version)
+once          trainers.shards ─┐
+              generator pieces ┴─ plan ── trainers.stage (register) ── generators.connect
+every step    trainers.publish (pack) ── generators.pull (one-sided read, in-place write, new version)
 """
 
 import time
@@ -11,7 +11,7 @@ from titan_rl.clock import Clock
 from titan_rl.config import Config
 from titan_rl.meshes.generators import GeneratorMesh
 from titan_rl.meshes.trainers import TrainerMesh
-from titan_rl.meshes.weight_plan import Plan, pieces, plan
+from titan_rl.weight_plan import Plan, pieces, plan
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import SyncStats
 

@@ -10,7 +10,7 @@ mesh that does not exist yet is as good as any other.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -114,14 +114,7 @@ class Plan:
 
 def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> Plan:
     """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the reading of it."""
-    holders: dict[Shard, list[int]] = {}
-    for rank, shards in enumerate(trainer):
-        for name, count in Counter(shard.name for shard in shards).items():
-            if count > 1:
-                raise ValueError(f"trainer rank {rank}: expected one shard of {name}, found {count}")
-        for shard in shards:
-            if shard.rows and shard.cols:
-                holders.setdefault(shard, []).append(rank)
+    holders = _holders(trainer)
     tensors: dict[str, list[Shard]] = {}
     for shard in holders:
         tensors.setdefault(shard.name, []).append(shard)
@@ -154,7 +147,8 @@ def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
     for param, parts in _parameters(shape, tp):
         dst_row0 = 0
         for part in parts:
-            row0, col0 = (part.height * (rank * part.row_cuts // tp), part.width * (rank * part.col_cuts // tp))
+            row0 = part.height * (rank * part.row_cuts // tp)
+            col0 = part.width * (rank * part.col_cuts // tp)
             rows = min(part.height, part.rows - row0)  # the rest of the height is vocab padding
             if rows > 0:
                 result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
@@ -170,6 +164,22 @@ def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
         return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
 
     return {param: local(parts) for param, parts in _parameters(shape, tp)}
+
+
+def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
+    """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
+    expected = param_shapes(shape, tp)
+    wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
+    for name, size in expected.items():
+        if name not in live:
+            wrong.append(f"{name} (not in the model)")
+        elif tuple(live[name]) != size:
+            wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
+    if wrong:
+        raise ValueError(
+            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
+            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +268,19 @@ class _Move:
         return sum(copy.elements for copy in self.copies)
 
 
+def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
+    """The ranks that hold each rectangle that is not empty."""
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(trainer):
+        for name, count in Counter(shard.name for shard in shards).items():
+            if count > 1:
+                raise ValueError(f"trainer rank {rank}: expected one shard of {name}, found {count}")
+        for shard in shards:
+            if shard.rows and shard.cols:
+                holders.setdefault(shard, []).append(rank)
+    return holders
+
+
 def _intersect(shard: Shard, piece: Piece) -> Iterator[Copy]:
     """The copies that bring a shard's part of a piece."""
     col0 = max(shard.col0, piece.col0)
@@ -337,7 +360,7 @@ def _check_filled(piece: Piece, copies: list[Copy]) -> None:
     for copy in copies:
         for block in range(copy.blocks):
             top = copy.dst_row0 + block * copy.block_stride
-            filled.update({row: copy.cols for row in range(top, top + copy.rows)})
+            filled.update(dict.fromkeys(range(top, top + copy.rows), copy.cols))
     missing = [row for row in range(piece.dst_row0, piece.dst_row0 + piece.rows) if filled[row] < piece.cols]
     raise ValueError(
         f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "
