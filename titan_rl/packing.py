@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_rl.types import Batch, Group, Rows, Sample
 
-ALIGN = 32  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
+ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
