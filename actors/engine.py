@@ -75,6 +75,7 @@ class EngineStats:
     prompt_tokens: int = 0  # of finished samples
     cached_tokens: int = 0  # of those, read from the prefix cache
     max_batch: int = 0  # most samples that one step advanced
+    seconds: float = 0.0  # in steps
 
     @property
     def hit_rate(self) -> float:
@@ -162,7 +163,9 @@ class Engine:
     def step(self) -> list[Done]:
         """Sample a token for every sample in the batch; answer with the requests whose last sample this finished."""
         version = self._serving()
+        began = time.perf_counter()
         outputs = self._llm.step()
+        self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
         self._stats.max_batch = max(self._stats.max_batch, len(outputs))
         done = []

@@ -48,7 +48,8 @@ class Generator(Actor):
         self._next = Decision()  # rank 0's, collecting until the engine is between steps
         self._wake = asyncio.Event()  # there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
-        self._switched: asyncio.Future[float] | None = None
+        self._switched: asyncio.Future[tuple[float, float]] | None = None
+        self._busy = 0.0  # the engine's seconds in steps, up to the last switch
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
     @concurrent_endpoint
@@ -102,7 +103,7 @@ class Generator(Actor):
         return time.perf_counter() - began, self._nbytes
 
     @concurrent_endpoint
-    async def switch(self, version: int) -> float:
+    async def switch(self, version: int) -> tuple[float, float]:
         """Rank 0, once every rank has read: all of them write what they read, between the same two steps, and serve it
         as `version`. The seconds that took."""
         self._switched = asyncio.get_running_loop().create_future()
@@ -159,8 +160,9 @@ class Generator(Actor):
         began = time.perf_counter()
         self._landing.write()
         self._engine.set_version(version)
+        busy, self._busy = self._engine.stats().seconds - self._busy, self._engine.stats().seconds
         if self._switched is not None:
-            self._switched.set_result(time.perf_counter() - began)
+            self._switched.set_result((time.perf_counter() - began, busy))
             self._switched = None
 
     async def _or_end(self, outcome: Awaitable[T]) -> T:

@@ -1,13 +1,17 @@
 """A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters."""
 
+from titan_rl.actors import titan_cpu
+
+# isort: split
+# titan_cpu goes before any torchtitan import.
 import re
 from typing import Any
 
-from titan_rl.actors import titan_cpu  # before any torchtitan import
-from titan_rl.model_shape import ModelShape
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
+
+from titan_rl.model_shape import ModelShape
 
 __all__ = ["build_spec", "hf_names", "rope_head_dims", "titan_cpu"]
 
@@ -108,9 +112,15 @@ def _qwen3(shape: ModelShape, seq_len: int) -> ModelSpec:
     )
 
 
+def adapter(spec: ModelSpec, assets: str | None) -> Any:
+    """TorchTitan's translation to and from Hugging Face tensors. (Its type is a base class without the name map.)"""
+    assert spec.state_dict_adapter is not None
+    return spec.state_dict_adapter(spec.model, assets)
+
+
 def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
     """TorchTitan's parameter names -> Hugging Face's."""
-    back = {v: k for k, v in spec.state_dict_adapter(spec.model, None).from_hf_map.items() if v is not None}
+    back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:
         layer = re.search(r"\d+", name)

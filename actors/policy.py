@@ -6,6 +6,10 @@
 A plain class: it needs torchrun's environment variables, not Monarch.
 """
 
+from titan_rl.actors import titan_cpu
+
+# isort: split
+# titan_cpu goes before any torchtitan import.
 import os
 import shutil
 import time
@@ -13,18 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors import titan_cpu  # before any torchtitan import
-from titan_rl.actors.model_spec import build_spec, hf_names, rope_head_dims
-
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-
-from titan_rl.config import Config
-from titan_rl.kernels.policy_loss import TokenSums, grpo, supervised
-from titan_rl.kernels.token_logprob import token_logprob
-from titan_rl.model_shape import ModelShape
-from titan_rl.types import Batch, PhaseName, Rows, StepStats
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -33,6 +31,13 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
+
+from titan_rl.actors.model_spec import adapter, build_spec, hf_names, rope_head_dims
+from titan_rl.config import Config
+from titan_rl.kernels.policy_loss import TokenSums, grpo, supervised
+from titan_rl.kernels.token_logprob import token_logprob
+from titan_rl.model_shape import ModelShape
+from titan_rl.types import Batch, PhaseName, Rows, StepStats
 
 PHASE_FOLDERS: dict[PhaseName, str] = {"cold_start": "cold_start", "rl": ""}  # below the checkpoint folder
 
@@ -117,11 +122,11 @@ class Policy:
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
         self.spec = self._spec()
         self.model = self._build()
-        self._initial_weights()
-        self.reference: torch.nn.Module | None = None
-        self.phase: Phase | None = None
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
         self.rope_head_dims = rope_head_dims(shape, self.names)
+        self._initial_weights()
+        self.reference: Any | None = None  # a Decoder too
+        self.phase: Phase | None = None
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +141,7 @@ class Policy:
         titan_cpu.use_document_attention(spec)
         return spec
 
-    def _build(self) -> torch.nn.Module:
+    def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
         recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
         dtype = getattr(torch, self.config.training.dtype)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
@@ -162,10 +167,21 @@ class Policy:
             std = self.config.model.initializer_range
             titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std)
             return
-        adapter = self.spec.state_dict_adapter(self.spec.model, folder)
-        state = adapter.to_hf(self.model.state_dict())
-        dcp.load(state, storage_reader=adapter.get_hf_storage_reader(folder))  # each rank reads its own shards
-        self.model.load_state_dict(adapter.from_hf(state), strict=False)
+        translate = adapter(self.spec, folder)
+        state = translate.to_hf(self._permutable())
+        load(state, storage_reader=translate.get_hf_storage_reader(folder))  # each rank reads its own shards
+        self.model.load_state_dict(translate.from_hf(state), strict=False)
+
+    def _permutable(self) -> dict[str, torch.Tensor]:
+        """The state dict with rotary projections whole on every rank. Undoing their row order across shards that cut a
+        head (FSDP2 within TP) gives DTensors that claim overlapping rows: DCP refuses to save them, and would misload.
+        """
+        return {
+            name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+            if name in self.rope_head_dims and isinstance(value, DTensor)
+            else value
+            for name, value in self.model.state_dict().items()
+        }
 
     # -- phases -----------------------------------------------------------------------------------------------
 
@@ -190,7 +206,7 @@ class Policy:
             optimizers=optimizers,
             lr_schedulers=schedulers,
             states={"train_state": state} | self._reference_state(),
-            sd_adapter=self.spec.state_dict_adapter(self.spec.model, self.config.model.hf_assets_path or None),
+            sd_adapter=adapter(self.spec, self.config.model.hf_assets_path or None),
             base_folder=self.config.job.dump_folder,
         )
         checkpoints.load()
@@ -228,8 +244,9 @@ class Policy:
 
     def _freeze_reference(self) -> None:
         """A second sharded model that no optimizer knows. It is checkpointed, so a resumed run keeps its anchor."""
-        self.reference = self._build().eval().requires_grad_(False)
-        self.reference.load_state_dict(self.model.state_dict())
+        reference = self._build().eval().requires_grad_(False)
+        reference.load_state_dict(self.model.state_dict())
+        self.reference = reference
 
     def _reference_state(self) -> dict[str, Any]:
         return {} if self.reference is None else {"reference": _ModelState(self.reference)}
@@ -337,10 +354,9 @@ class Policy:
     def export(self, folder: str) -> None:
         """The weights as Hugging Face safetensors; config.json and tokenizer are the controller's to add."""
         phase = self._in_phase()
-        adapter = self.spec.state_dict_adapter(self.spec.model, None)
-        writer = dcp.HuggingFaceStorageWriter(path=folder, save_distributed=True, enable_consolidation=True)
+        writer = HuggingFaceStorageWriter(path=folder, save_distributed=True, enable_consolidation=True)
         with torch.no_grad():
-            dcp.save(adapter.to_hf(self.model.state_dict()), storage_writer=writer)
+            save(adapter(self.spec, None).to_hf(self._permutable()), storage_writer=writer)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
         phase.checkpoints.maybe_wait_for_saving()

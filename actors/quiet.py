@@ -1,4 +1,4 @@
-"""A worker shares the controller's terminal: errors reach it, and what a user can do nothing about does not."""
+"""All processes share the controller's terminal: errors reach it, and what a user can do nothing about does not."""
 
 import logging
 import os
@@ -19,10 +19,17 @@ def quiet() -> None:
 @contextmanager
 def quiet_rdma() -> Iterator[None]:
     """For the first use of RDMA in a process. Monarch warns on every rank that it falls back to TCP, which the plan has
-    told the user once; and its C++ part notes on stderr that a CPU machine has no libcuda. All else passes through."""
+    told the user once; and its C++ part notes on stderr that a CPU machine has no libcuda."""
     from monarch.rdma import RDMATcpFallbackWarning
 
     warnings.filterwarnings("ignore", category=RDMATcpFallbackWarning)
+    with without_lines(b"[RdmaXcel] Can't open libcuda"):
+        yield
+
+
+@contextmanager
+def without_lines(prefix: bytes) -> Iterator[None]:
+    """Hold back what native code writes to stderr, and let it through afterwards without the lines of this prefix."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -35,5 +42,5 @@ def quiet_rdma() -> Iterator[None]:
             os.close(kept)
             held.seek(0)
             for line in held:
-                if not line.startswith(b"[RdmaXcel] Can't open libcuda"):
+                if not line.startswith(prefix):
                     os.write(2, line)

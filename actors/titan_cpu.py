@@ -58,8 +58,9 @@ class DocumentSDPA(VarlenAttention):
         for length in lengths.unique().tolist():
             starts = ends[:-1][lengths == length]
             at = starts[:, None] + torch.arange(length, device=starts.device)  # [documents, length]
+            q_DNLH, k_DNLH, v_DNLH = (x[at].transpose(1, 2) for x in (q, k, v))
             attended = F.scaled_dot_product_attention(
-                *(x[at].transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=enable_gqa
+                q_DNLH, k_DNLH, v_DNLH, is_causal=True, scale=scale, enable_gqa=enable_gqa
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
             places.append(at.flatten())
@@ -69,7 +70,8 @@ class DocumentSDPA(VarlenAttention):
 def use_document_attention(spec: ModelSpec) -> None:
     """After `update_from_config` (which fills the sharding configs that are copied here), before build."""
     if ON_CPU:
-        for layer in spec.model.layers:
+        model: Any = spec.model
+        for layer in model.layers:
             layer.attention.inner_attention = derive(layer.attention.inner_attention, DocumentSDPA.Config)
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, endpoint
 
 from titan_rl.config import Config
-from titan_rl.weight_plan import Copy, Shard
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
+from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer

@@ -8,7 +8,7 @@ break within milliseconds, long before supervision notices the death, so the fir
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -79,11 +79,11 @@ def death(report: str) -> RankFailed | None:
     how = found["how"].strip()
     signal = re.search(r"Killed\(sig=(\d+)\)", how)
     how = f"killed by signal {signal[1]}" if signal else how
-    axes = {k: v for k, v in re.findall(r"'(\w+)': (\d+)/\d+", found["rank"])}
+    axes = dict(re.findall(r"'(\w+)': (\d+)/\d+", found["rank"]))
     return RankFailed(f"{label(found['name'], axes)} died: its process was {how}", report.strip())
 
 
-def label(actor: str, axes: dict[str, Any]) -> str:
+def label(actor: str, axes: Mapping[str, Any]) -> str:
     """`trainer` with {dp: 1, tp: 0} -> "trainer[dp=1 tp=0]"."""
     return f"{actor}[{' '.join(f'{k}={v}' for k, v in axes.items())}]" if axes else actor
 

@@ -27,11 +27,13 @@ GRACE_SECONDS = 5  # the rank's own deadline passes first: its error says what i
 
 
 class Pulled(NamedTuple):
-    """What a pull cost: seconds of the slowest rank in each part, bytes over all ranks."""
+    """What a pull cost: seconds of the slowest rank in each part, bytes over all ranks. And how long the busiest engine
+    has sampled since the pull before."""
 
     read: float
     write: float
     bytes: int
+    busy: float
 
 
 class Replica:
@@ -177,8 +179,13 @@ class GeneratorMesh:
         """Every rank reads its weights while sampling goes on; then every engine writes them and serves `version`."""
         self._check()
         reads: list[tuple[float, int]] = await self._all("read", self._seconds, seconds=self._seconds + GRACE_SECONDS)
-        writes = await asyncio.gather(*(r.head("switch", version, seconds=self._seconds) for r in self.replicas))
-        return Pulled(max(seconds for seconds, _ in reads), max(writes), sum(nbytes for _, nbytes in reads))
+        writes: list[tuple[float, float]] = await asyncio.gather(*(r.head("switch", version, seconds=self._seconds) for r in self.replicas))
+        return Pulled(
+            read=max(seconds for seconds, _ in reads),
+            write=max(seconds for seconds, _ in writes),
+            bytes=sum(nbytes for _, nbytes in reads),
+            busy=max(seconds for _, seconds in writes),
+        )
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """SHA-256 of every live parameter, rank by rank, replica by replica."""

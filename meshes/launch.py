@@ -12,6 +12,7 @@ from monarch.actor import HostMesh, shutdown_context, this_host
 
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
+from titan_rl.actors.quiet import without_lines
 from titan_rl.clock import Clock
 from titan_rl.meshes.faults import RunError, Watch
 from titan_rl.meshes.generators import GeneratorMesh
@@ -31,7 +32,8 @@ async def launch(setup: Setup, clock: Clock, terminal: Terminal) -> AsyncIterato
     watch = Watch(body)
     meshes: list[TrainerMesh | GeneratorMesh] = []
     try:
-        host = this_host()
+        with without_lines(b"Monarch internal logs are being written"):
+            host = this_host()
         trainers, generators = await asyncio.gather(
             _trainers(host, setup, clock, terminal), _generators(host, setup, terminal)
         )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
+from titan_rl.meshes.faults import label
+
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # processes share the cores; two OpenMP teams spinning on them is a collapse
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -26,8 +28,9 @@ def spawn(
     """One process per point of `shape`. `env_of` adds what differs by point (a GPU, say)."""
 
     def command(point: Mapping[str, int]):  # noqa: ANN202 (Monarch's own type)
-        extra = env_of(dict(point)) if env_of else {}
-        return default_bootstrap_cmd().with_env({**WORKER_ENV, **(env or {}), **extra})
+        at = {axis: point[axis] for axis in shape}
+        who = {"TITAN_RL_PROC": label(name, at)}  # `ps e` tells which process is which
+        return default_bootstrap_cmd().with_env({**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **who})
 
     def begin() -> None:  # in the new process, before any actor
         import os

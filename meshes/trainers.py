@@ -12,9 +12,9 @@ from titan_rl.clock import Clock
 from titan_rl.config import Config
 from titan_rl.meshes.faults import ask_all, label
 from titan_rl.meshes.procs import spawn
-from titan_rl.weight_plan import Copy, Shard
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
+from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from hypothesis import strategies as st
 from titan_rl.kernels.policy_loss import grpo, supervised
 from titan_rl.kernels.token_logprob import token_logprob
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
 
-def tensors(n: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def tensors(n: int, seed: int = 0) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
     behaviour = -torch.rand(n, generator=g, dtype=torch.float64) * 3
     return {
@@ -74,7 +75,7 @@ def test_what_lies_under_the_mask_is_never_seen() -> None:
     logprob = torch.where(off, torch.zeros_like(t["logprob_T"]), t["logprob_T"]).requires_grad_()
     loss, _ = grpo(**(dirty | {"logprob_T": logprob, "mask_T": t["mask_T"]}), **CLIP, kl_coef=0.1)
     loss.backward()
-    assert float(loss) == pytest.approx(float(clean))
+    assert loss.item() == pytest.approx(clean.item())
     assert logprob.grad is not None
     assert (logprob.grad[off] == 0).all()
     assert torch.isfinite(logprob.grad).all()

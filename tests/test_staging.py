@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_rl.actors.landing import Landing, Source
 from titan_rl.actors.staging import Staging, shards_of, window
-from titan_rl.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
 from titan_rl.model_shape import ModelShape
+from titan_rl.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
 
 # Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.
 SHAPE = ModelShape(

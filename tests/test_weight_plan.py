@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.weight_plan import Piece, Plan, Shard, param_shapes, pieces, plan, verify_complete
 from titan_rl.model_shape import ModelShape
+from titan_rl.weight_plan import Piece, Plan, Shard, param_shapes, pieces, plan, verify_complete
 
 TINY = ModelShape(
     family="llama3",

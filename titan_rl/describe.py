@@ -76,8 +76,8 @@ def task(setup: Setup) -> str:
 def rl(config: Config) -> str:
     r = config.rollout
     return (
-        f"{config.algorithm.name}: {config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, "
-        f"lag {r.lag}"
+        f"{config.algorithm.name}: {config.training.steps} steps of "
+        f"{r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}"
     )
 
 
@@ -90,16 +90,15 @@ def transport(setup: Setup) -> str:
 
 
 def count(n: float) -> str:
-    for unit in ("", "K", "M", "B"):
-        if n < 1000:
-            break
-        n /= 1000
-    return f"{n:.3g}{unit}"
+    return _scaled(n, 1000, ("", "K", "M", "B"))
 
 
 def size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024:
-            break
-        nbytes /= 1024
-    return f"{nbytes:.3g} {unit}"
+    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while n >= base and power < len(units) - 1:
+        n, power = n / base, power + 1
+    return f"{n:.3g}{units[power]}"

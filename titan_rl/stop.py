@@ -1,4 +1,4 @@
-"""Ctrl-C is a normal way to stop: the step in hand is finished and saved, if it ends soon; a second one stops at once."""
+"""Ctrl-C is a normal way to stop: the step in hand is finished and saved, if it ends soon. Twice stops at once."""
 
 import asyncio
 import os

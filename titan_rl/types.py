@@ -187,3 +187,4 @@ class SyncStats:
     read: float
     write: float
     seconds: float  # wall time in the controller
+    sampling: float = 0.0  # seconds that the busiest engine sampled since the sync before

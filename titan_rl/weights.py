@@ -11,9 +11,9 @@ from titan_rl.clock import Clock
 from titan_rl.config import Config
 from titan_rl.meshes.generators import GeneratorMesh
 from titan_rl.meshes.trainers import TrainerMesh
-from titan_rl.weight_plan import Plan, pieces, plan
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import SyncStats
+from titan_rl.weight_plan import Plan, pieces, plan
 
 
 class WeightSync:
@@ -42,5 +42,6 @@ class WeightSync:
         began = time.perf_counter()
         with self._clock("sync"):
             publish = await self._trainers.publish()
-            read, write, nbytes = await self._generators.pull(version)
-        return SyncStats(version, nbytes, publish, read, write, time.perf_counter() - began)
+            pulled = await self._generators.pull(version)
+        seconds = time.perf_counter() - began
+        return SyncStats(version, pulled.bytes, publish, pulled.read, pulled.write, seconds, pulled.busy)
