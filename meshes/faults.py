@@ -116,6 +116,8 @@ class Watch:
         self._loop.call_soon_threadsafe(self._note, failure.report())
 
     def _note(self, report: str) -> None:
+        if "<root>.<titan_rl." not in report:  # an actor that Monarch added to our process; ours is reported too
+            return
         self.deaths.append(death(report) or RankFailed("an actor failed", report.strip()))
         self._seen.set()
         if self._armed:

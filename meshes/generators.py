@@ -179,7 +179,9 @@ class GeneratorMesh:
         """Every rank reads its weights while sampling goes on; then every engine writes them and serves `version`."""
         self._check()
         reads: list[tuple[float, int]] = await self._all("read", self._seconds, seconds=self._seconds + GRACE_SECONDS)
-        writes: list[tuple[float, float]] = await asyncio.gather(*(r.head("switch", version, seconds=self._seconds) for r in self.replicas))
+        writes: list[tuple[float, float]] = await asyncio.gather(
+            *(r.head("switch", version, seconds=self._seconds) for r in self.replicas)
+        )
         return Pulled(
             read=max(seconds for seconds, _ in reads),
             write=max(seconds for seconds, _ in writes),

@@ -1,15 +1,6 @@
-"""Real runs in real processes, as a user starts them."""
-
-import json
-import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,102 +10,10 @@ prepare_environment()  # Monarch reads its environment when it is imported
 
 import monarch.actor  # noqa: E402
 
+from running import Runs  # noqa: E402
+
 # Meshes that a test drives itself have no Watch; Monarch's default hook would interrupt pytest. Calls still fail.
 monarch.actor.unhandled_fault_hook = lambda failure: print(failure.report(), file=sys.stderr)
-
-SMALL = {  # the loop in seconds: two trainer ranks, a generator, an easy start
-    "model.dim": 64,
-    "model.n_layers": 2,
-    "model.n_heads": 2,
-    "model.n_kv_heads": 2,
-    "model.hidden_dim": 128,
-    "cold_start.steps": 8,
-    "cold_start.stop_at": 0,
-    "rollout.groups_per_step": 4,
-    "rollout.group_size": 4,
-    "algorithm.kl_coef": 0.01,  # a frozen reference, which resuming must bring back
-    "training.steps": 4,
-    "checkpoint.interval": 2,
-    "eval.size": 16,
-    "eval.interval": 2,
-}
-
-
-@dataclass
-class Run:
-    """A run of `python -m titan_rl.run` in its dump folder."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-
-    def finish(self, timeout: float = 300) -> str:
-        out, _ = self.process.communicate(timeout=timeout)
-        return out
-
-    @property
-    def code(self) -> int | None:
-        return self.process.returncode
-
-    def lines(self, name: str, kind: str = "rl") -> list[dict[str, Any]]:
-        path = self.folder / name
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if line["kind"] == kind]
-
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "summary.json").read_text())
-
-    def wait_for_step(self, step: int, kind: str = "rl", timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self.process.poll() is None:
-            if any(line["step"] >= step for line in self.lines("metrics.jsonl", kind)):
-                return
-            time.sleep(0.05)
-        raise AssertionError(
-            f"no {kind} step {step} within {timeout:g} s:\n{self.finish(5) if self.process.poll() else ''}"
-        )
-
-    def procs(self) -> dict[str, int]:
-        """The living worker processes, by name."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                environment = dict(
-                    pair.split("=", 1) for pair in (entry / "environ").read_text().split("\0") if "=" in pair
-                )
-                running = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-            except (OSError, UnicodeDecodeError):
-                continue
-            if running and environment.get("TITAN_RL_TEST_RUN") == str(self.folder) and "TITAN_RL_PROC" in environment:
-                found[environment["TITAN_RL_PROC"]] = int(entry.name)
-        return found
-
-
-class Runs:
-    """Starts runs; whatever still runs when the test is over is killed."""
-
-    def __init__(self) -> None:
-        self.started: list[Run] = []
-
-    def start(self, folder: Path, config: str = "grpo_llama", small: bool = True, **overrides: object) -> Run:
-        """Overrides with a double underscore for the dot: training__steps=3."""
-        keys = dict(SMALL) if small else {}
-        keys |= {key.replace("__", "."): value for key, value in overrides.items()}
-        flags = [part for key, value in keys.items() for part in (f"--{key}", str(value).lower())]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "titan_rl.run", "--config", config, "--job.dump_folder", str(folder), *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "TITAN_RL_TEST_RUN": str(folder)},
-        )
-        self.started.append(Run(folder, process))
-        return self.started[-1]
-
-    def finish(self, folder: Path, config: str = "grpo_llama", small: bool = True, **overrides: object) -> Run:
-        run = self.start(folder, config, small, **overrides)
-        out = run.finish()
-        assert run.code == 0, out
-        return run
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         "[training]\nseq_len = 255\n[parallelism]\ntensor_parallel_degree = 2\nenable_sequence_parallel = false",
         "[training]\nseq_len = 71",
         "[generator]\nmax_model_len = 71\nkv_cache_memory_mb = 1",
-        '[model]\nname = "qwen3"\nhead_dim = 48',
+        '[model]\nname = "qwen3"\nhead_dim = 64',
         '[task]\ntemplate = "chat"\n[training]\nseq_len = 65',  # what a chat template adds is not known yet
         '[model]\nflavor = "debugmodel"\n[hosts]\nslots = 2\ndevice = "cuda"',
         "[eval]\nsize = 0",
@@ -266,7 +266,7 @@ def test_head_dims_are_those_of_the_cpu_kernels() -> None:
 
     if not current_platform.is_cpu():
         pytest.skip("this vLLM is built for a GPU")
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
     def runs(size: int) -> bool:
         key, cache = torch.zeros(1, 1, size), torch.zeros(1, 1, 32, size)
@@ -279,7 +279,8 @@ def test_head_dims_are_those_of_the_cpu_kernels() -> None:
             return False
         return True
 
-    assert tuple(size for size in range(8, 520, 8) if runs(size)) == CPU_HEAD_DIMS
+    supported = CPUAttentionBackend.get_supported_head_sizes()  # the kernels take 48 too, of which vLLM says nothing
+    assert tuple(size for size in range(8, 520, 8) if runs(size) and size in supported) == CPU_HEAD_DIMS
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run, Runs
+
+from running import Run, Runs
 
 TIGHT = {"float32": 1e-5, "bfloat16": 1e-2}  # mean log-prob gap between trainer and generator
 
@@ -104,7 +105,7 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     assert time.monotonic() - began < 10
     assert run.code == 130, out
     assert "the same command goes on from RL step" in out
-    assert not run.procs()
+    assert not run.processes()
     resumed = runs.finish(folder, training__steps=8, checkpoint__interval=100)
     assert losses(resumed) == losses(whole)
     assert sampled(resumed) == sampled(whole)
@@ -117,9 +118,9 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs
     run.process.kill()
     run.finish(timeout=15)
     deadline = time.monotonic() + 10
-    while run.procs() and time.monotonic() < deadline:
+    while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not run.procs(), "workers outlive a killed controller"
+    assert not run.processes(), "workers outlive a killed controller"
     resumed = runs.finish(folder, training__steps=8, checkpoint__interval=2)
     assert losses(resumed) == losses(whole)
     assert sampled(resumed) == sampled(whole)
@@ -149,14 +150,14 @@ def test_a_killed_rank_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: 
     before = set(Path("/tmp").glob(".tmp*"))
     run = runs.start(tmp_path / "run", training__steps=1000)
     run.wait_for_step(2)
-    os.kill(run.procs()[victim], signal.SIGKILL)
+    os.kill(run.workers()[victim], signal.SIGKILL)
     began = time.monotonic()
     out = run.finish(timeout=40)
     assert time.monotonic() - began < 30
     assert run.code == 1, out
     assert f"{victim} died: its process was killed by signal 9" in out
     assert out.count("killed by signal 9") == 1, out
-    assert not run.procs()
+    assert not run.processes()
     assert set(Path("/tmp").glob(".tmp*")) <= before, "socket directories are left"
 
 

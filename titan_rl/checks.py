@@ -24,7 +24,7 @@ ADDITION_HELD_OUT = 2000  # of the 10,000 sums: the others are trained on
 ROWS_READ = 100  # of a JSONL file
 CPU_SLOTS = 16
 # Measured: what vLLM 0.32's CPU attention is compiled for. Anything else dies in the first forward.
-CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_SIZE = 32
 BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -1,0 +1,80 @@
+"""What Monarch reports, as it reports it, turned into names."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from titan_rl.meshes.faults import RankFailed, RunError, Watch, ask, death, label
+
+KILLED = """The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have failed:
+  the process this actor was running on failed: Killed(sig=9)"""
+
+
+def test_a_death_is_named() -> None:
+    error = death(KILLED)
+    assert isinstance(error, RankFailed)
+    assert str(error) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
+    assert error.details == KILLED
+
+
+def test_an_exception_is_no_death() -> None:
+    assert death("The actor <root>.<x.Y y{'p': 0/1}> failed:\n  actor explicitly aborted due to: Traceback") is None
+
+
+def test_labels() -> None:
+    assert label("generator0", {"tp": 1}) == "generator0[tp=1]"
+    assert label("trainer", {}) == "trainer"
+
+
+def test_the_death_behind_an_error_is_its_cause() -> None:
+    """A peer's collective breaks before supervision sees the death: the death is what the user must read."""
+
+    async def body() -> RunError:
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(task)
+        asyncio.get_running_loop().call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
+        try:
+            return await watch.cause(RankFailed("trainer[dp=0 tp=0] failed in step: RuntimeError", "gloo: closed"))
+        finally:
+            watch.close()
+
+    assert str(asyncio.run(body())).startswith("trainer[dp=1 tp=0] died")
+
+
+def test_an_error_without_a_death_stays_itself() -> None:
+    async def body() -> RunError:
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(task)
+        error = RunError("slow")
+        found = await watch.cause(error)
+        watch.close()
+        return found if found is not error else error
+
+    assert str(asyncio.run(body())) == "slow"
+
+
+def test_a_death_ends_a_body_that_waits_for_something_else() -> None:
+    async def body() -> list[RankFailed]:
+        task = asyncio.current_task()
+        assert task is not None
+        watch = Watch(task)
+        asyncio.get_running_loop().call_later(0.1, watch._hook, SimpleNamespace(report=lambda: KILLED))
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        task.uncancel()
+        watch.close()
+        return watch.deaths
+
+    assert len(asyncio.run(body())) == 1
+
+
+def test_a_call_that_does_not_answer_is_named() -> None:
+    async def body() -> None:
+        never = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        await ask(never, actor="trainer[dp=0 tp=0]", verb="step", seconds=0.05)
+
+    with pytest.raises(RunError, match=r"trainer\[dp=0 tp=0\]\.step did not answer within 0\.05 s"):
+        asyncio.run(body())
