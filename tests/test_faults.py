@@ -2,13 +2,17 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from titan_rl.meshes.faults import RankFailed, RunError, Watch, ask, death, label
 
-KILLED = """The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have failed:
-  the process this actor was running on failed: Killed(sig=9)"""
+KILLED = (
+    "The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have "
+    "failed:\n  the process this actor was running on failed: Killed(sig=9)"
+)
+OURS_TOO = KILLED.replace("titan_rl.actors.trainer.Trainer trainer", "monarch._src.spmd.actor.SPMDActor _SPMDActor")
 
 
 def test_a_death_is_named() -> None:
@@ -34,7 +38,9 @@ def test_the_death_behind_an_error_is_its_cause() -> None:
         task = asyncio.current_task()
         assert task is not None
         watch = Watch(task)
-        asyncio.get_running_loop().call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.2, watch._hook, SimpleNamespace(report=lambda: OURS_TOO))  # Monarch's own actor goes first
+        loop.call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
         try:
             return await watch.cause(RankFailed("trainer[dp=0 tp=0] failed in step: RuntimeError", "gloo: closed"))
         finally:
@@ -73,7 +79,7 @@ def test_a_death_ends_a_body_that_waits_for_something_else() -> None:
 
 def test_a_call_that_does_not_answer_is_named() -> None:
     async def body() -> None:
-        never = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
         await ask(never, actor="trainer[dp=0 tp=0]", verb="step", seconds=0.05)
 
     with pytest.raises(RunError, match=r"trainer\[dp=0 tp=0\]\.step did not answer within 0\.05 s"):

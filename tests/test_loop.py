@@ -1,5 +1,6 @@
 """The loop as a user runs it: real Monarch meshes, a real TorchTitan trainer, a real vLLM generator, real weights."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,9 @@ from typing import Any
 import pytest
 
 from running import Run, Runs
+from titan_rl import tokenizer as characters
+from titan_rl.config import Model
+from titan_rl.model_shape import shape_of
 
 TIGHT = {"float32": 1e-5, "bfloat16": 1e-2}  # mean log-prob gap between trainer and generator
 
@@ -159,6 +163,23 @@ def test_a_killed_rank_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: 
     assert out.count("killed by signal 9") == 1, out
     assert not run.processes()
     assert set(Path("/tmp").glob(".tmp*")) <= before, "socket directories are left"
+
+
+def test_an_exception_in_a_rank_is_shown_once_by_name(runs: Runs, tmp_path: Path) -> None:
+    """Weights that are no safetensors: every check of the folder passes, and the trainer ranks fail to read them."""
+    assets = tmp_path / "assets"
+    characters.build(assets)
+    shape = shape_of(Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128))
+    (assets / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+    (assets / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not json at all!")
+    run = runs.start(tmp_path / "run", model__hf_assets_path=assets)
+    out = run.finish(timeout=120)
+    assert run.code == 1, out
+    assert "trainer[dp=" in out
+    assert "failed in start" in out
+    assert out.count("Traceback") == 1, out
+    assert "_initial_weights" in out
+    assert not run.processes()
 
 
 @pytest.mark.parametrize(
