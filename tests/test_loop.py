@@ -24,8 +24,8 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return runs.finish(tmp_path_factory.mktemp("whole") / "run", training__steps=8)
 
 
-def losses(run: Run) -> list[float]:
-    return [line["loss"] for line in run.lines("metrics.jsonl")]
+def losses(run: Run, kind: str = "rl") -> list[float]:
+    return [line["loss"] for line in run.lines("metrics.jsonl", kind) if "loss" in line]
 
 
 def sampled(run: Run) -> list[tuple[int, int, list[int], list[float]]]:
@@ -139,6 +139,28 @@ def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> Non
     )
     assert [line["step"] for line in resumed.lines("metrics.jsonl")] == [7, 8]
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
+
+
+def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> None:
+    again = runs.start(whole.folder, training__steps=8)
+    out = again.finish(timeout=30)
+    assert again.code == 0
+    assert "nothing is left to train" in out
+    assert "vLLM engine" not in out
+
+
+def test_an_interrupted_cold_start_goes_on_where_it_was(runs: Runs, tmp_path: Path) -> None:
+    keys = {"cold_start__steps": 60, "training__steps": 1}
+    straight = runs.finish(tmp_path / "straight", **keys)
+    run = runs.start(tmp_path / "cold", **keys)
+    run.wait_for_step(3, "cold_start")
+    run.process.send_signal(signal.SIGINT)
+    out = run.finish(timeout=15)
+    assert run.code == 130, out
+    assert "goes on from cold start step" in out
+    resumed = runs.finish(run.folder, **keys)
+    for kind in ("cold_start", "rl"):
+        assert losses(resumed, kind) == losses(straight, kind)
 
 
 def test_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:

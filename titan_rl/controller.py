@@ -55,7 +55,7 @@ class Controller:
         start, cursor = await self.trainers.begin("rl")
         prompts = self.prompts("rl", cursor if start else None)
         await self.weights.sync(start)
-        if (score := await self.evaluate(start, at=(0, last))) is not None:
+        if start in (0, last) and (score := await self.evaluate()) is not None:
             self.report.eval(start, score)
 
         stream = self.stream(prompts, groups=(last - start) * groups_per_step)
@@ -66,7 +66,7 @@ class Controller:
                 groups = self.advantages(await stream.take(groups_per_step))  # gather
                 stats = await self.trainers.step(self.batches(samples_of(groups)))  # scatter, reduce
                 sync = await self.weights.sync(step)  # publish, broadcast, read
-                score = await self.evaluate(step, at=(last,))
+                score = await self.evaluate() if self.evaluates(step) else None
                 stream.admit(groups_per_step)
                 self.report.step(step, groups, stats, sync, score)
                 if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last:
@@ -79,9 +79,10 @@ class Controller:
         if json.loads(cursor).get("enough"):
             return
         examples = self.prompts("cold_start", cursor if start else None)
-        if start == 0 and self.setup.heldout.prompts:
+        if start == 0:
             await self.weights.sync(BEFORE_RL)
-            self.report.before_cold_start(await self.setup.heldout.score(self.generators))
+            if (score := await self.evaluate()) is not None:
+                self.report.before_cold_start(score)
 
         with self.report.supervised(start, cold.steps):
             for step in self.stop.steps(start + 1, cold.steps):
@@ -129,10 +130,13 @@ class Controller:
             pad_id=self.setup.tokenizer.pad,
         )
 
-    async def evaluate(self, step: int, *, at: Sequence[int]) -> float | None:
-        """The held-out score, if `step` is one of `at` or the interval says so."""
+    def evaluates(self, step: int) -> bool:
         interval = self.config.eval.interval
-        if not self.setup.heldout.prompts or not (step in at or (interval and step % interval == 0)):
+        return step == self.config.training.steps or (interval > 0 and step % interval == 0)
+
+    async def evaluate(self) -> float | None:
+        """The held-out score of the weights that the generators serve; None without held-out problems."""
+        if not self.setup.heldout.prompts:
             return None
         with self.clock("eval"):
             return await self.setup.heldout.score(self.generators)

@@ -24,7 +24,7 @@ def describe(setup: Setup, warnings: Sequence[str]) -> Plan:
         ("run", str(setup.folder)),
     ]
     if config.cold_start.steps:
-        facts.insert(2, ("cold start", f"{config.cold_start.steps} supervised steps of {config.cold_start.batch_size}"))
+        facts.insert(2, ("cold start", cold_start(config)))
     if config.training.steps:
         facts.insert(-2, ("RL", rl(config)))
     if str(setup.resume):
@@ -71,6 +71,14 @@ def task(setup: Setup) -> str:
         f"{config.task.name}: {len(setup.task.train):,} problems, {len(setup.heldout.prompts)} held out, "
         f"reward {config.task.reward}"
     )
+
+
+def cold_start(config: Config) -> str:
+    cold = config.cold_start
+    steps = f"{cold.steps} supervised steps of {cold.batch_size}"
+    if not cold.stop_at:
+        return steps
+    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved"
 
 
 def rl(config: Config) -> str:

@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FINISHED
     setup = prepare(invocation.config_name, config, device=device)
     terminal.plan(describe(setup, invocation.warnings))
+    if setup.finished:
+        terminal.note(
+            f"nothing is left to train in {setup.folder}: raise training.steps, or begin anew with --job.fresh"
+        )
+        return FINISHED
     return run(setup, terminal)
 
 

@@ -33,6 +33,12 @@ class Setup:
     device: str  # "cpu" or "cuda"
     resume: "Resume"
 
+    @property
+    def finished(self) -> bool:
+        """Trained to the last step, and exported."""
+        trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
+        return trained and (self.folder / "hf").exists()
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -45,6 +51,9 @@ class Resume:
     def find(cls, folder: Path, config: Config) -> "Resume":
         checkpoints = folder / config.checkpoint.folder
         return cls(latest_step(checkpoints), latest_step(checkpoints / "cold_start"))
+
+    def over_cold_start(self, config: Config) -> bool:
+        return self.rl is not None or (self.cold_start or 0) >= config.cold_start.steps
 
     @property
     def kept_rl(self) -> int | None:
