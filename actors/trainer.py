@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, endpoint
 
+from titan_rl.actors.fallible import fallible
 from titan_rl.config import Config
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
@@ -24,6 +25,7 @@ class Trainer(Actor):
         self._shape = shape
 
     @endpoint
+    @fallible
     async def start(self) -> int:
         """Build the model; answers with the bytes of parameters that this rank holds."""
         from titan_rl.actors.policy import Policy
@@ -34,24 +36,29 @@ class Trainer(Actor):
         return self._policy.nbytes
 
     @endpoint
+    @fallible
     async def begin(self, phase: PhaseName) -> tuple[int, str]:
         """Start or resume a phase: the step it stands at, and the controller's state saved with that step."""
         state = self._policy.begin(phase)
         return state.step, state.controller
 
     @endpoint
+    @fallible
     async def step(self, batch: Batch) -> StepStats:
         return self._policy.step(batch)
 
     @endpoint
+    @fallible
     async def save(self, step: int, controller: str) -> None:
         self._policy.save(step, controller)
 
     @endpoint
+    @fallible
     async def export(self, folder: str) -> None:
         self._policy.export(folder)
 
     @endpoint
+    @fallible
     async def shards(self) -> list[Shard]:
         """Which rectangles of which tensors this rank holds: the trainer's half of the weight plan."""
         from titan_rl.actors.staging import shards_of
@@ -60,6 +67,7 @@ class Trainer(Actor):
         return shards_of(policy.model.named_parameters(), policy.names, policy.rope_head_dims)
 
     @endpoint
+    @fallible
     async def stage(self, copies: Mapping[int, tuple[Copy, ...]]) -> "dict[int, list[RDMABuffer]]":
         """Allocate and register this rank's staging buffer: per reader, the slices of its run."""
         import torch
@@ -75,6 +83,7 @@ class Trainer(Actor):
             return self._staging.register()
 
     @endpoint
+    @fallible
     async def publish(self) -> float:
         """Pack this rank's shards for the readers; answers with the seconds it took."""
         began = time.perf_counter()
@@ -82,5 +91,6 @@ class Trainer(Actor):
         return time.perf_counter() - began
 
     @endpoint
+    @fallible
     async def close(self) -> None:
         self._policy.close()

@@ -46,7 +46,7 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
     except ActorError as error:
         raise RankFailed(f"{actor} failed in {verb}: {type(error.exception).__name__}", remote(error)) from None
     except SupervisionError as error:
-        raise death(str(error)) or RankFailed(f"{actor} failed in {verb}", str(error).strip()) from None
+        raise failure(str(error)) from None
     except TimeoutError:
         raise DeadlinePassed(
             f"{actor}.{verb} did not answer within {seconds:g} s",
@@ -68,19 +68,21 @@ def remote(error: ActorError) -> str:
     return "Traceback on the remote rank (most recent call last):\n" + "".join(ours) if ours else text
 
 
-_DEATH = re.compile(r"The actor <root>\.<\S* (?P<name>[\w-]+)\{(?P<rank>[^}]*)\}>.*?failed: (?P<how>[^\n]+)", re.S)
+_ACTOR = re.compile(r"The actor <root>\.<\S* (?P<name>[\w-]+)\{(?P<rank>[^}]*)\}>")
+_DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)")
 
 
-def death(report: str) -> RankFailed | None:
-    """A supervision report of a dead process, as an error naming the rank; None if it reports something else."""
-    found = _DEATH.search(report)
-    if found is None or "process" not in report:
-        return None
-    how = found["how"].strip()
-    signal = re.search(r"Killed\(sig=(\d+)\)", how)
-    how = f"killed by signal {signal[1]}" if signal else how
-    axes = dict(re.findall(r"'(\w+)': (\d+)/\d+", found["rank"]))
-    return RankFailed(f"{label(found['name'], axes)} died: its process was {how}", report.strip())
+def failure(report: str) -> RankFailed:
+    """A supervision report as an error that names the rank."""
+    actor, death = _ACTOR.search(report), _DEATH.search(report)
+    name = "an actor"
+    if actor:
+        name = label(actor["name"], dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"])))
+    if death is None:
+        return RankFailed(f"{name} failed", report.strip())
+    signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])
+    how = f"killed by signal {signal[1]}" if signal else death["how"].strip()
+    return RankFailed(f"{name} died: its process was {how}", report.strip())
 
 
 def label(actor: str, axes: Mapping[str, Any]) -> str:
@@ -118,7 +120,7 @@ class Watch:
     def _note(self, report: str) -> None:
         if "<root>.<titan_rl." not in report:  # an actor that Monarch added to our process; ours is reported too
             return
-        self.deaths.append(death(report) or RankFailed("an actor failed", report.strip()))
+        self.deaths.append(failure(report))
         self._seen.set()
         if self._armed:
             self._armed = False

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.meshes.faults import RankFailed, RunError, Watch, ask, death, label
+from titan_rl.meshes.faults import RankFailed, RunError, Watch, ask, failure, label
 
 KILLED = (
     "The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have "
@@ -16,14 +16,15 @@ OURS_TOO = KILLED.replace("titan_rl.actors.trainer.Trainer trainer", "monarch._s
 
 
 def test_a_death_is_named() -> None:
-    error = death(KILLED)
+    error = failure(KILLED)
     assert isinstance(error, RankFailed)
     assert str(error) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
     assert error.details == KILLED
 
 
-def test_an_exception_is_no_death() -> None:
-    assert death("The actor <root>.<x.Y y{'p': 0/1}> failed:\n  actor explicitly aborted due to: Traceback") is None
+def test_an_actor_that_aborts_is_named_too() -> None:
+    report = "The actor <root>.<titan_rl.x.Y y{'p': 0/1}> and all ...:\n  actor explicitly aborted due to: Traceback"
+    assert str(failure(report)) == "y[p=0] failed"
 
 
 def test_labels() -> None:

@@ -1,6 +1,11 @@
 """What must be in the controller's environment before Monarch is imported, for Monarch reads it then."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 CONTROLLER_ENV = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # default 10 s: how soon a dead process is noticed
@@ -11,3 +16,21 @@ CONTROLLER_ENV = {
 def prepare_environment() -> None:
     for name, value in CONTROLLER_ENV.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def socket_folder() -> Iterator[None]:
+    """Monarch leaves socket directories in TMPDIR when a process dies. They get a TMPDIR of their own, named after this
+    process, which goes with it; what a killed controller left behind is removed by the next run."""
+    base = Path(tempfile.gettempdir())
+    for left in base.glob("titan_rl-*"):
+        owner = left.name.removeprefix("titan_rl-")
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = base / f"titan_rl-{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_rl import checks
 from titan_rl.cli import parse
 from titan_rl.describe import describe
-from titan_rl.environment import prepare_environment
+from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.setup import Resume, Setup, prepare
 from titan_rl.terminal import Terminal
 
@@ -47,7 +47,8 @@ def run(setup: Setup, terminal: Terminal) -> int:
     from titan_rl.session import session
 
     try:
-        finished = asyncio.run(session(setup, terminal))
+        with socket_folder():
+            finished = asyncio.run(session(setup, terminal))
     except RunError as error:
         terminal.error(str(error), error.details)
         terminal.note(resume_hint(setup))
