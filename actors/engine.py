@@ -75,7 +75,7 @@ class EngineStats:
     prompt_tokens: int = 0  # of finished samples
     cached_tokens: int = 0  # of those, read from the prefix cache
     max_batch: int = 0  # most samples that one step advanced
-    seconds: float = 0.0  # in steps
+    seconds: float = 0.0  # in add and step
 
     @property
     def hit_rate(self) -> float:
@@ -152,6 +152,7 @@ class Engine:
 
     def add(self, requests: Sequence[Request]) -> None:
         """All of these enter the batch before the next step, as far as max_num_seqs and the KV cache allow."""
+        began = time.perf_counter()
         self.check(requests)
         for request in requests:
             samples = [Completion([], [], [], "abort") for _ in request.seeds]
@@ -159,6 +160,7 @@ class Engine:
             for i, params in enumerate(_sampling_params(request)):
                 prompt = {"type": "token", "prompt_token_ids": request.tokens}
                 self._llm.add_request(f"{request.id}#{i}", prompt, params)
+        self._stats.seconds += time.perf_counter() - began
 
     def step(self) -> list[Done]:
         """Sample a token for every sample in the batch; answer with the requests whose last sample this finished."""

@@ -49,7 +49,7 @@ class Generator(Actor):
         self._wake = asyncio.Event()  # there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
         self._switched: asyncio.Future[tuple[float, float]] | None = None
-        self._busy = 0.0  # the engine's seconds in steps, up to the last switch
+        self._busy = 0.0  # the engine's seconds, up to the last switch
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
     @concurrent_endpoint
