@@ -1,9 +1,9 @@
 """A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters."""
 
-from titan_rl.actors import titan_cpu
+from titan_rl.actors import titan_cpu  # noqa: F401
 
 # isort: split
-# titan_cpu goes before any torchtitan import.
+# titan_cpu is imported for its patches, before any torchtitan import.
 import re
 from typing import Any
 
@@ -12,8 +12,6 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear,
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.model_shape import ModelShape
-
-__all__ = ["build_spec", "hf_names", "rope_head_dims", "titan_cpu"]
 
 
 def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:

@@ -4,6 +4,7 @@ import asyncio
 
 from titan_rl.clock import Clock
 from titan_rl.controller import Controller
+from titan_rl.describe import BYTES
 from titan_rl.export import export
 from titan_rl.meshes.launch import launch, shutdown
 from titan_rl.report import Report
@@ -24,7 +25,8 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
         async with launch(setup, clock, terminal) as (trainers, generators):
             weights = WeightSync(trainers, generators, clock)
             with terminal.phase("weights: plan, stage, connect"):
-                await weights.connect(config, setup.shape)
+                plan = await weights.connect(config, setup.shape)
+            terminal.note(plan.describe(BYTES[config.generator.dtype]))
             with RunLog(
                 setup.folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
             ) as log:
