@@ -1,6 +1,5 @@
 """Spawning processes: every setting that a process must be born with is in its launch environment."""
 
-import tempfile
 from collections.abc import Callable, Mapping
 
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
@@ -14,7 +13,6 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",  # a run never downloads
     "PYTHONUNBUFFERED": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TMPDIR": tempfile.gettempdir(),  # not the controller's: compile caches outlive a run
 }
 
 

@@ -1,5 +1,6 @@
 """What must be in the controller's environment before Monarch is imported, for Monarch reads it then."""
 
+import getpass
 import os
 import shutil
 import tempfile
@@ -20,9 +21,10 @@ def prepare_environment() -> None:
 
 @contextmanager
 def socket_folder() -> Iterator[None]:
-    """Monarch leaves socket directories in TMPDIR when a process dies. They get a TMPDIR of their own, named after this
-    process, which goes with it; what a killed controller left behind is removed by the next run."""
+    """Monarch leaves socket directories in TMPDIR when a process dies. A run gets a TMPDIR of its own, named after the
+    controller, which goes with it; what a killed controller left behind is removed by the next run."""
     base = Path(tempfile.gettempdir())
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / f"torchinductor_{getpass.getuser()}"))  # outlives a run
     for left in base.glob("titan_rl-*"):
         owner = left.name.removeprefix("titan_rl-")
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
