@@ -16,7 +16,7 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-POLL_SECONDS = 1.0  # supervision's poll, set in environment.py
+CAUSE_SECONDS = 5.0  # supervision polls every second (environment.py); a loaded machine is slower
 
 
 class RunError(Exception):
@@ -29,6 +29,10 @@ class RunError(Exception):
 
 class RankFailed(RunError):
     """An actor raised, or its process died."""
+
+
+class RankDied(RankFailed):
+    """Its process ended."""
 
 
 class DeadlinePassed(RunError):
@@ -82,7 +86,7 @@ def failure(report: str) -> RankFailed:
         return RankFailed(f"{name} failed", report.strip())
     signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])
     how = f"killed by signal {signal[1]}" if signal else death["how"].strip()
-    return RankFailed(f"{name} died: its process was {how}", report.strip())
+    return RankDied(f"{name} died: its process was {how}", report.strip())
 
 
 def label(actor: str, axes: Mapping[str, Any]) -> str:
@@ -98,8 +102,8 @@ class Watch:
         self._body = body
         self._loop = asyncio.get_running_loop()
         self._armed = True
-        self._seen = asyncio.Event()
-        self.deaths: list[RankFailed] = []
+        self._died = asyncio.Event()
+        self.failures: list[RankFailed] = []
         monarch.actor.unhandled_fault_hook = self._hook
 
     def close(self) -> None:
@@ -108,11 +112,11 @@ class Watch:
         monarch.actor.unhandled_fault_hook = lambda _: None
 
     async def cause(self, error: RunError) -> RunError:
-        """The death behind an error, if supervision reports one within two polls; else the error itself."""
+        """The death behind an error, if supervision reports one in time; else the error itself."""
         self._armed = False
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._seen.wait(), 2 * POLL_SECONDS)
-        return self.deaths[0] if self.deaths else error
+            await asyncio.wait_for(self._died.wait(), CAUSE_SECONDS)
+        return next((failed for failed in self.failures if isinstance(failed, RankDied)), error)
 
     def _hook(self, failure: Any) -> None:  # on Monarch's thread
         self._loop.call_soon_threadsafe(self._note, failure.report())
@@ -120,8 +124,9 @@ class Watch:
     def _note(self, report: str) -> None:
         if "<root>.<titan_rl." not in report:  # an actor that Monarch added to our process; ours is reported too
             return
-        self.deaths.append(failure(report))
-        self._seen.set()
+        self.failures.append(failure(report))
+        if isinstance(self.failures[-1], RankDied):
+            self._died.set()
         if self._armed:
             self._armed = False
             self._body.cancel()

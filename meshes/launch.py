@@ -42,10 +42,10 @@ async def launch(setup: Setup, clock: Clock, terminal: Terminal) -> AsyncIterato
     except RunError as error:
         raise await watch.cause(error) from None
     except asyncio.CancelledError:
-        if not watch.deaths:
+        if not watch.failures:
             raise  # Ctrl-C
         body.uncancel()
-        raise watch.deaths[0] from None
+        raise await watch.cause(watch.failures[0]) from None
     finally:
         watch.close()
         with suppress(Exception):  # on the way out, nothing may mask what ended the run

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.meshes.faults import RankFailed, RunError, Watch, ask, failure, label
+from titan_rl.meshes.faults import RankDied, RankFailed, RunError, Watch, ask, failure, label
 
 KILLED = (
     "The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have "
@@ -17,7 +17,7 @@ OURS_TOO = KILLED.replace("titan_rl.actors.trainer.Trainer trainer", "monarch._s
 
 def test_a_death_is_named() -> None:
     error = failure(KILLED)
-    assert isinstance(error, RankFailed)
+    assert isinstance(error, RankDied)
     assert str(error) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
     assert error.details == KILLED
 
@@ -73,7 +73,7 @@ def test_a_death_ends_a_body_that_waits_for_something_else() -> None:
             await asyncio.sleep(60)
         task.uncancel()
         watch.close()
-        return watch.deaths
+        return watch.failures
 
     assert len(asyncio.run(body())) == 1
 
