@@ -198,7 +198,7 @@ class Policy:
         optimizers = self._optimizers(lr)
         schedulers = self._schedule(name, min(warmup, steps)).build(optimizers=optimizers, training_steps=max(steps, 1))
         if name == "rl" and self.config.algorithm.kl_coef > 0:
-            self._freeze_reference()
+            self._build_reference()
         state = TrainState()
         checkpoints = self._checkpoint_config(name).build(
             dataloader=None,
@@ -210,7 +210,7 @@ class Policy:
             base_folder=self.config.job.dump_folder,
         )
         checkpoints.load()
-        if self.reference is not None and state.step == 0:  # a step-0 checkpoint restores the policy alone
+        if self.reference is not None and state.step == 0:  # RL begins: the policy as it is now
             self.reference.load_state_dict(self.model.state_dict())
         self.phase = Phase(name, optimizers, schedulers, checkpoints, state)
         return state
@@ -242,11 +242,9 @@ class Policy:
 
     # -- the frozen reference ---------------------------------------------------------------------------------
 
-    def _freeze_reference(self) -> None:
+    def _build_reference(self) -> None:
         """A second sharded model that no optimizer knows. It is checkpointed, so a resumed run keeps its anchor."""
-        reference = self._build().eval().requires_grad_(False)
-        reference.load_state_dict(self.model.state_dict())
-        self.reference = reference
+        self.reference = self._build().eval().requires_grad_(False)
 
     def _reference_state(self) -> dict[str, Any]:
         return {} if self.reference is None else {"reference": _ModelState(self.reference)}

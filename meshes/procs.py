@@ -23,7 +23,6 @@ def spawn(
     shape: Mapping[str, int],
     env: Mapping[str, str] | None = None,
     env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
-    bootstrap: Callable[[], None] | None = None,
 ) -> ProcMesh:
     """One process per point of `shape`. `env_of` adds what differs by point (a GPU, say)."""
 
@@ -36,7 +35,5 @@ def spawn(
         import os
 
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller alone, which stops the others
-        if bootstrap:
-            bootstrap()
 
     return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)

@@ -1,7 +1,7 @@
 """The trainer mesh: axes (dp, tp), in TorchTitan's rank order. Each method is one collective over the mesh."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import HostMesh, ProcMesh
@@ -51,9 +51,9 @@ class TrainerMesh:
 
     async def step(self, batches: list[Batch]) -> StepStats:
         """Scatter one batch to each dp row, take one optimizer step, answer with the reduced statistics."""
-        calls = {self._name(i): rank.step.call_one(batches[i // self.tp]) for i, rank in enumerate(self._ranks)}
+        each = [batches[rank // self.tp] for rank in range(len(self._ranks))]
         with self._clock("train"):
-            stats: list[StepStats] = await ask_all(calls, verb="step", seconds=self._comm.train_timeout_seconds)
+            stats: list[StepStats] = await self._scatter("step", each)
         return max(stats, key=lambda s: s.seconds)
 
     async def shards(self) -> list[list[Shard]]:
@@ -62,8 +62,7 @@ class TrainerMesh:
 
     async def stage(self, copies: list[dict[int, tuple[Copy, ...]]]) -> "list[dict[int, list[RDMABuffer]]]":
         """Scatter each rank's part of the weight plan; gather the handles of its registered buffers."""
-        calls = {self._name(i): rank.stage.call_one(copies[i]) for i, rank in enumerate(self._ranks)}
-        return await ask_all(calls, verb="stage", seconds=self._comm.train_timeout_seconds)
+        return await self._scatter("stage", copies)
 
     async def publish(self) -> float:
         """Every rank packs its shards; the seconds of the slowest."""
@@ -85,6 +84,12 @@ class TrainerMesh:
         """Broadcast one verb, gather the answers in rank order."""
         calls = {self._name(i): getattr(rank, verb).call_one(*arguments) for i, rank in enumerate(self._ranks)}
         return await ask_all(calls, verb=verb, seconds=seconds)
+
+    async def _scatter(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
+        """One verb, each rank with its own argument; gather the answers in rank order."""
+        ranks = enumerate(zip(self._ranks, arguments, strict=True))
+        calls = {self._name(i): getattr(rank, verb).call_one(argument) for i, (rank, argument) in ranks}
+        return await ask_all(calls, verb=verb, seconds=self._comm.train_timeout_seconds)
 
     def _name(self, rank: int) -> str:
         dp, tp = divmod(rank, self.tp)

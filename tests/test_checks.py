@@ -63,6 +63,10 @@ def test_the_defaults_run() -> None:
             "hosts.slots: expected room for 4 processes (2 of the trainer, 2 of the generators), found 3",
         ),
         ("[generator]\nreplicas = 16", "found 16; lower their degrees or raise it"),
+        (
+            "[eval]\nsize = 0\n[cold_start]\nsteps = 9\nstop_at = 0.5",
+            "cold_start.stop_at: expected 0 where eval.size is 0",
+        ),
         ('[hosts]\ndevice = "cuda"', 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'),
         (
             "[rollout]\nmax_new_tokens = 250",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tiny import tiny_llama
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import ENV, Engine, EngineSettings
 from titan_rl.types import Completion, Request, Sampling
@@ -34,23 +35,7 @@ def test_engine_in_a_process_of_its_own() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Random weights, large enough that the distributions are far from flat."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=EOS,
-        initializer_range=0.1,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(max_position_embeddings=128, eos_token_id=EOS)
 
 
 @pytest.fixture(scope="module")

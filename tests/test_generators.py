@@ -12,6 +12,7 @@ import monarch.actor
 import pytest
 from monarch.actor import this_host
 
+from tiny import tiny_llama
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
 from titan_rl.meshes.faults import RunError
@@ -41,21 +42,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

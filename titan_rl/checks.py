@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from titan_rl.config import Config
+from titan_rl.config import BYTES, Config
 from titan_rl.model_shape import ModelShape, shape_of
 from titan_rl.rewards import last_number, reward_for
 from titan_rl.tasks import jsonl
@@ -26,7 +26,6 @@ CPU_SLOTS = 16
 # Measured: what vLLM 0.32's CPU attention is compiled for. Anything else dies in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_SIZE = 32
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
@@ -183,6 +182,9 @@ def _has_number(answer: str) -> bool:
 
 def _run(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if config.cold_start.stop_at and config.eval.size == 0:
+        found = f"found {config.cold_start.stop_at:g}"
+        yield f"cold_start.stop_at: expected 0 where eval.size is 0, for it looks at so many training problems, {found}"
     if config.training.steps == 0 and config.cold_start.steps == 0:
         yield "training.steps: expected at least 1 where cold_start.steps is 0, found 0: there is nothing to do"
     if config.algorithm.name == "grpo" and rollout.group_size < 2:

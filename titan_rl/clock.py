@@ -8,10 +8,8 @@ from contextlib import contextmanager
 
 class Clock:
     def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._lap_began = self._began
+        self._lap_began = time.perf_counter()
         self._lap: defaultdict[str, float] = defaultdict(float)
-        self._total: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -19,9 +17,7 @@ class Clock:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self._lap[name] += seconds
-            self._total[name] += seconds
+            self._lap[name] += time.perf_counter() - began
 
     def lap(self) -> dict[str, float]:
         """Seconds by name since the last lap, and the whole lap as "wall"."""
@@ -30,8 +26,3 @@ class Clock:
         self._lap_began = now
         self._lap.clear()
         return lap
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Seconds by name since the clock began, and "wall"."""
-        return {**self._total, "wall": time.perf_counter() - self._began}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
+BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 
 def bounds(default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:

@@ -3,11 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from titan_rl.config import Config
+from titan_rl.config import BYTES, Config
 from titan_rl.plan_view import MeshRow, Plan
 from titan_rl.setup import Setup
-
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def describe(setup: Setup, warnings: Sequence[str]) -> Plan:

@@ -3,8 +3,8 @@
 import asyncio
 
 from titan_rl.clock import Clock
+from titan_rl.config import BYTES
 from titan_rl.controller import Controller
-from titan_rl.describe import BYTES
 from titan_rl.export import export
 from titan_rl.meshes.launch import launch, shutdown
 from titan_rl.report import Report

@@ -29,7 +29,7 @@ class Setup:
     reward: Reward
     sampling: Sampling
     heldout: Problems
-    practice: Problems  # as many of the training problems
+    practice: Problems  # as many of the training problems, where the cold start looks at them
     device: str  # "cpu" or "cuda"
     resume: "Resume"
 
@@ -115,7 +115,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         reward=reward,
         sampling=sampling,
         heldout=problems(task.heldout),
-        practice=problems(task.train[: config.eval.size]),
+        practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
     )

@@ -1,0 +1,14 @@
+"""A model small enough to build anew in every test file that wants one."""
+
+from typing import Any
+
+
+def tiny_llama(**overrides: Any) -> Any:
+    """Random weights, large enough that the distributions are far from flat."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**size, **heads, initializer_range=0.1, **overrides)).eval()
