@@ -5,7 +5,7 @@ The controller imports this module to spawn the actor, so torch and TorchTitan a
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from monarch.actor import Actor, endpoint
 
@@ -16,6 +16,7 @@ from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
+    import numpy as np
     from monarch.rdma import RDMABuffer
 
 
@@ -44,8 +45,22 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def step(self, batch: Batch) -> StepStats:
-        return self._policy.step(batch)
+    async def step(self, batches: list[Batch]) -> StepStats:
+        """One optimizer update a batch."""
+        return self._policy.step(batches)
+
+    @endpoint
+    @fallible
+    async def freeze(self, role: Literal["reference", "teacher"], folder: str) -> None:
+        self._policy.freeze(role, folder)
+
+    @endpoint
+    @fallible
+    async def scores(
+        self, batch: Batch, weights: Literal["policy", "reference", "teacher"], temperature: float
+    ) -> "tuple[list[np.ndarray], int]":
+        """Each place's log-prob, and the checksum of frozen weights."""
+        return self._policy.scores(batch, weights, temperature)
 
     @endpoint
     @fallible

@@ -1,44 +1,65 @@
 """Bring the meshes of a run up together, and take them down whatever happens.
 
-controller ── trainer mesh (dp, tp)            the first GPUs
-           └─ generator replicas (tp) each     the next ones
+controller ── trainer mesh (dp, tp)                                    the first GPUs
+           ├─ generator replicas (tp) each                             the next ones
+           └─ reference, teacher, reward model, critic (dp, tp) each   the next ones, where the algorithm has them
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
 from monarch.actor import HostMesh, shutdown_context, this_host
 
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
 from titan_rl.actors.quiet import without_lines
-from titan_rl.clock import Clock
+from titan_rl.config import Role
 from titan_rl.meshes.faults import RunError, Watch
 from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.meshes.models import ModelMesh
+from titan_rl.meshes.roles import CriticMesh, FrozenMesh
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.setup import Setup
 from titan_rl.terminal import Terminal
 from titan_rl.weight_plan import verify_complete
 
+Mesh = TypeVar("Mesh", bound=ModelMesh)
+
 CLOSE_SECONDS = 5.0  # a clean goodbye; what does not manage it in time is killed with the controller
 
 
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """Every mesh of a run; None where the algorithm needs none, or lends its weights to the trainers."""
+
+    trainers: TrainerMesh
+    generators: GeneratorMesh | None = None
+    reference: FrozenMesh | None = None
+    teacher: FrozenMesh | None = None
+    reward_model: FrozenMesh | None = None
+    critic: CriticMesh | None = None
+
+    @property
+    def all(self) -> "list[ModelMesh | GeneratorMesh]":
+        every = (self.trainers, self.generators, self.reference, self.teacher, self.reward_model, self.critic)
+        return [mesh for mesh in every if mesh is not None]
+
+
 @asynccontextmanager
-async def launch(setup: Setup, clock: Clock, terminal: Terminal) -> AsyncIterator[tuple[TrainerMesh, GeneratorMesh]]:
-    """Spawn and start both meshes, concurrently. A rank that dies at any time ends the body, by name."""
+async def launch(setup: Setup, terminal: Terminal) -> AsyncIterator[Meshes]:
+    """Spawn and start all meshes, concurrently. A rank that dies at any time ends the body, by name."""
     body = asyncio.current_task()
     assert body is not None
     watch = Watch(body)
-    meshes: list[TrainerMesh | GeneratorMesh] = []
+    meshes: Meshes | None = None
     try:
         with without_lines(b"Monarch internal logs are being written"):
             host = this_host()
-        trainers, generators = await asyncio.gather(
-            _trainers(host, setup, clock, terminal), _generators(host, setup, terminal)
-        )
-        meshes += [trainers, generators]
-        yield trainers, generators
+        meshes = await _start(host, setup, terminal)
+        yield meshes
     except RunError as error:
         raise await watch.cause(error) from None
     except asyncio.CancelledError:
@@ -48,16 +69,43 @@ async def launch(setup: Setup, clock: Clock, terminal: Terminal) -> AsyncIterato
         raise await watch.cause(watch.failures[0]) from None
     finally:
         watch.close()
-        with suppress(Exception):  # on the way out, nothing may mask what ended the run
-            await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes)), CLOSE_SECONDS)
+        if meshes is not None:
+            with suppress(Exception):  # on the way out, nothing may mask what ended the run
+                await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), CLOSE_SECONDS)
 
 
-async def _trainers(host: HostMesh, setup: Setup, clock: Clock, terminal: Terminal) -> TrainerMesh:
-    env = _visible(setup.device, first=0, count=setup.config.parallelism.world_size)
-    with terminal.phase("trainer: processes, model, optimizer"):
-        mesh = await TrainerMesh.spawn(host, setup.config, setup.shape, env, clock)
-        await mesh.start()
-    return mesh
+async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
+    """GPUs are dealt in the order of this list."""
+    config, starting = setup.config, {}
+    g, first = config.generator, 0
+
+    def deal(count: int) -> dict[str, str]:
+        nonlocal first
+        first += count
+        return _visible(setup.device, first=first - count, count=count)
+
+    async def begun(mesh: Awaitable[Mesh], what: str) -> Mesh:
+        with terminal.phase(what):
+            made = await mesh
+            await made.start()
+        return made
+
+    async def role(name: str, own: Role) -> ModelMesh:
+        gpus = deal(own.parallelism.world_size)
+        if name == "critic":
+            return await begun(CriticMesh.spawn(host, config, setup.shape, gpus), "critic: processes, model, optimizer")
+        shape = {"teacher": setup.teacher, "reward_model": setup.reward_model}.get(name) or setup.shape
+        spawning = FrozenMesh.spawn(host, name, own.parallelism, config, shape, gpus)
+        return await begun(spawning, f"{name}: processes, model")
+
+    spawning = TrainerMesh.spawn(host, config, setup.shape, deal(config.parallelism.world_size))
+    starting["trainers"] = begun(spawning, "trainer: processes, model, optimizer")
+    if setup.samples_rollouts:
+        deal(g.replicas * g.tensor_parallel_degree)
+        starting["generators"] = _generators(host, setup, terminal)
+    for name, own in config.roles.items():
+        starting[name] = role(name, own)
+    return Meshes(**dict(zip(starting, await asyncio.gather(*starting.values()), strict=True)))
 
 
 async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> GeneratorMesh:

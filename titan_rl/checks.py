@@ -8,15 +8,18 @@ import math
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from titan_rl.config import BYTES, Config
-from titan_rl.model_shape import ModelShape, shape_of
+from titan_rl.model_shape import ModelShape, shape_of, shape_of_folder
 from titan_rl.rewards import last_number, reward_for
 from titan_rl.tasks import jsonl
-from titan_rl.tokenizer import SIZE, TextTokenizer
+from titan_rl.tokenizer import SIZE, TextTokenizer, build
 from titan_rl.types import Prompt
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
@@ -31,9 +34,10 @@ CPU_BLOCK_SIZE = 32
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
     """Everything that would make the run fail on this host, which has so many GPUs."""
     shape, unusable = _shape(config)
-    rules = [_assets(config, shape), _task(config), _run(config)]
+    rules = [_assets(config, shape), _task(config), _run(config), _algorithm(config)]
     if shape:
         rules += [_dimensions(config, shape), _parallelism(config, shape), _lengths(config, shape)]
+        rules += [_roles(config, shape)]
     return [*unusable, *(problem for rule in rules for problem in rule), *host_problems(config, gpus=gpus)]
 
 
@@ -56,6 +60,12 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"rollout.top_p is {config.rollout.top_p}: the sampling log-probs are of the truncated distribution, the "
             "trainer's of the whole one, and their ratio is biased; 1.0 is exact"
+        )
+    a = config.algorithm
+    if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
+        found.append(
+            'algorithm.kl is "k1" in the loss: its gradient is zero on average and anchors nothing; take "k2" or "k3", '
+            'or algorithm.kl_in = "reward"'
         )
     return found
 
@@ -131,12 +141,15 @@ def _weights(folder: Path) -> Iterator[str]:
 
 def _task(config: Config) -> Iterator[str]:
     task = config.task
-    try:
-        reward_for(task)
-    except (TypeError, ValueError) as error:
-        yield str(error)
-    except Exception as error:  # importing the user's module runs it
-        yield f'task.reward: expected "{task.reward}" to import, found {type(error).__name__}: {error}'
+    for key, reward in (("reward", task.reward), ("eval_reward", task.eval_reward)):
+        if not reward or (key == "reward" and reward == "model"):
+            continue
+        try:
+            reward_for(reward)
+        except (TypeError, ValueError) as error:
+            yield str(error).replace("task.reward", f"task.{key}")
+        except Exception as error:  # importing the user's module runs it
+            yield f'task.{key}: expected "{reward}" to import, found {type(error).__name__}: {error}'
     if task.name == "addition":
         if config.eval.size > ADDITION_HELD_OUT:
             yield f"eval.size: expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums, found {config.eval.size}"
@@ -153,7 +166,7 @@ def _task(config: Config) -> Iterator[str]:
 
 def _rows(config: Config, key: Literal["path", "eval_path"]) -> Iterator[str]:
     try:
-        examples = jsonl(config.task, key, ROWS_READ)
+        examples = jsonl(config.task, key, ROWS_READ, pairs=config.algorithm.kind in ("preference", "reward"))
     except (OSError, ValueError) as error:
         yield str(error)
         return
@@ -187,12 +200,107 @@ def _run(config: Config) -> Iterator[str]:
         yield f"cold_start.stop_at: expected 0 where eval.size is 0, for it looks at so many training problems, {found}"
     if config.training.steps == 0 and config.cold_start.steps == 0:
         yield "training.steps: expected at least 1 where cold_start.steps is 0, found 0: there is nothing to do"
-    if config.algorithm.name == "grpo" and rollout.group_size < 2:
-        yield f"rollout.group_size: expected at least 2, for group-relative advantages, found {rollout.group_size}"
     if rollout.lag > 0:
         yield f"rollout.lag: expected 0, exact on-policy training, found {rollout.lag}"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """What contradicts itself within [algorithm], or asks for what no other section gives."""
+    a, rollout = config.algorithm, config.rollout
+    if a.kind != "rl":
+        if a.kind == "reward" and config.cold_start.steps:
+            yield f"cold_start.steps: expected 0, as a reward model writes no answers, found {config.cold_start.steps}"
+        return
+    if a.advantage in ("group", "leave_one_out") and rollout.group_size < 2:
+        what = f'which algorithm.advantage = "{a.advantage}" compares with each other'
+        yield f"rollout.group_size: expected at least 2 samples, {what}, found {rollout.group_size}"
+    if a.normalize == "group" and a.advantage != "group":
+        yield (
+            f'algorithm.normalize: expected "none" or "batch", as algorithm.advantage = "{a.advantage}" is not '
+            'relative to its group, found "group"'
+        )
+    if a.dynamic_sampling and rollout.group_size < 2:
+        yield f"algorithm.dynamic_sampling: expected false where rollout.group_size is {rollout.group_size}, found true"
+    if 0 < a.dual_clip <= 1 + a.clip_high:
+        yield f"algorithm.dual_clip: expected above 1 + clip_high = {1 + a.clip_high:g} (0: off), found {a.dual_clip:g}"
+    if a.dual_clip and a.clip != "ppo":
+        yield f'algorithm.dual_clip: expected 0 where algorithm.clip is "{a.clip}", found {a.dual_clip:g}'
+    for key in ("correction", "rejection"):
+        low, high = getattr(a, f"{key}_low"), getattr(a, f"{key}_high")
+        if low >= high:
+            yield f"algorithm.{key}_low: expected below algorithm.{key}_high = {high:g}, found {low:g}"
+    if a.correction != "none" and a.proximal == "generator":
+        yield (
+            f'algorithm.proximal: expected "trainer" where algorithm.correction is "{a.correction}", as the ratio '
+            'would correct for the same gap twice, found "generator"'
+        )
+    if config.rollout.groups_per_step % a.minibatches:
+        groups = f"rollout.groups_per_step = {rollout.groups_per_step}"
+        yield f"algorithm.minibatches: expected a divisor of {groups}, found {a.minibatches}"
+    if a.overlong_buffer > rollout.max_new_tokens:
+        found = f"found {a.overlong_buffer}"
+        yield f"algorithm.overlong_buffer: expected at most rollout.max_new_tokens = {rollout.max_new_tokens}, {found}"
+
+
+def _roles(config: Config, shape: ModelShape) -> Iterator[str]:
+    """A role that the algorithm needs and does not have; a role whose folder does not fit the policy."""
+    a = config.algorithm
+    if a.needs_reference and config.reference.mesh == "none":
+        why = f"algorithm.kl_coef = {a.kl_coef:g}" if a.kind == "rl" else f'algorithm.name = "{a.name}"'
+        yield f'reference.mesh: expected "trainer" or "own", as {why} needs a reference, found "none"'
+    if a.needs_critic and config.critic.lr == 0:
+        yield f'critic.lr: expected above 0, as algorithm.name = "{a.name}" trains a critic, found 0'
+    if a.needs_teacher:
+        yield from _folder(config, shape, "teacher", config.teacher.hf_assets_path, f'algorithm.name = "{a.name}"')
+    if a.needs_critic and config.critic.hf_assets_path:
+        yield from _folder(config, shape, "critic", config.critic.hf_assets_path, "")
+    if a.kind == "rl" and config.task.reward == "model":
+        yield from _folder(config, shape, "reward_model", config.reward_model.hf_assets_path, 'task.reward = "model"')
+        if config.eval.size and not config.task.eval_reward:
+            yield (
+                'task.eval_reward: expected a rule to judge held-out answers by where task.reward is "model" '
+                '(eval.size = 0: no evaluation), found ""'
+            )
+
+
+def _folder(config: Config, shape: ModelShape, role: str, folder: str, why: str) -> Iterator[str]:
+    key = f"{role}.hf_assets_path"
+    if not folder:
+        yield f'{key}: expected a Hugging Face folder, as {why} needs one, found ""'
+        return
+    try:
+        found = shape_of_folder(folder, key)
+        tokenizer = TextTokenizer.load(Path(folder))
+    except Exception as error:  # tokenizers raises Exception itself
+        yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
+        return
+    yield from (problem.replace("model.hf_assets_path", key) for problem in _weights(Path(folder)))
+    if (found.head == "value") != (role == "reward_model") and role != "critic":
+        wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
+        yield f"{key}: expected {wanted}, found another kind in {folder}"
+    if role == "teacher" and config.teacher.mesh == "trainer" and found != shape:
+        yield 'teacher.mesh: expected "own" for a teacher of another shape than the policy\'s, found "trainer"'
+    if role == "critic" and replace(found, head=shape.head, tied=shape.tied) != shape:
+        yield f"{key}: expected the policy's shape, found another in {folder}"
+    own = _tokenizer(config)
+    if own is not None and own.vocabulary != tokenizer.vocabulary:
+        yield (
+            f"{key}: expected the policy's tokenizer, found another in {folder}: the same ids would mean other texts "
+            f"({len(own.vocabulary)} and {len(tokenizer.vocabulary)} entries)"
+        )
+
+
+def _tokenizer(config: Config) -> TextTokenizer | None:
+    """The policy's; None where its own checks already refuse it."""
+    with tempfile.TemporaryDirectory() as scratch, suppress(Exception):
+        folder = Path(config.model.hf_assets_path)
+        if not config.model.hf_assets_path:
+            folder = Path(scratch)
+            build(folder)
+        return TextTokenizer.load(folder)
+    return None
 
 
 def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -211,13 +319,14 @@ def _dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
-    key, tp = "parallelism.tensor_parallel_degree", config.parallelism.tensor_parallel_degree
     seq_len = config.training.seq_len
-    for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
-        if getattr(shape, size) % tp:
-            yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
-    if config.parallelism.enable_sequence_parallel and seq_len % tp:
-        yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallel), found {seq_len}"
+    for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
+        key, tp = f"{mesh}.tensor_parallel_degree", p.tensor_parallel_degree
+        for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
+            if getattr(shape, size) % tp:
+                yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
+        if p.enable_sequence_parallel and seq_len % tp:
+            yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallel), found {seq_len}"
 
     key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
     for size in ("n_heads", "hidden_dim"):
@@ -264,14 +373,18 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
 def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[str]:
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
     generators = generator.replicas * generator.tensor_parallel_degree
-    processes = f"{trainers + generators} processes ({trainers} of the trainer, {generators} of the generators)"
+    roles = {name: role.parallelism.world_size for name, role in config.roles.items()}
+    total = trainers + generators + sum(roles.values())
+    parts = [f"{trainers} of the trainer", f"{generators} of the generators"]
+    parts += [f"{count} of the {name.replace('_', ' ')}" for name, count in roles.items()]
+    processes = f"{total} processes ({', '.join(parts)})"
     if hosts.device == "cuda" and not gpus:
         yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
     on_gpu = gpus > 0 and hosts.device != "cpu"
     slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
-    if trainers + generators > slots:
+    if total > slots:
         yield f"hosts.slots: expected room for {processes}, found {slots}; lower their degrees or raise it"
-    elif on_gpu and trainers + generators > gpus:
+    elif on_gpu and total > gpus:
         yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"
 
     if on_gpu or hosts.device == "cuda":

@@ -12,6 +12,23 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "opd",
+    "sft",
+    "dpo",
+    "ipo",
+    "reward_model",
+]
+
 
 def bounds(default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
     """A field with a default and a range that config_file.py enforces."""
@@ -73,7 +90,9 @@ class Model:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     steps: int = bounds(100, ge=0)
-    """RL steps; 0 runs the cold start only."""
+    """Steps of the algorithm; 0 runs the cold start only."""
+    global_batch_size: int = bounds(64, ge=1)
+    """Examples of sft, or pairs of dpo and reward_model, in one step. RL's size is rollout.groups_per_step."""
     seq_len: int = bounds(256, ge=2)
     """Length of a packed row."""
     local_batch_size: int = bounds(8, ge=1)
@@ -194,8 +213,15 @@ class Task:
     """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
     """Column with the reference answer."""
+    chosen_key: str = "chosen"
+    """Column with the preferred answer (dpo, ipo, reward_model)."""
+    rejected_key: str = "rejected"
+    """Column with the other answer."""
     reward: str = "exact"
-    """"exact", "last_number", or your own "package.module:function" called as f(completion, answer, row) -> float."""
+    """"exact", "last_number", "model" ([reward_model]), or your own "package.module:function", called as
+    f(completion, answer, row) -> float."""
+    eval_reward: str = ""
+    """What held-out answers are judged by, as for reward; empty is the same. A reward model does not judge itself."""
     template: Literal["plain", "chat"] = "plain"
     """"plain" feeds BOS and the prompt's text, "chat" the tokenizer's chat template."""
     system_prompt: str = ""
@@ -224,16 +250,154 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    name: Literal["grpo"] = "grpo"
-    """Group-relative policy optimization."""
+    """The defaults are those of "grpo"; presets.py has what each other name changes."""
+
+    name: AlgorithmName = "grpo"
+    """A preset: the values of the keys below that the file does not set. docs/algorithms.md has the table."""
+    advantage: Literal["group", "leave_one_out", "return", "gae", "teacher"] = "group"
+    """What a reward is compared with: siblings, nothing ("return"), a critic ("gae"); or a teacher's log-prob."""
+    normalize: Literal["none", "group", "batch"] = "group"
+    """Scale of advantages: as they are, over the group's standard deviation, or whitened over the step's tokens."""
+    gamma: float = bounds(1.0, ge=0, le=1)
+    """Discount per token ("return", "gae")."""
+    gae_lambda: float = bounds(0.95, ge=0, le=1)
+    """GAE's lambda."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Level of the importance ratio: per token, or the geometric mean over a sequence (GSPO)."""
+    clip: Literal["ppo", "cispo", "none"] = "ppo"
+    """PPO clips the objective, CISPO the weight in front of the log-prob."""
     clip_low: float = bounds(0.2, ge=0, le=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = bounds(0.2, ge=0)
     """The ratio is clipped above at 1 + clip_high."""
-    normalize_std: bool = True
-    """Divide group advantages by the group's standard deviation."""
+    dual_clip: float = bounds(0.0, ge=0)
+    """Where the advantage is negative, the ratio counts at most this much; 0 is off, 3 is usual."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum"] = "token_mean"
+    """Mean over the step's tokens; mean over sequences of their means; or of their sums over length_constant."""
+    length_constant: int = bounds(0, ge=0)
+    """Divisor of "sequence_sum"; 0 is rollout.max_new_tokens."""
     kl_coef: float = bounds(0.0, ge=0)
-    """Weight of the k3 KL to a frozen reference, the policy as RL began; 0 builds no reference."""
+    """Weight of the KL to a frozen reference, the policy as RL began; 0 builds no reference."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that KL."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL enters; "reward" charges each token its own share."""
+    entropy_coef: float = bounds(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    minibatches: int = bounds(1, ge=1)
+    """Optimizer updates that a step's groups are split over."""
+    epochs: int = bounds(1, ge=1)
+    """Passes over a step's groups."""
+    proximal: Literal["generator", "trainer"] = "generator"
+    """Whose log-probs the ratio is against: the sampling ones, or the trainer's before the step's first update."""
+    correction: Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"] = "none"
+    """Weight of the gap between trainer and generator: truncated, or zero outside its bounds (IcePop: "token_mask")."""
+    correction_low: float = bounds(0.5, ge=0)
+    """Lower bound of the two masks."""
+    correction_high: float = bounds(2.0, gt=0)
+    """Where the weight is truncated, or the masks' upper bound."""
+    rejection: Literal["none", "token", "geometric"] = "none"
+    """Drop tokens, or whole sequences by the geometric mean, whose gap lies outside the bounds."""
+    rejection_low: float = bounds(0.5, ge=0)
+    """Lower bound of what is kept."""
+    rejection_high: float = bounds(2.0, gt=0)
+    """Upper bound of what is kept."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by new ones, until the step is full (DAPO)."""
+    max_refills: int = bounds(10, ge=1)
+    """Rounds of replacements after which a step goes on with the groups it has."""
+    overlong_filter: bool = False
+    """Do not train on truncated rollouts."""
+    overlong_buffer: int = bounds(0, ge=0)
+    """Soft overlong punishment: the last so many tokens before rollout.max_new_tokens cost up to overlong_penalty."""
+    overlong_penalty: float = bounds(1.0, ge=0)
+    """Reward taken from a rollout of full length."""
+    max_dead_steps: int = bounds(20, ge=0)
+    """Stop after so many steps in a row without any learning signal; 0 never stops."""
+    beta: float = bounds(0.1, gt=0)
+    """DPO's and IPO's beta."""
+    label_smoothing: float = bounds(0.0, ge=0, le=0.5)
+    """Share of preferences taken to be mislabeled (conservative DPO)."""
+
+    @property
+    def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
+        """What a step is made of: rollouts; examples; pairs for a policy; pairs for a reward model."""
+        kinds: dict[str, Literal["supervised", "preference", "reward"]] = {
+            "sft": "supervised",
+            "dpo": "preference",
+            "ipo": "preference",
+            "reward_model": "reward",
+        }
+        return kinds.get(self.name, "rl")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kind == "preference" or (self.kind == "rl" and self.kl_coef > 0)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.kind == "rl" and self.advantage == "gae"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.kind == "rl" and self.advantage == "teacher"
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates a step."""
+        return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A model beside the policy, on a mesh of its own or in the trainer's processes."""
+
+    data_parallel_replicate_degree: int = bounds(1, ge=1)
+    """Replicas on its own mesh (HSDP)."""
+    data_parallel_shard_degree: int = bounds(1, ge=1)
+    """FSDP2 ranks of its own mesh."""
+    tensor_parallel_degree: int = bounds(1, ge=1)
+    """Tensor-parallel ranks of its own mesh."""
+
+    @property
+    def parallelism(self) -> "Parallelism":
+        return Parallelism(
+            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
+            data_parallel_shard_degree=self.data_parallel_shard_degree,
+            tensor_parallel_degree=self.tensor_parallel_degree,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference(Role):
+    mesh: Literal["trainer", "own", "none"] = "trainer"
+    """"trainer" swaps the frozen weights into the trainer's model; "own" spawns a mesh for them. Built where needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic(Role):
+    lr: float = bounds(0.0, ge=0)
+    """Peak learning rate of the critic; ppo needs one above 0."""
+    warmup_steps: int = bounds(0, ge=0)
+    """Linear warm-up of that rate."""
+    value_clip: float = bounds(0.2, ge=0)
+    """A value moves at most this far from what it was before the step; 0 does not clip."""
+    hf_assets_path: str = ""
+    """A Hugging Face folder to start from (a reward model, say). Empty: the policy as RL begins, with a new head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModel(Role):
+    hf_assets_path: str = ""
+    """The folder that a reward_model run exported (its hf/). task.reward = "model" needs one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher(Role):
+    mesh: Literal["trainer", "own"] = "own"
+    """"own" spawns a mesh; "trainer" swaps its weights into the trainer's model: then it has the policy's shape."""
+    hf_assets_path: str = ""
+    """The teacher's Hugging Face folder, with the policy's tokenizer. opd needs one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +480,10 @@ class Config:
     cold_start: ColdStart = field(default_factory=ColdStart)
     rollout: Rollout = field(default_factory=Rollout)
     algorithm: Algorithm = field(default_factory=Algorithm)
+    reference: Reference = field(default_factory=Reference)
+    critic: Critic = field(default_factory=Critic)
+    reward_model: RewardModel = field(default_factory=RewardModel)
+    teacher: Teacher = field(default_factory=Teacher)
     eval: Eval = field(default_factory=Eval)
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -330,3 +498,18 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """The models beside the policy that have a mesh of their own."""
+        a = self.algorithm
+        found: dict[str, Role] = {}
+        if a.needs_reference and self.reference.mesh == "own":
+            found["reference"] = self.reference
+        if a.needs_teacher and self.teacher.mesh == "own":
+            found["teacher"] = self.teacher
+        if a.kind == "rl" and self.task.reward == "model":
+            found["reward_model"] = self.reward_model
+        if a.needs_critic:
+            found["critic"] = self.critic
+        return found

@@ -24,6 +24,7 @@ import tomli
 
 from titan_rl import config as declarations
 from titan_rl.config import Config
+from titan_rl.presets import preset
 
 SHIPPED = Path(__file__).parent / "train_configs"
 
@@ -118,6 +119,8 @@ def docs() -> dict[str, dict[str, str]]:
     classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                classes[node.name] |= classes[ast.unparse(base)]
             for pair in itertools.pairwise(node.body):
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(doc))):
@@ -145,7 +148,7 @@ def shipped() -> list[str]:
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """The file's values over the defaults, and the overrides ("training.steps", "20") over those."""
+    """The file's values over the defaults and the preset, and the overrides ("training.steps", "20") over those."""
     problems: list[str] = []
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
@@ -176,6 +179,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
+    values["algorithm"] = preset(values["algorithm"].get("name", "grpo")) | values["algorithm"]
     return Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
 
 

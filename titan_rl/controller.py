@@ -1,30 +1,32 @@
 """The controller: one asyncio program that drives every mesh.
 
-    prompts --scatter--> generators --gather--> groups --pack, scatter--> trainers
-                            ^                                                |
-                            +---------- weights: publish, one-sided reads ---+
+    prompts --scatter--> generators --gather--> groups --judge--> samples --pack, scatter--> trainers
+                            ^                  reference, teacher, critic                        |
+                            +------------- weights: publish, one-sided reads --------------------+
 
 Each line of the loop in `reinforce` is one collective over a mesh. Staleness is bounded by admission alone: at most
 `lag + 1` steps' worth of groups are in flight, and a step's worth is replaced only once the generators hold the weights
-that step made. `lag = 0` is exact on-policy training.
+that step made. `lag = 0` is exact on-policy training. `fit` is the loop of what learns from given data: supervised
+examples, preference pairs, and the cold start before RL.
 """
 
 import json
-from collections.abc import Sequence
 from contextlib import aclosing
 
-from titan_rl.advantages import with_advantages
 from titan_rl.clock import Clock
-from titan_rl.data import PromptSource, supervised
-from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.meshes.trainers import TrainerMesh
-from titan_rl.packing import pack, samples_of
+from titan_rl.data import SAMPLES, PromptSource
+from titan_rl.experience import dead, minibatches, samples_of, with_advantages
+from titan_rl.meshes.faults import RunError
+from titan_rl.meshes.launch import Meshes
 from titan_rl.report import Report
+from titan_rl.reward_model import accuracy, by_model, by_rule, scores_of
+from titan_rl.rewards import reward_for
+from titan_rl.roles import Roles
 from titan_rl.rollouts import RolloutStream
 from titan_rl.seeds import derive
 from titan_rl.setup import Setup
 from titan_rl.stop import Stop
-from titan_rl.types import Batch, Group, Sample
+from titan_rl.types import PhaseName, Sample
 from titan_rl.weights import WeightSync
 
 BEFORE_RL = -1  # the version of weights that a cold start has yet to shape; RL begins with version 0
@@ -34,25 +36,23 @@ class Controller:
     """Wires the parts of a run and drives them; no part holds the controller."""
 
     def __init__(
-        self,
-        setup: Setup,
-        trainers: TrainerMesh,
-        generators: GeneratorMesh,
-        weights: WeightSync,
-        report: Report,
-        stop: Stop,
-        clock: Clock,
+        self, setup: Setup, meshes: Meshes, weights: WeightSync | None, report: Report, stop: Stop, clock: Clock
     ) -> None:
         self.setup, self.config = setup, setup.config
-        self.trainers, self.generators, self.weights = trainers, generators, weights
+        self.meshes, self.weights, self.roles = meshes, weights, Roles(setup, meshes, clock)
         self.report, self.stop, self.clock = report, stop, clock
 
-    async def reinforce(self) -> None:
-        """RL, from its beginning or from the checkpoint in the dump folder."""
-        last, lag = self.config.training.steps, self.config.rollout.lag
-        groups_per_step = self.config.rollout.groups_per_step
+    async def train(self) -> None:
+        """The algorithm, from its beginning or from the checkpoint in the dump folder."""
+        await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
 
-        start, cursor = await self.trainers.begin("rl")
+    async def reinforce(self) -> None:
+        assert self.weights is not None
+        algorithm, last, lag = self.config.algorithm, self.config.training.steps, self.config.rollout.lag
+        groups_per_step, dead_steps = self.config.rollout.groups_per_step, 0
+
+        start, cursor = await self.meshes.trainers.begin("rl")
+        await self.roles.begin(start)
         prompts = self.prompts("rl", cursor if start else None)
         await self.weights.sync(start)
         if start in (0, last) and (score := await self.evaluate()) is not None:
@@ -63,84 +63,127 @@ class Controller:
             stream.admit(groups_per_step * (lag + 1))
 
             for step in self.stop.steps(start + 1, last):
-                groups = self.advantages(await stream.take(groups_per_step))  # gather
-                stats = await self.trainers.step(self.batches(samples_of(groups)))  # scatter, reduce
+                groups = await stream.take(groups_per_step)  # gather
+                samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
+                groups, samples = with_advantages(groups, samples, algorithm)
+                stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
                 sync = await self.weights.sync(step)  # publish, broadcast, read
                 score = await self.evaluate() if self.evaluates(step) else None
                 stream.admit(groups_per_step)
-                self.report.step(step, groups, stats, sync, score)
-                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last:
-                    await self.save(step, stream.cursor)
+                self.report.step(step, groups, stream.dropped, stats, sync, score)
+                dead_steps = dead_steps + 1 if dead(samples) else 0
+                given_up = 0 < algorithm.max_dead_steps <= dead_steps
+                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or given_up:
+                    await self.roles.save(step, json.dumps(stream.cursor))
+                if given_up:
+                    raise no_signal(dead_steps, groups[0].rewards)
 
-    async def supervise(self) -> None:
-        """The cold start: supervised steps on the task's own answers, for sampling needs something to find."""
+    async def fit(self) -> None:
+        """sft, dpo, ipo and reward_model: steps over the data set's own answers."""
+        kind, last = self.config.algorithm.kind, self.config.training.steps
+        start, cursor = await self.meshes.trainers.begin("rl")
+        await self.roles.begin(start)
+        examples = self.prompts("rl", cursor if start else None)
+        if start in (0, last):
+            await self.sync(start)
+            if (score := await self.evaluate()) is not None:
+                self.report.eval(start, score)
+
+        with self.report.fitting(self.config.algorithm.name, start, last):
+            for step in self.stop.steps(start + 1, last):
+                samples = await self.roles.judge(self.examples(examples, kind, self.config.training.global_batch_size))
+                stats = await self.roles.step([samples])
+                score = None
+                if self.evaluates(step):
+                    await self.sync(step)
+                    score = await self.evaluate()
+                self.report.fitted(step, stats, score)
+                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last:
+                    await self.roles.save(step, json.dumps(examples.state_dict()))
+
+    async def cold_start(self) -> None:
+        """Supervised steps on the task's own answers before RL, for sampling needs something to find."""
         cold = self.config.cold_start
-        start, cursor = await self.trainers.begin("cold_start")
+        start, cursor = await self.meshes.trainers.begin("cold_start")
         if json.loads(cursor).get("enough"):
             return
         examples = self.prompts("cold_start", cursor if start else None)
         if start == 0:
-            await self.weights.sync(BEFORE_RL)
+            await self.sync(BEFORE_RL)
             if (score := await self.evaluate()) is not None:
                 self.report.before_cold_start(score)
 
-        with self.report.supervised(start, cold.steps):
+        with self.report.fitting("cold start", start, cold.steps):
             for step in self.stop.steps(start + 1, cold.steps):
-                batch = [supervised(examples.next(), self.setup.tokenizer) for _ in range(cold.batch_size)]
-                self.report.cold_start(step, await self.trainers.step(self.batches(batch)))
+                samples = self.examples(examples, "supervised", cold.batch_size)
+                self.report.cold_start(step, await self.roles.supervise(samples))
                 enough = False
                 if cold.stop_at and step % cold.stop_interval == 0:
-                    await self.weights.sync(BEFORE_RL)
-                    enough = await self.setup.practice.score(self.generators) >= cold.stop_at
+                    await self.sync(BEFORE_RL)
+                    assert self.meshes.generators is not None
+                    enough = await self.setup.practice.score(self.meshes.generators) >= cold.stop_at
                 if self.stop.here() or enough or step % cold.interval == 0 or step == cold.steps:
-                    await self.save(step, {**examples.state_dict(), "enough": enough})
+                    state = json.dumps({**examples.state_dict(), "enough": enough})
+                    await self.meshes.trainers.save(step, state)
                 if enough:
                     break
 
-    def prompts(self, phase: str, cursor: str | None) -> PromptSource:
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def prompts(self, phase: PhaseName, cursor: str | None) -> PromptSource:
         seed = derive(self.config.debug.seed, "prompts", phase)
         source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if cursor is not None:
             source.load_state_dict(json.loads(cursor))
         return source
 
+    def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
+        return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
+
     def stream(self, prompts: PromptSource, *, groups: int) -> RolloutStream:
+        assert self.meshes.generators is not None
+        reward_model, config = self.meshes.reward_model, self.config
         return RolloutStream(
-            self.generators,
+            self.meshes.generators,
             prompts,
-            self.setup.reward,
+            by_rule(reward_for(config.task.reward))
+            if reward_model is None
+            else by_model(reward_model, config, self.setup.tokenizer.pad),
             self.setup.tokenizer.decode,
+            algorithm=config.algorithm,
             sampling=self.setup.sampling,
-            group_size=self.config.rollout.group_size,
+            group_size=config.rollout.group_size,
             groups=groups,
-            seed=self.config.debug.seed,
+            seed=config.debug.seed,
             clock=self.clock,
         )
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return [with_advantages(group, normalize_std=self.config.algorithm.normalize_std) for group in groups]
-
-    def batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        training = self.config.training
-        return pack(
-            samples,
-            shards=self.trainers.dp,
-            seq_len=training.seq_len,
-            rows_per_microbatch=training.local_batch_size,
-            pad_id=self.setup.tokenizer.pad,
-        )
+    async def sync(self, version: int) -> None:
+        """To generators that only evaluate; there may be none."""
+        if self.weights is not None:
+            await self.weights.sync(version)
 
     def evaluates(self, step: int) -> bool:
         interval = self.config.eval.interval
         return step == self.config.training.steps or (interval > 0 and step % interval == 0)
 
     async def evaluate(self) -> float | None:
-        """The held-out score of the weights that the generators serve; None without held-out problems."""
+        """The held-out score: what the generators' weights answer greedily, or the share of pairs that a reward model
+        orders rightly. None without held-out problems."""
         if not self.setup.heldout.prompts:
             return None
         with self.clock("eval"):
-            return await self.setup.heldout.score(self.generators)
+            if self.config.algorithm.kind == "reward":
+                tokenizer = self.setup.tokenizer
+                pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
+                return accuracy(scores_of(pairs, await self.roles.scores(pairs)))
+            assert self.meshes.generators is not None
+            return await self.setup.heldout.score(self.meshes.generators)
 
-    async def save(self, step: int, cursor: dict[str, object]) -> None:
-        with self.clock("save"):
-            await self.trainers.save(step, json.dumps(cursor))
+
+def no_signal(steps: int, rewards: list[float]) -> RunError:
+    return RunError(
+        f"{steps} steps in a row had no learning signal: the rewards within every group were equal",
+        f"The last step's first group: {rewards}. The task may be solved, too hard, or its reward constant. A "
+        "checkpoint was saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces such groups.",
+    )

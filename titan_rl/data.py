@@ -91,12 +91,31 @@ class PromptSource:
         self._prompts = iter(self._loader)
 
 
-def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
-    """The cold start's sample: the prompt, then the reference answer and EOS, trained on."""
-    answer = [*tokenizer.encode(prompt.answer), tokenizer.eos]
-    return Sample(
-        tokens=[*prompt.tokens, *answer],
-        mask=[0] * len(prompt.tokens) + [1] * len(answer),
-        logprobs=[0.0] * (len(prompt.tokens) + len(answer)),
-        advantage=1.0,
-    )
+def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
+    """The prompt, then the reference answer and EOS, trained on."""
+    return [_answered(prompt, prompt.answer, tokenizer)]
+
+
+def preference(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
+    """A pair for DPO: chosen, rejected."""
+    return [_answered(prompt, answer, tokenizer) for answer in (prompt.answer, prompt.rejected)]
+
+
+def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
+    """A pair for a reward model: chosen, rejected."""
+    return [to_judge(sample.tokens, tokenizer.pad) for sample in preference(prompt, tokenizer)]
+
+
+def to_judge(tokens: list[int], pad: int) -> Sample:
+    """A whole sequence for a reward model, whose score is its value where it has read the last token. A place predicts
+    the next token, so that one is padding, and the only one under the mask."""
+    return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1])
+
+
+def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
+    said = [*tokenizer.encode(answer), tokenizer.eos]
+    return Sample(tokens=[*prompt.tokens, *said], mask=[0] * len(prompt.tokens) + [1] * len(said))
+
+
+SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}
+"""By the algorithm's kind: what one example of it trains on."""

@@ -3,7 +3,8 @@
 import os
 from collections.abc import Sequence
 
-from titan_rl.config import BYTES, Config
+from titan_rl.config import BYTES, Config, Parallelism
+from titan_rl.model_shape import ModelShape
 from titan_rl.plan_view import MeshRow, Plan
 from titan_rl.setup import Setup
 
@@ -18,36 +19,68 @@ def describe(setup: Setup, warnings: Sequence[str]) -> Plan:
             + (f", from {config.model.hf_assets_path}" if config.model.hf_assets_path else ", random weights"),
         ),
         ("task", task(setup)),
-        ("weights", transport(setup)),
+        *([("weights", transport(setup))] if setup.samples_rollouts else []),
         ("run", str(setup.folder)),
     ]
     if config.cold_start.steps:
         facts.insert(2, ("cold start", cold_start(config)))
     if config.training.steps:
-        facts.insert(-2, ("RL", rl(config)))
+        at = [name for name, _ in facts].index("task") + 1 + bool(config.cold_start.steps)
+        facts.insert(at, (config.algorithm.name, algorithm(config)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
-    return Plan(setup.name, config.job.description, [trainers(setup), generators(setup)], facts, warnings)
+    meshes = [trainers(setup), *([generators(setup)] if setup.samples_rollouts else []), *roles(setup)]
+    return Plan(setup.name, config.job.description, meshes, facts, warnings)
 
 
 def trainers(setup: Setup) -> MeshRow:
-    config, p = setup.config, setup.config.parallelism
-    layout = [f"FSDP2 {p.data_parallel_shard_degree}"]
-    if p.data_parallel_replicate_degree > 1:
-        layout = [f"HSDP {p.data_parallel_replicate_degree} x {p.data_parallel_shard_degree}"]
-    if p.tensor_parallel_degree > 1:
-        layout.append(f"TP {p.tensor_parallel_degree}")
-    training = config.training
-    dtype = training.dtype
-    if training.mixed_precision_param != dtype:
-        dtype += f", {training.mixed_precision_param} compute"
+    config = setup.config
+    lent = [("reference", config.algorithm.needs_reference and config.reference.mesh == "trainer")]
+    lent += [("teacher", config.algorithm.needs_teacher and config.teacher.mesh == "trainer")]
+    return trained("trainer", setup, config.parallelism, setup.shape, [role for role, is_lent in lent if is_lent])
+
+
+def roles(setup: Setup) -> list[MeshRow]:
+    """The models beside the policy that have a mesh of their own."""
+    shapes = {"teacher": setup.teacher, "reward_model": setup.reward_model}
+    return [
+        trained(name, setup, role.parallelism, setup.shape.with_value_head(), [])
+        if name == "critic"
+        else frozen(name, setup, role.parallelism, shapes.get(name) or setup.shape)
+        for name, role in setup.config.roles.items()
+    ]
+
+
+def trained(name: str, setup: Setup, p: Parallelism, shape: ModelShape, lent: Sequence[str]) -> MeshRow:
     # weights, gradients and Adam's two moments, sharded over everything but the replicas
-    share = p.data_parallel_shard_degree * p.tensor_parallel_degree
-    each = 4 * setup.shape.parameters * BYTES[training.dtype] // share
-    holds = f"weights, gradients, {config.optimizer.name}: {size(each)} a rank"
-    if config.algorithm.kl_coef:
-        holds += f", reference {size(each // 4)}"
-    return MeshRow("trainer", p.world_size, " x ".join(layout), device(setup), dtype, holds)
+    each = 4 * shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
+    holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} a rank"
+    holds += "".join(f", {role} {size(each // 4)}" for role in lent)
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), holds)
+
+
+def frozen(name: str, setup: Setup, p: Parallelism, shape: ModelShape) -> MeshRow:
+    each = shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), f"frozen weights {size(each)} a rank")
+
+
+def layout(p: Parallelism) -> str:
+    parts = [f"FSDP2 {p.data_parallel_shard_degree}"]
+    if p.data_parallel_replicate_degree > 1:
+        parts = [f"HSDP {p.data_parallel_replicate_degree} x {p.data_parallel_shard_degree}"]
+    if p.tensor_parallel_degree > 1:
+        parts.append(f"TP {p.tensor_parallel_degree}")
+    return " x ".join(parts)
+
+
+def shards(p: Parallelism) -> int:
+    return p.data_parallel_shard_degree * p.tensor_parallel_degree
+
+
+def dtype(setup: Setup) -> str:
+    training = setup.config.training
+    compute = training.mixed_precision_param
+    return training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
 
 
 def generators(setup: Setup) -> MeshRow:
@@ -79,11 +112,16 @@ def cold_start(config: Config) -> str:
     return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved"
 
 
-def rl(config: Config) -> str:
-    r = config.rollout
+def algorithm(config: Config) -> str:
+    a, r = config.algorithm, config.rollout
+    if a.kind != "rl":
+        what = {"supervised": "examples", "preference": "pairs", "reward": "pairs"}[a.kind]
+        return f"{config.training.steps} steps of {config.training.global_batch_size} {what}"
+    updates = f", {a.updates} updates a step" if a.updates > 1 else ""
+    kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
     return (
-        f"{config.algorithm.name}: {config.training.steps} steps of "
-        f"{r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}"
+        f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}{updates}; "
+        f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}"
     )
 
 

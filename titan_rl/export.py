@@ -18,9 +18,9 @@ ASSETS = (
 )
 
 
-async def export(setup: Setup, trainers: TrainerMesh) -> Path:
-    """Written beside its final name, then renamed: `hf/` is whole or absent."""
-    final, partial = setup.folder / "hf", setup.folder / ".hf.partial"
+async def export(setup: Setup, trainers: TrainerMesh, final: Path) -> Path:
+    """Written beside its final name, then renamed: the folder is whole or absent. An older one is moved aside."""
+    partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     await trainers.export(str(partial))

@@ -1,6 +1,6 @@
 """One step's numbers, computed from the data that flowed through it and never carried inside that data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ EVAL_SCORE = "eval/score"
 DOCS: dict[str, str] = {
     "time/step": "Wall seconds of the step, evaluation and checkpoints apart.",
     "time/generate": "Seconds in which the controller waited for rollouts.",
-    "time/train": "Seconds of the optimizer step.",
+    "time/judge": "Seconds in which reference, teacher, critic and trainer said what they think of the rollouts.",
+    "time/train": "Seconds of the optimizer updates.",
     "time/sync": "Seconds until every generator served the new weights.",
     "time/wait": "What is left of the step: packing, scoring, messages.",
     "reward/mean": "Mean reward over the step's rollouts.",
@@ -21,22 +22,31 @@ DOCS: dict[str, str] = {
     "completions/mean_length": "Mean number of sampled tokens of a rollout.",
     "completions/max_length": "Most sampled tokens of a rollout.",
     "completions/clipped_ratio": "Share of rollouts that did not end with a stop token.",
-    "advantage/min": "Lowest advantage.",
+    "advantage/min": "Lowest advantage: of a rollout, the mean over its tokens.",
     "advantage/max": "Highest advantage.",
-    "loss": "Policy loss, normalized by the trained tokens; near zero on-policy by construction.",
+    "advantage/mean": "Mean advantage over rollouts.",
+    "loss": "The algorithm's loss, normalized over the whole step; near zero on-policy by construction.",
     "grad_norm": "Gradient norm before clipping.",
     "lr": "Learning rate of the step.",
     "entropy": "Mean entropy of the policy over trained tokens, in nats.",
-    "kl/k3": "k3 estimate of the KL to the reference policy; 0 without one.",
     "logprob_gap/mean": "Mean |trainer log-prob - sampling log-prob| over trained tokens.",
     "logprob_gap/max": "Largest |trainer log-prob - sampling log-prob|.",
     "logprob_gap/mult": "Mean exp(|gap|): 1 is exact, investigate above 1.05.",
     "ratio/mean": "Mean importance ratio.",
+    "ratio/min": "Smallest importance ratio.",
     "ratio/max": "Largest importance ratio.",
     "clip_ratio/low": "Share of trained tokens clipped at 1 - clip_low.",
     "clip_ratio/high": "Share of trained tokens clipped at 1 + clip_high.",
+    "clip_ratio/dual": "Share of trained tokens clipped at dual_clip.",
+    "off_policy/weight_mean": "Mean weight that corrects for the gap between trainer and generator.",
+    "off_policy/weight_min": "Smallest such weight.",
+    "off_policy/weight_max": "Largest such weight.",
+    "off_policy/ess": "Effective sample size of those weights, as a share of the trained tokens.",
+    "off_policy/masked": "Share of trained tokens that the correction masks out.",
     "policy_age/mean": "Mean optimizer steps between sampling a token and training on it, less one: 0 is on-policy.",
     "policy_age/max": "Age of the step's stalest token.",
+    "dropped/groups": "Groups that dynamic sampling replaced, for all their rewards were equal.",
+    "dropped/tokens": "Tokens sampled in vain for them.",
     "tokens/sampled": "Tokens that the generators sampled for the step.",
     "tokens/trained": "Tokens in the loss.",
     "throughput/tokens_per_second": "Sampled tokens per wall second of the step.",
@@ -47,13 +57,38 @@ DOCS: dict[str, str] = {
     "sync/publish_seconds": "Slowest trainer rank: casting and staging its shard.",
     "sync/read_seconds": "Slowest generator rank: one-sided reads.",
     "sync/write_seconds": "Slowest generator rank: staged bytes into the engine's parameters.",
-    EVAL_SCORE: "Mean reward on the held-out problems, sampled greedily.",
+    EVAL_SCORE: "Held-out problems: mean reward of greedy samples; of a reward model, pairs in the right order.",
     "time/eval": "Seconds of the evaluation that followed the step; not in time/step.",
     "time/save": "Seconds of the checkpoint that followed the step; not in time/step.",
+    "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
+    "reward/penalty": "Mean soft overlong punishment; not in reward/mean.",
+    "kl/k1": "k1 estimate of the KL to the reference.",
+    "kl/k2": "k2 estimate of the KL to the reference.",
+    "kl/k3": "k3 estimate of the KL to the reference.",
+    "teacher_kl": "Mean sampling log-prob - teacher log-prob: the reverse KL that distillation lowers.",
+    "value/loss": "The critic's loss.",
+    "value/mean": "Mean value over trained tokens.",
+    "value/clipped": "Share of trained tokens whose value is clipped.",
+    "value/explained_variance": "1 - Var(return - value) / Var(return), values before the step: 1 is a perfect critic.",
+    "value/grad_norm": "The critic's gradient norm before clipping.",
+    "value/lr": "The critic's learning rate.",
+    "return/mean": "Mean return over trained tokens.",
+    "rewards/chosen": "DPO: beta (log pi - log ref) of the chosen answers.",
+    "rewards/rejected": "DPO: beta (log pi - log ref) of the rejected answers.",
+    "rewards/margins": "DPO: chosen less rejected.",
+    "rewards/accuracies": "DPO: share of pairs with a positive margin.",
+    "logps/chosen": "DPO: log-prob of the chosen answers.",
+    "logps/rejected": "DPO: log-prob of the rejected answers.",
+    "accuracy": "Reward model: share of the step's pairs in the right order.",
+    "margin": "Reward model: mean score of the chosen answers less that of the rejected.",
+    "score/mean": "Reward model: mean score.",
+    "score/min": "Reward model: lowest score.",
+    "score/max": "Reward model: highest score.",
 }
-"""Every key that a step may log."""
+"""Every key that a step may log. "ratio/histogram" comes beside them: counts between types.RATIO_EDGES."""
 
-OCCASIONAL = (EVAL_SCORE, "time/eval", "time/save")  # absent from steps without an evaluation, or without a checkpoint
+OCCASIONAL = tuple(DOCS)[tuple(DOCS).index(EVAL_SCORE) :]
+"""Those that some steps or some algorithms have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +96,21 @@ class StepTimes:
     """Where the controller's wall seconds of one step went."""
 
     generate: float
+    judge: float
     train: float
     sync: float
     wall: float
 
+    @classmethod
+    def of(cls, lap: Mapping[str, float]) -> "StepTimes":
+        """A lap of the clock, less what followed the step."""
+        wall = lap["wall"] - lap.get("eval", 0.0) - lap.get("save", 0.0)
+        parts = {part: lap.get(part, 0.0) for part in ("generate", "judge", "train", "sync")}
+        return cls(**parts, wall=wall)
+
     @property
     def wait(self) -> float:
-        return max(0.0, self.wall - self.generate - self.train - self.sync)
+        return max(0.0, self.wall - self.generate - self.judge - self.train - self.sync)
 
 
 def step_metrics(
@@ -77,6 +120,7 @@ def step_metrics(
     sync: SyncStats,
     times: StepTimes,
     *,
+    dropped: Sequence[Group] = (),
     score: float | None = None,
 ) -> dict[str, float]:
     """The metrics of RL step `step`; `score` is the held-out score where the step was followed by an evaluation."""
@@ -84,11 +128,13 @@ def step_metrics(
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([r.sampled for r in rollouts])
     advantages = np.array([r.advantage for r in rollouts])
+    in_vain = sum(r.sampled for group in dropped for r in group.rollouts)
     # Step n trains the policy that n - 1 steps made: a token of that version has age 0. Aborted rollouts may have none.
     ages = step - 1 - np.array([v for r in rollouts for v in r.versions] or [step - 1])
     metrics = {
         "time/step": times.wall,
         "time/generate": times.generate,
+        "time/judge": times.judge,
         "time/train": times.train,
         "time/sync": times.sync,
         "time/wait": times.wait,
@@ -100,23 +146,18 @@ def step_metrics(
         "completions/clipped_ratio": np.mean([r.truncated for r in rollouts]),
         "advantage/min": advantages.min(),
         "advantage/max": advantages.max(),
+        "advantage/mean": advantages.mean(),
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
-        "entropy": stats.entropy,
-        "kl/k3": stats.kl,
-        "logprob_gap/mean": stats.gap_mean,
-        "logprob_gap/max": stats.gap_max,
-        "logprob_gap/mult": stats.gap_mult,
-        "ratio/mean": stats.ratio_mean,
-        "ratio/max": stats.ratio_max,
-        "clip_ratio/low": stats.clip_low,
-        "clip_ratio/high": stats.clip_high,
+        **stats.metrics,
         "policy_age/mean": ages.mean(),
         "policy_age/max": ages.max(),
-        "tokens/sampled": lengths.sum(),
+        "dropped/groups": len(dropped),
+        "dropped/tokens": in_vain,
+        "tokens/sampled": lengths.sum() + in_vain,
         "tokens/trained": stats.tokens,
-        "throughput/tokens_per_second": lengths.sum() / times.wall,
+        "throughput/tokens_per_second": (lengths.sum() + in_vain) / times.wall,
         "engine/sampling_seconds": sync.sampling,
         "engine/training_seconds": stats.seconds,
         "sync/seconds": sync.seconds,
@@ -125,6 +166,27 @@ def step_metrics(
         "sync/read_seconds": sync.read,
         "sync/write_seconds": sync.write,
     }
+    if penalties := [r.penalty for r in rollouts if r.penalty]:
+        metrics["reward/penalty"] = sum(penalties) / len(rollouts)
     if score is not None:
         metrics[EVAL_SCORE] = score
     return {key: float(value) for key, value in metrics.items()}
+
+
+def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | None = None) -> dict[str, float]:
+    """The metrics of a step on given data: supervised, or over preference pairs."""
+    times = StepTimes.of(lap)
+    metrics = {
+        "time/step": times.wall,
+        "time/judge": times.judge,
+        "time/train": times.train,
+        "time/sync": times.sync,
+        "time/wait": times.wait,
+        **{f"time/{part}": lap[part] for part in ("eval", "save") if part in lap},
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "tokens/trained": stats.tokens,
+        **stats.metrics,
+    }
+    return metrics if score is None else metrics | {EVAL_SCORE: score}

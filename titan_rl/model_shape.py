@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,14 @@ Family = Literal["llama3", "qwen3"]
 
 MODEL_TYPES: dict[Family, str] = {"llama3": "llama", "qwen3": "qwen3"}
 FAMILIES: dict[str, Family] = {model_type: family for family, model_type in MODEL_TYPES.items()}
-ARCHITECTURES: dict[Family, str] = {"llama3": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+Head = Literal["lm", "value"]  # log-probs of tokens, or one number a place (critic, reward model)
+
+ARCHITECTURES: dict[tuple[Family, Head], str] = {
+    ("llama3", "lm"): "LlamaForCausalLM",
+    ("llama3", "value"): "LlamaForSequenceClassification",
+    ("qwen3", "lm"): "Qwen3ForCausalLM",
+    ("qwen3", "value"): "Qwen3ForSequenceClassification",
+}
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -36,21 +43,27 @@ class ModelShape:
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type": "llama3" and LLAMA3_SCALING
     norm_eps: float
     tied: bool
+    head: Head = "lm"
 
     @property
     def parameters(self) -> int:
-        embeddings = self.vocab_size * self.dim * (1 if self.tied else 2)
+        head = self.dim if self.head == "value" else 0 if self.tied else self.vocab_size * self.dim
+        embeddings = self.vocab_size * self.dim + head
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
         norms = 2 * self.dim + (2 * self.head_dim if self.family == "qwen3" else 0)
         block = attention + 3 * self.dim * self.hidden_dim + norms
         return embeddings + self.n_layers * block + self.dim
+
+    def with_value_head(self) -> "ModelShape":
+        """The same body with one number a place at its end. There is no vocabulary projection to tie."""
+        return replace(self, head="value", tied=False)
 
     def hf_config(
         self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
     ) -> dict[str, Any]:
         """The config.json of this model for transformers 5 and vLLM."""
         return {
-            "architectures": [ARCHITECTURES[self.family]],
+            "architectures": [ARCHITECTURES[self.family, self.head]],
             "model_type": MODEL_TYPES[self.family],
             "dtype": dtype,
             "vocab_size": self.vocab_size,
@@ -71,6 +84,7 @@ class ModelShape:
             "eos_token_id": eos,
             "pad_token_id": pad,
             "use_cache": True,
+            **({"num_labels": 1} if self.head == "value" else {}),
         }
 
     @classmethod
@@ -94,13 +108,19 @@ class ModelShape:
             rope_scaling={"rope_type": "llama3", **{key: rope[key] for key in LLAMA3_SCALING}} if scaled else None,
             norm_eps=config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings")),
+            head="value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm",
         )
 
 
 def shape_of(model: Model) -> ModelShape:
     """What the [model] section describes. ValueError names the key to change."""
     if model.hf_assets_path:
-        return _from_folder(model)
+        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path")
+        if shape.family != model.name:
+            raise ValueError(
+                f'model.name: expected "{shape.family}", the family of {model.hf_assets_path}, found "{model.name}"'
+            )
+        return shape
     if model.flavor:
         return _from_flavor(model)
     return ModelShape(
@@ -119,17 +139,15 @@ def shape_of(model: Model) -> ModelShape:
     )
 
 
-def _from_folder(model: Model) -> ModelShape:
-    path = Path(model.hf_assets_path) / "config.json"
+def shape_of_folder(folder: str, key: str) -> ModelShape:
+    """Of a Hugging Face folder that `key` names."""
+    path = Path(folder) / "config.json"
     if not path.parent.is_dir():
-        raise ValueError(f"model.hf_assets_path: expected a Hugging Face folder, found none at {path.parent}")
+        raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}")
     try:
-        shape = ModelShape.from_hf(dict(json.loads(path.read_text(encoding="utf-8"))))
+        return ModelShape.from_hf(dict(json.loads(path.read_text(encoding="utf-8"))))
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"model.hf_assets_path: expected a usable {path}, found {error}") from error
-    if shape.family != model.name:
-        raise ValueError(f'model.name: expected "{shape.family}", the family in {path}, found "{model.name}"')
-    return shape
+        raise ValueError(f"{key}: expected a usable {path}, found {error}") from error
 
 
 def _from_flavor(model: Model) -> ModelShape:
@@ -189,8 +207,9 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if family is None:
         yield refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
         return
-    if config.get("architectures") != [ARCHITECTURES[family]]:
-        yield refused("architectures", f'["{ARCHITECTURES[family]}"]', config.get("architectures"))
+    known = [ARCHITECTURES[family, "lm"], ARCHITECTURES[family, "value"]]
+    if config.get("architectures") not in [[name] for name in known]:
+        yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
     for key in HF_SIZES:
         # Llama's defaults follow from the other sizes; Qwen3's are one particular model's, so they must be given
         derived = family == "llama3" and key in ("num_key_value_heads", "head_dim") and config.get(key) is None

@@ -1,76 +1,103 @@
-"""Groups to batches: token sequences of any length in microbatches of one shape.
+"""Groups to batches: token sequences of any length in microbatches of one shape, and per-token answers back.
 
-    Group -> samples_of -> Sample -> pack -> one Batch a data-parallel rank, all of equally many [B, L] microbatches
+    samples -> pack -> one Batch a data-parallel rank, all of equally many [B, L] microbatches
+    samples <- unpack <- one [B, L] array a microbatch
 
-A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and sampling
-log-prob lie at place i. So a document's first token is read, but is nobody's target.
+A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and columns
+lie at place i. So a document's first token is read, but is nobody's target.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
-from titan_rl.types import Batch, Group, Rows, Sample
+from titan_rl.types import Batch, Column, Rows, Sample
 
 ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
 
-
-def samples_of(groups: Sequence[Group]) -> list[Sample]:
-    """Every rollout of every group, in order."""
-    return [Sample(r.tokens, r.mask, r.logprobs, r.advantage) for group in groups for r in group.rollouts]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 
-def pack(samples: Sequence[Sample], *, shards: int, seq_len: int, rows_per_microbatch: int, pad_id: int) -> list[Batch]:
+def pack(
+    samples: Sequence[Sample],
+    *,
+    shards: int,
+    seq_len: int,
+    rows_per_microbatch: int,
+    pad_id: int,
+    aggregation: Aggregation = "token_mean",
+    length: int = 1,
+    together: int = 1,
+) -> list[Batch]:
     """The samples as one Batch a shard, all of equally many microbatches of [rows_per_microbatch, L].
 
     How many: as few as rows of seq_len allow. L: the shortest length at which the samples still fit those rows, since
     an empty place costs what a filled one does. A token whose sampling log-prob is not finite is masked out.
+    `together` consecutive samples always share a row: a preference pair needs both members in one place.
     """
-    _check(samples, seq_len)
+    _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
+    units = places.reshape(-1, together).sum(1)  # [N / together]
     round_of_rows = shards * rows_per_microbatch
-    rounds = max(-(-_rows_needed(places, seq_len) // round_of_rows), 1)
+    rounds = max(-(-_rows_needed(units, seq_len) // round_of_rows), 1)
     slots = rounds * round_of_rows
-    rows = _write(samples, places, slots, _shortest(places, seq_len, slots), pad_id)
+    block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
+    weights, tokens, sequences = _weights(block, len(samples), aggregation, length)
 
     # Rows come fullest first and are dealt back and forth, so that shards carry nearly equal tokens.
     deal = np.arange(slots).reshape(-1, shards)
     deal[1::2] = deal[1::2, ::-1].copy()
     hands = deal.T.reshape(shards, rounds, rows_per_microbatch)
-    # A denominator, so at least 1: a step without a trained token has loss 0, not nan.
-    global_tokens = max(int(rows.mask.sum()), 1)
-    return [Batch([_take(rows, numbers) for numbers in hand], global_tokens) for hand in hands]
+    return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences) for hand in hands]
+
+
+def unpack(
+    batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample]
+) -> list[np.ndarray]:
+    """Per-place answers, batch by batch and microbatch by microbatch, as one float32 array a sample; a sample's first
+    token is no target and gets 0."""
+    out = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    for batch, answered in zip(batches, answers, strict=True):
+        for rows, values in zip(batch.microbatches, answered, strict=True):
+            filled = rows.sequences >= 0
+            owner = rows.samples[rows.sequences[filled]]
+            place, value = rows.positions[filled] + 1, values[filled]
+            starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else []
+            for start, end in zip(starts, [*starts[1:], len(owner)], strict=True):
+                out[owner[start]][place[start:end]] = value[start:end]
+    return out
 
 
 def fill(batches: Iterable[Batch]) -> float:
-    """The share of places that hold a document. (A row's last document is padding if none of it is trained on.)"""
-    filled = total = 0
-    for rows in chain.from_iterable(batch.microbatches for batch in batches):
-        length = rows.positions.shape[1]
-        last = length - 1 - np.argmax(rows.positions[:, ::-1] == 0, axis=1)  # [B] where each row's last document begins
-        trained = (rows.mask * (np.arange(length) >= last[:, None])).any(axis=1)
-        filled += int(np.where(trained, length, last).sum())
-        total += rows.positions.size
-    return filled / max(total, 1)
+    """The share of places that hold a document."""
+    rows = list(chain.from_iterable(batch.microbatches for batch in batches))
+    return sum(int((r.sequences >= 0).sum()) for r in rows) / max(sum(r.sequences.size for r in rows), 1)
 
 
-def _check(samples: Sequence[Sample], seq_len: int) -> None:
+def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
+    if len(samples) % together:
+        raise ValueError(f"{len(samples)} samples do not come in units of {together}")
     for i, s in enumerate(samples):
         n = len(s.tokens)
-        if not n == len(s.mask) == len(s.logprobs):  # one short list would shift every later sample's training data
-            raise ValueError(f"sample {i}: {n} tokens, but {len(s.mask)} mask entries and {len(s.logprobs)} log-probs")
-        if n > seq_len + 1:
+        for name, values in (("mask", s.mask), *s.columns.items()):
+            if len(values) != n:  # one short list would shift every later sample's training data
+                raise ValueError(f"sample {i}: {n} tokens, but {len(values)} entries of {name}")
+    for i in range(0, len(samples), together):
+        unit = sum(len(s.tokens) - 1 for s in samples[i : i + together])
+        if unit > seq_len:
+            what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
             raise ValueError(
-                f"sample {i}: {n} tokens take {n - 1} places, a packed row has {seq_len}; "
-                f"set training.seq_len to at least {n - 1}, or lower rollout.max_new_tokens"
+                f"{what} take {unit} places, a packed row has {seq_len}; "
+                f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
             )
 
 
 def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and offset of each document: longest first, each into the fullest row that has room for it. Deterministic,
+    """Row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
     and n log n where first-fit scans every open row."""
     row, offset = np.zeros_like(places), np.zeros_like(places)
     rooms: list[tuple[int, int]] = []  # (free places, row), ascending
@@ -88,16 +115,32 @@ def _rows_needed(places: np.ndarray, capacity: int) -> int:
 
 
 def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
-    """The shortest aligned row length at which the documents fit `slots` rows; seq_len is known to."""
+    """The shortest aligned row length at which the units fit `slots` rows; seq_len is known to."""
     least = max(int(places.max(initial=1)), -(-int(places.sum()) // slots))
     lengths = range(-(-least // ALIGN) * ALIGN, seq_len, ALIGN)
     first = bisect_left(lengths, True, key=lambda length: _rows_needed(places, length) <= slots)
     return lengths[first] if first < len(lengths) else seq_len
 
 
-def _write(samples: Sequence[Sample], places: np.ndarray, slots: int, length: int, pad_id: int) -> Rows:
-    """All rows of the step, fullest first, as one [slots, length] block."""
-    row, offset = _best_fit(places, length)
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """All rows of the step, fullest first; each array is [slots, length]."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray
+    owner: np.ndarray  # the place's sample; -1 is padding
+    columns: dict[Column, np.ndarray]
+
+
+def _write(
+    samples: Sequence[Sample], places: np.ndarray, together: int, slots: int, length: int, pad_id: int
+) -> _Block:
+    units = places.reshape(-1, together)
+    unit_row, unit_offset = _best_fit(units.sum(1), length)
+    row = np.repeat(unit_row, together)
+    offset = (unit_offset[:, None] + units.cumsum(1) - units).reshape(-1)
     filled = np.bincount(row, weights=places, minlength=slots).astype(np.int64)  # [slots]
     fullest = np.argsort(-filled, kind="stable")
     row = np.argsort(fullest)[row]  # a permutation's argsort is its inverse
@@ -108,8 +151,8 @@ def _write(samples: Sequence[Sample], places: np.ndarray, slots: int, length: in
     goes = np.repeat(row * length + offset, places) + position
     target = np.repeat(sizes.cumsum() - sizes, places) + position + 1
 
-    def flat(values: Iterable[Sequence[float]], dtype: type) -> np.ndarray:
-        return np.fromiter(chain.from_iterable(values), dtype, count=int(sizes.sum()))
+    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.asarray(v, dtype) for v in values] or [np.empty(0, dtype)])
 
     def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
         out = np.empty((slots, length), values.dtype)
@@ -118,17 +161,54 @@ def _write(samples: Sequence[Sample], places: np.ndarray, slots: int, length: in
         return out
 
     tokens = flat((s.tokens for s in samples), np.int64)
-    logprobs = flat((s.logprobs for s in samples), np.float32)[target]
-    finite = np.isfinite(logprobs)
-    return Rows(
+    mask = flat((s.mask for s in samples), np.float32)[target]
+    names = samples[0].columns if samples else ()
+    columns: dict[Column, np.ndarray] = {
+        name: flat((s.columns[name] for s in samples), np.float32)[target] for name in names
+    }
+    if "behaviour" in columns:
+        mask = mask * np.isfinite(columns["behaviour"])
+    return _Block(
         tokens=block(tokens[target - 1], pad_id),
         positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
         targets=block(tokens[target], pad_id),
-        mask=block(flat((s.mask for s in samples), np.float32)[target] * finite, 0.0),
-        logprobs=block(np.where(finite, logprobs, np.float32(0)), 0.0),
-        advantages=block(np.repeat(np.array([s.advantage for s in samples], np.float32), places), 0.0),
+        mask=block(mask, 0.0),
+        owner=block(np.repeat(np.arange(len(samples)), places), -1),
+        columns={name: block(np.where(np.isfinite(c), c, np.float32(0)), 0.0) for name, c in columns.items()},
     )
 
 
-def _take(rows: Rows, numbers: np.ndarray) -> Rows:
-    return Rows(**{f.name: getattr(rows, f.name)[numbers] for f in fields(Rows)})
+def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int) -> tuple[np.ndarray, int, int]:
+    """What each token counts, and how many tokens and sequences are trained on: global numbers, which is what makes a
+    loss independent of mesh and microbatching. Denominators are at least 1: a step without a trained token has loss 0.
+
+    token_mean      1 / tokens
+    sequence_mean   1 / (tokens of the sequence x sequences)
+    sequence_sum    1 / (length x sequences)        Dr.GRPO's constant
+    """
+    on = block.mask > 0
+    per_sample = np.bincount(block.owner[on], minlength=samples)
+    tokens, sequences = max(int(on.sum()), 1), max(int((per_sample > 0).sum()), 1)
+    if aggregation == "token_mean":
+        weights = block.mask / tokens
+    elif aggregation == "sequence_mean":
+        own = np.append(per_sample, 1)[block.owner]  # -1, padding, finds the appended 1
+        weights = block.mask / np.maximum(own, 1) / sequences
+    else:
+        weights = block.mask / (length * sequences)
+    return weights.astype(np.float32), tokens, sequences
+
+
+def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
+    owner = block.owner[numbers]
+    samples = np.unique(owner[owner >= 0])
+    return Rows(
+        tokens=block.tokens[numbers],
+        positions=block.positions[numbers],
+        targets=block.targets[numbers],
+        mask=block.mask[numbers],
+        weights=weights[numbers],
+        sequences=np.where(owner >= 0, np.searchsorted(samples, owner), -1),
+        samples=samples,
+        columns={name: column[numbers] for name, column in block.columns.items()},
+    )

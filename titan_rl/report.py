@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from titan_rl.clock import Clock
-from titan_rl.metrics import StepTimes, step_metrics
+from titan_rl.metrics import StepTimes, fit_metrics, step_metrics
 from titan_rl.run_log import RunLog, summarize
 from titan_rl.setup import Setup
 from titan_rl.terminal import Progress, Terminal
@@ -28,25 +28,42 @@ class Report:
         self._log.startup(step, self._clock.lap()["wall"])
 
     @contextmanager
-    def supervised(self, start: int, last: int) -> Iterator[None]:
-        with self._terminal.progress("cold start", last, done=start) as self._progress:
+    def fitting(self, name: str, start: int, last: int) -> Iterator[None]:
+        with self._terminal.progress(name, last, done=start) as self._progress:
             yield
 
     def cold_start(self, step: int, stats: StepStats) -> None:
-        seconds = self._clock.lap()["wall"]
-        metrics = {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "entropy": stats.entropy}
-        self._log.cold_start(step, metrics | {"time/step": seconds})
-        assert self._progress is not None
-        self._progress.advance(note=f"loss {stats.loss:.3f}")
+        self._log.cold_start(step, fit_metrics(stats, self._clock.lap()))
+        self._advance(f"loss {stats.loss:.3f}")
 
-    def step(self, step: int, groups: Sequence[Group], stats: StepStats, sync: SyncStats, score: float | None) -> None:
+    def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
+        """A step on given data."""
+        self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
+        self._advance(f"loss {stats.loss:.3f}")
+        if score is not None:
+            self._terminal.eval(f"held-out score at step {step}", score, len(self._setup.heldout.prompts))
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        dropped: Sequence[Group],
+        stats: StepStats,
+        sync: SyncStats,
+        score: float | None,
+    ) -> None:
         lap = self._clock.lap()
-        apart = lap.get("eval", 0.0) + lap.get("save", 0.0)
-        times = StepTimes(lap["generate"], lap["train"], lap["sync"], lap["wall"] - apart)
-        metrics = step_metrics(step, groups, stats, sync, times, score=score)
-        self._log.step(step, metrics | {f"time/{k}": lap[k] for k in ("eval", "save") if k in lap}, groups)
+        metrics = step_metrics(step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, score=score)
+        metrics |= {f"time/{k}": lap[k] for k in ("eval", "save") if k in lap}
+        if self._setup.config.algorithm.overlong_filter:
+            metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
+        self._log.step(step, metrics, stats.histograms, groups)
         self._terminal.step(step, self._setup.config.training.steps, metrics)
         self._groups = groups
+
+    def _advance(self, note: str) -> None:
+        assert self._progress is not None
+        self._progress.advance(note=note)
 
     def before_cold_start(self, score: float) -> None:
         self._log.cold_start(0, {"eval/score": score})

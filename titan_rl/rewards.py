@@ -8,7 +8,6 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from titan_rl import config
 from titan_rl.types import Prompt
 
 Reward = Callable[[Prompt, str], float]
@@ -17,13 +16,9 @@ Reward = Callable[[Prompt, str], float]
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:(?<=\$)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
 
 
-def reward_for(task: config.Task) -> Reward:
-    """The reward that task.reward names."""
-    if task.reward == "exact":
-        return exact
-    if task.reward == "last_number":
-        return last_number
-    return custom(task.reward)
+def reward_for(name: str) -> Reward:
+    """The rule that task.reward or task.eval_reward names. ("model" is no rule: reward_model.py.)"""
+    return {"exact": exact, "last_number": last_number}.get(name) or custom(name)
 
 
 def exact(prompt: Prompt, completion: str) -> float:
@@ -46,7 +41,9 @@ def custom(name: str) -> Reward:
     takes as keywords."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise ValueError(f'task.reward: expected "exact", "last_number" or "package.module:function", got {name!r}')
+        raise ValueError(
+            f'task.reward: expected "exact", "last_number", "model" or "package.module:function", got {name!r}'
+        )
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:

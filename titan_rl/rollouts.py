@@ -2,16 +2,19 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from titan_rl.advantages import soft_overlong_punishment
 from titan_rl.clock import Clock
+from titan_rl.config import Algorithm
 from titan_rl.data import PromptSource
-from titan_rl.rewards import Reward
 from titan_rl.seeds import sample_seed
 from titan_rl.types import Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
 Decode = Callable[[Sequence[int]], str]
+Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
+"""Rewards of a group's completions, whose texts come along: a rule at once, a reward model after a while."""
 
 
 class Generates(Protocol):
@@ -29,9 +32,10 @@ class RolloutStream:
         self,
         generators: Generates,
         prompts: PromptSource,
-        reward: Reward,
+        judge: Judge,
         decode: Decode,
         *,
+        algorithm: Algorithm,
         sampling: Sampling,
         group_size: int,
         groups: int,
@@ -40,7 +44,8 @@ class RolloutStream:
     ) -> None:
         self._generators = generators
         self._prompts = prompts
-        self._reward = reward
+        self._judge = judge
+        self._algorithm = algorithm
         self._decode = decode
         self._sampling = sampling
         self._group_size = group_size
@@ -48,6 +53,8 @@ class RolloutStream:
         self._seed = seed
         self._clock = clock
         self._inflight: deque[tuple[asyncio.Task[Group], dict[str, Any]]] = deque()
+        self.dropped: list[Group] = []
+        """The groups without signal that the last `take` replaced."""
         self.cursor = prompts.state_dict()
         """The data source's state after the last group taken: what a checkpoint saves. Groups that are still in flight
         lie beyond it, and are sampled again by a run that resumes."""
@@ -59,13 +66,28 @@ class RolloutStream:
             self._inflight.append((asyncio.create_task(self._rollout(prompt)), self._prompts.state_dict()))
 
     async def take(self, n: int) -> list[Group]:
-        groups = []
+        """The n oldest groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds.
+        A round is admitted at once, never group by group: so engines see the same batches in every run."""
         with self._clock("generate"):
-            for _ in range(n):
-                task, cursor = self._inflight[0]
-                groups.append(await task)
-                self._inflight.popleft()
-                self.cursor = cursor
+            groups = await self._oldest(n)
+            self.dropped = []
+            for _ in range(self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0):
+                flat = [group for group in groups if group.flat]
+                if not flat:
+                    break
+                self.dropped += flat
+                self._left += len(flat)
+                self.admit(len(flat))
+                groups = [group for group in groups if not group.flat] + await self._oldest(len(flat))
+        return groups
+
+    async def _oldest(self, n: int) -> list[Group]:
+        groups = []
+        for _ in range(n):
+            task, cursor = self._inflight[0]
+            groups.append(await task)
+            self._inflight.popleft()
+            self.cursor = cursor
         return groups
 
     async def aclose(self) -> None:
@@ -77,8 +99,16 @@ class RolloutStream:
         seeds = [sample_seed(self._seed, prompt.id, k) for k in range(self._group_size)]
         request = Request(f"prompt-{prompt.id}", prompt.tokens, seeds, self._sampling)
         completions = await self._generators.generate(request)
-        return Group(prompt, [self._score(prompt, completion) for completion in completions])
+        texts = [self._decode(completion.tokens) for completion in completions]
+        rewards = await self._judge(prompt, completions, texts)
+        rollouts = [
+            Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
+            for completion, text, reward in zip(completions, texts, rewards, strict=True)
+        ]
+        return Group(prompt, rollouts)
 
-    def _score(self, prompt: Prompt, completion: Completion) -> Rollout:
-        text = self._decode(completion.tokens)
-        return Rollout([Turn(prompt.tokens, completion)], text, self._reward(prompt, text))
+    def _penalty(self, completion: Completion) -> float:
+        """Soft overlong punishment, where it is asked for."""
+        longest, buffer = self._sampling.max_new_tokens, self._algorithm.overlong_buffer
+        punishment = soft_overlong_punishment(len(completion.tokens), longest=longest, buffer=buffer)
+        return -self._algorithm.overlong_penalty * punishment

@@ -25,15 +25,19 @@ from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import (
+    HistogramProto,  # pyright: ignore[reportAttributeAccessIssue]
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from titan_rl.config import Config
 from titan_rl.config_file import to_toml
 from titan_rl.metrics import DOCS, EVAL_SCORE
-from titan_rl.types import Group
+from titan_rl.types import RATIO_EDGES, Group
 
-Kind = Literal["startup", "cold_start", "rl", "eval"]
+Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
 CHECKOUT = Path(__file__).resolve().parents[1]
 HEAD = re.compile(rb'\{"kind": "(\w+)", "step": (\d+), ')  # every line begins so: resuming reads no further
 
@@ -58,7 +62,7 @@ class RunLog:
         self._tb = folder / config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
         rl = -1 if resume_step is None else resume_step
         cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
-        self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "eval": rl}
+        self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(
             folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
@@ -76,11 +80,22 @@ class RunLog:
         self._line("cold_start", step, metrics)
         self._plot("cold_start", step, {f"cold_start/{key}": value for key, value in metrics.items()})
 
-    def step(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+    def fit(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step of an algorithm that learns from given data: sft, dpo, ipo, reward_model."""
+        self._line("fit", step, metrics)
+        self._plot("rl", step, metrics)
+
+    def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        histograms: Mapping[str, Sequence[float]],
+        groups: Sequence[Group],
+    ) -> None:
         """An RL step. Rollouts are written first: a step that has metrics has all its rollouts."""
         append(self._rollouts, rollout_lines(step, groups))
-        self._line("rl", step, metrics)
-        self._plot("rl", step, metrics)
+        self._line("rl", step, {**metrics, **histograms})
+        self._plot("rl", step, metrics, histograms)
 
     def eval(self, step: int, score: float, seconds: float) -> None:
         """The held-out score of the policy that RL step `step` made; 0 is the policy with which RL began."""
@@ -100,10 +115,16 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _line(self, kind: Kind, step: int, metrics: Mapping[str, float]) -> None:
+    def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> None:
         append(self._metrics, [{"kind": kind, "step": step, "time": time.time(), **metrics}])
 
-    def _plot(self, kind: Literal["cold_start", "rl"], step: int, scalars: Mapping[str, float]) -> None:
+    def _plot(
+        self,
+        kind: Literal["cold_start", "rl"],
+        step: int,
+        scalars: Mapping[str, float],
+        histograms: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         """RL's curves lie in tb/ itself. The kinds count steps of their own, so they may not share a purge."""
         if self._tb is None:
             return
@@ -111,7 +132,7 @@ class RunLog:
             last = self._last[kind]
             first = step if math.isinf(last) else int(last) + 1
             self._curves[kind] = Curves(self._tb if kind == "rl" else self._tb / kind, first)
-        self._curves[kind].write(step, scalars)
+        self._curves[kind].write(step, scalars, histograms or {})
 
 
 class Curves:
@@ -123,8 +144,9 @@ class Curves:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         values = [Summary.Value(tag=t, simple_value=v, metadata=self._metadata(t)) for t, v in scalars.items()]
+        values += [Summary.Value(tag=tag, histo=ratio_histogram(counts)) for tag, counts in histograms.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
@@ -137,6 +159,12 @@ class Curves:
             return None
         self._described.add(tag)
         return SummaryMetadata(summary_description=DOCS[tag])
+
+
+def ratio_histogram(counts: Sequence[float]) -> HistogramProto:
+    """Counts between RATIO_EDGES, whose last bucket has no end: shown up to twice its start."""
+    limits = [*RATIO_EDGES[1:-1], 2 * RATIO_EDGES[-2]]
+    return HistogramProto(min=RATIO_EDGES[0], max=limits[-1], num=sum(counts), bucket_limit=limits, bucket=counts)
 
 
 def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]]:
@@ -153,6 +181,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 "text": rollout.text,
                 "finish": rollout.turns[-1].completion.finish,
                 "reward": rollout.reward,
+                "penalty": rollout.penalty,
                 "advantage": rollout.advantage,
                 "tokens": rollout.tokens,
                 "mask": rollout.mask,
@@ -232,6 +261,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     with (folder / "metrics.jsonl").open("rb") as file:
         lines = [json.loads(line) for line in file]
     rl = [line for line in lines if line["kind"] == "rl"]
+    trained = [line for line in lines if line["kind"] in ("rl", "fit")]
     scored = [line for line in lines if EVAL_SCORE in line]
     cold_start_evals = [line[EVAL_SCORE] for line in scored if line["kind"] == "cold_start"]
     evals = [line[EVAL_SCORE] for line in scored if line["kind"] != "cold_start"]
@@ -244,7 +274,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
     return {
         "config_name": config_name,
         "seed": config.debug.seed,
-        "steps": rl[-1]["step"] if rl else 0,
+        "steps": trained[-1]["step"] if trained else 0,
         "cold_start_eval": cold_start_evals[0] if cold_start_evals else None,
         "initial_eval": initial_evals[-1] if initial_evals else None,
         "final_eval": evals[-1] if evals else None,
@@ -266,7 +296,7 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     A process spans from "time/startup" seconds before its startup line to its last line: what a crash undid is not
     counted. A cold start line took the time since the line before it. "other" is the rest, such as a run's end.
     """
-    split = dict.fromkeys(("startup", "cold_start", "generate", "train", "sync", "wait", "eval", "save"), 0.0)
+    split = dict.fromkeys(("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save"), 0.0)
     wall = 0.0
     before = lines[0]["time"] if lines else time.time()
     for line in lines:

@@ -22,24 +22,26 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     stop, clock = Stop(task), Clock()
     config, resume = setup.config, setup.resume
     try:
-        async with launch(setup, clock, terminal) as (trainers, generators):
-            weights = WeightSync(trainers, generators, clock)
-            with terminal.phase("weights: plan, stage, connect"):
-                plan = await weights.connect(config, setup.shape)
-            terminal.note(plan.describe(BYTES[config.generator.dtype]))
+        async with launch(setup, terminal) as meshes:
+            weights = None
+            if meshes.generators is not None:
+                weights = WeightSync(meshes.trainers, meshes.generators, clock)
+                with terminal.phase("weights: plan, stage, connect"):
+                    plan = await weights.connect(config, setup.shape)
+                terminal.note(plan.describe(BYTES[config.generator.dtype]))
             with RunLog(
                 setup.folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
             ) as log:
                 report = Report(setup, terminal, log, clock)
                 report.ready(resume.rl or 0)
-                controller = Controller(setup, trainers, generators, weights, report, stop, clock)
+                controller = Controller(setup, meshes, weights, report, stop, clock)
                 if resume.rl is None and config.cold_start.steps > 0:
-                    await controller.supervise()
+                    await controller.cold_start()
                 if not stop.requested:
-                    await controller.reinforce()
+                    await controller.train()
                 if not stop.requested:
                     with terminal.phase("export to hf/"):
-                        await export(setup, trainers)
+                        await export(setup, meshes.trainers, setup.folder / "hf")
                 report.done(finished=not stop.requested)
         return not stop.requested
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path
 from titan_rl import tokenizer as characters
 from titan_rl.config import Config
 from titan_rl.evaluate import Problems
-from titan_rl.model_shape import ModelShape, shape_of
-from titan_rl.rewards import Reward, reward_for
+from titan_rl.model_shape import ModelShape, shape_of, shape_of_folder
+from titan_rl.rewards import reward_for
 from titan_rl.seeds import derive
 from titan_rl.tasks import Example, Task, load_task
 from titan_rl.tokenizer import TextTokenizer
@@ -26,12 +26,19 @@ class Setup:
     tokenizer: TextTokenizer
     model_folder: Path  # config.json and tokenizer, in Hugging Face's format, for vLLM
     task: Task
-    reward: Reward
     sampling: Sampling
     heldout: Problems
     practice: Problems  # as many of the training problems, where the cold start looks at them
     device: str  # "cpu" or "cuda"
     resume: "Resume"
+    teacher: ModelShape | None  # where there is one
+    reward_model: ModelShape | None
+
+    @property
+    def samples_rollouts(self) -> bool:
+        """Whether the run has generators at all: to train on what they sample, or to be evaluated by it."""
+        kind = self.config.algorithm.kind
+        return kind == "rl" or (kind != "reward" and bool(self.heldout.prompts or self.practice.prompts))
 
     @property
     def finished(self) -> bool:
@@ -85,14 +92,18 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     if scratch is None and config.job.fresh and folder.exists():
         folder.rename(aside(folder))
     seed = config.debug.seed
+    algorithm = config.algorithm
     shape = shape_of(config.model)
+    if algorithm.kind == "reward":
+        shape = shape.with_value_head()
     model_folder = Path(config.model.hf_assets_path).absolute()
     if not config.model.hf_assets_path:
         model_folder = scratch or folder / "model"
         write_model_folder(model_folder, shape)
     tokenizer = TextTokenizer.load(model_folder)
-    task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size)
-    reward = reward_for(config.task)
+    pairs = algorithm.kind in ("preference", "reward")
+    task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    measure = reward_for(config.task.eval_reward or config.task.reward)
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -102,7 +113,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, reward, tokenizer.decode, sampling)
+        return Problems(prompts, measure, tokenizer.decode, sampling)
 
     return Setup(
         name=name,
@@ -112,12 +123,17 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         tokenizer=tokenizer,
         model_folder=model_folder,
         task=task,
-        reward=reward,
         sampling=sampling,
         heldout=problems(task.heldout),
         practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
+        teacher=shape_of_folder(config.teacher.hf_assets_path, "teacher.hf_assets_path")
+        if algorithm.needs_teacher
+        else None,
+        reward_model=shape_of_folder(config.reward_model.hf_assets_path, "reward_model.hf_assets_path")
+        if algorithm.kind == "rl" and config.task.reward == "model"
+        else None,
     )
 
 

@@ -97,6 +97,11 @@ class TextTokenizer:
         )
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id."""
+        return self.tokenizer.get_vocab()
+
+    @property
     def eos(self) -> int:
         return self.eos_ids[0]
 

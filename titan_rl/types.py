@@ -7,13 +7,28 @@ Carriers are frozen; derived values are properties. Nothing here imports torch: 
 process boundaries, and the controller never needs a tensor.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 Finish = Literal["stop", "length", "abort"]
-PhaseName = Literal["cold_start", "rl"]  # supervised steps, then RL steps, on one model
+PhaseName = Literal["cold_start", "rl"]  # supervised steps, then those of the algorithm, on one model
+
+Column = Literal[
+    "behaviour",  # log-prob of the token when it was sampled
+    "proximal",  # log-prob under the policy before the step's first update
+    "reference",  # log-prob under the frozen reference
+    "teacher",  # log-prob under the teacher
+    "advantage",
+    "value",  # the critic's, before the step's first update
+    "return",
+]
+
+
+RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
+"""Of the histogram of importance ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,7 @@ class Prompt:
     tokens: list[int]
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
+    rejected: str = ""  # of a preference pair, whose chosen side is `answer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,13 @@ class Rollout:
     turns: list[Turn]
     text: str  # the sampled text, for people and for rewards
     reward: float
-    advantage: float = 0.0
+    penalty: float = 0.0  # for its length; the reward that is logged and evaluated is without it
+    advantage: float = 0.0  # mean over its trained tokens
+
+    @property
+    def signal(self) -> float:
+        """What is learnt from."""
+        return self.reward - self.penalty
 
     @property
     def tokens(self) -> list[int]:
@@ -122,19 +144,25 @@ class Group:
         return [r.reward for r in self.rollouts]
 
     @property
+    def signals(self) -> list[float]:
+        return [r.signal for r in self.rollouts]
+
+    @property
     def flat(self) -> bool:
-        """All rewards equal: no learning signal."""
-        return len(set(self.rewards)) == 1
+        """All equal: siblings teach nothing about each other."""
+        return len(set(self.signals)) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One packable token sequence with its per-token training data (all of the same length)."""
+    """One packable token sequence. Lists have one entry a token: what stands at i belongs to tokens[i]."""
 
     tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    advantage: float
+    mask: list[int]  # 1 on the tokens that are trained on
+    columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
+
+    def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
+        return replace(self, columns={**self.columns, **columns})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,36 +173,32 @@ class Rows:
     positions: np.ndarray  # [B, L] int64
     targets: np.ndarray  # [B, L] int64
     mask: np.ndarray  # [B, L] float32, 1 where targets[i] is trained on
-    logprobs: np.ndarray  # [B, L] float32, sampling log-prob of targets[i]
-    advantages: np.ndarray  # [B, L] float32
+    weights: np.ndarray  # [B, L] float32: what the token counts in the loss; mask, aggregation and denominator in one
+    sequences: np.ndarray  # [B, L] int64: the document's index within the microbatch; -1 is padding
+    samples: np.ndarray  # [S] int64: which of the batch's samples document s is
+    columns: dict[Column, np.ndarray]  # [B, L] float32 each, of targets[i]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One dp row's share of a step. Every dp row holds equally many microbatches (they run collectives)."""
+    """One dp row's share of an update. Every dp row holds equally many microbatches (they run collectives)."""
 
     microbatches: list[Rows]
-    global_tokens: int  # trained tokens over all dp rows: the loss's denominator, fixed at packing
+    tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
+    sequences: int  # sequences with a trained token over all dp rows, at least 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What the trainer mesh reports of one optimizer step, already reduced over the mesh."""
+    """What a mesh that trains reports of one step, already reduced over the mesh."""
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int  # trained tokens
-    entropy: float
-    gap_mean: float  # mean |trainer log-prob - sampling log-prob| over trained tokens
-    gap_max: float
-    gap_mult: float  # mean exp|d|: 1.0 is exact, investigate above 1.05
-    ratio_mean: float
-    ratio_max: float
-    clip_low: float  # fraction of trained tokens
-    clip_high: float
-    kl: float  # k3 to the reference; 0.0 without one
     seconds: float  # inside the slowest rank
+    metrics: dict[str, float] = field(default_factory=dict)  # under the names that are logged
+    histograms: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

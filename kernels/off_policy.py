@@ -1,0 +1,85 @@
+"""Corrections for data that another policy sampled: the generator's engine, or an older version of the weights.
+
+With r_t = exp(proximal_t - behaviour_t), the proximal policy being the trainer's before the step's first update:
+
+    token_tis        w_t = min(r_t, high)                              truncated importance sampling
+    sequence_tis     w = min(prod_t r_t, high)
+    token_mask       w_t = r_t if low <= r_t <= high else 0            masked importance sampling, IcePop
+    sequence_mask    w = prod_t r_t if low <= prod_t r_t <= high else 0
+
+and, independently of the weight, a rejection that drops without weighing:
+
+    token            keep t    if low <= r_t <= high
+    geometric        keep all of the sequence if low <= (prod_t r_t)^(1/n) <= high
+
+Weights multiply the surrogate, never the KL or the entropy, and carry no gradient. They change the numerator only:
+the loss's denominator stays what packing fixed, as TRL has it (verl takes rejected tokens out of the mean).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from titan_rl.kernels.kl import MAX_LOG_RATIO
+from titan_rl.kernels.sequences import broadcast, sequence_lengths, sequence_sums
+from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum
+
+Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
+Rejection = Literal["none", "token", "geometric"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicy:
+    weight: Weight = "none"
+    low: float = 0.5  # of the two masks
+    high: float = 2.0
+    rejection: Rejection = "none"
+    rejection_low: float = 0.5
+    rejection_high: float = 2.0
+
+
+def off_policy_weights(
+    log_ratio_T: torch.Tensor,  # proximal - behaviour, detached
+    on_T: torch.Tensor,
+    sequence_T: torch.Tensor,
+    count: int,
+    settings: OffPolicy,
+) -> tuple[torch.Tensor, Statistics]:
+    """[T]: what each token's surrogate is multiplied by; and the weights' statistics."""
+    weight_T = correction_of(log_ratio_T, on_T, sequence_T, count, settings)
+    return weight_T, Statistics(
+        tokens={
+            "off_policy/weight_mean": masked_sum(weight_T, on_T),
+            "off_policy/weight_square": masked_sum(weight_T.square(), on_T),  # for the effective sample size
+            "off_policy/masked": masked_sum((weight_T == 0).to(weight_T.dtype), on_T),
+        },
+        maxima={"off_policy/weight_max": masked_max(weight_T, on_T)},
+        minima={"off_policy/weight_min": masked_min(weight_T, on_T)},
+    )
+
+
+def correction_of(
+    log_ratio_T: torch.Tensor, on_T: torch.Tensor, sequence_T: torch.Tensor, count: int, settings: OffPolicy
+) -> torch.Tensor:
+    def ratio(level: Literal["token", "sequence", "geometric"]) -> torch.Tensor:
+        log_T = log_ratio_T
+        if level != "token":
+            log_S = sequence_sums(log_ratio_T, on_T, sequence_T, count)
+            if level == "geometric":
+                log_S = log_S / sequence_lengths(on_T, sequence_T, count, log_S.dtype).clamp(min=1)
+            log_T = broadcast(log_S, sequence_T)
+        return log_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+    weight_T = torch.ones_like(log_ratio_T)
+    if settings.weight != "none":
+        ratio_T = ratio("sequence" if settings.weight.startswith("sequence") else "token")
+        if settings.weight.endswith("tis"):
+            weight_T = ratio_T.clamp(max=settings.high)
+        else:
+            weight_T = torch.where((ratio_T >= settings.low) & (ratio_T <= settings.high), ratio_T, 0.0)
+    if settings.rejection != "none":
+        ratio_T = ratio(settings.rejection)
+        kept_T = (ratio_T >= settings.rejection_low) & (ratio_T <= settings.rejection_high)
+        weight_T = torch.where(kept_T, weight_T, 0.0)
+    return weight_T

@@ -1,0 +1,77 @@
+"""A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from monarch.actor import HostMesh, ProcMesh
+from monarch.spmd import setup_torch_elastic_env_async
+
+from titan_rl.config import Comm, Parallelism
+from titan_rl.meshes.faults import ask_all, label
+from titan_rl.meshes.procs import spawn
+
+
+class ModelMesh:
+    """Each verb is one collective over the mesh. Subclasses add the verbs of their actor."""
+
+    def __init__(
+        self, procs: ProcMesh, name: str, parallelism: Parallelism, comm: Comm, actor: type, *given: Any
+    ) -> None:
+        self.name = name
+        self.dp = parallelism.dp
+        self.tp = parallelism.tensor_parallel_degree
+        self._procs = procs
+        self._comm = comm
+        actors: Any = procs.spawn(name, actor, *given)
+        self._ranks: list[Any] = [actors.slice(dp=i, tp=j) for i in range(self.dp) for j in range(self.tp)]
+
+    @classmethod
+    async def place(
+        cls,
+        host: HostMesh,
+        name: str,
+        parallelism: Parallelism,
+        comm: Comm,
+        env: Mapping[str, str],
+        actor: type,
+        *given: Any,
+    ) -> Self:
+        """Spawn the processes, and the actor on each with what it is `given`."""
+        shape = {"dp": parallelism.dp, "tp": parallelism.tensor_parallel_degree}
+        procs = spawn(host, name=name, shape=shape, env=env)
+        await asyncio.wait_for(setup_torch_elastic_env_async(procs), comm.init_timeout_seconds)
+        return cls(procs, name, parallelism, comm, actor, *given)
+
+    async def start(self) -> list[int]:
+        """Build the model on every rank; answers with the parameter bytes that each holds."""
+        return await self._all("start", seconds=self._comm.init_timeout_seconds)
+
+    async def close(self) -> None:
+        await self._all("close", seconds=30)
+
+    async def stop(self) -> None:
+        await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
+
+    def rows(self, values: Sequence[Any]) -> list[Any]:
+        """One value a dp row -> one a rank."""
+        return [values[rank // self.tp] for rank in range(len(self._ranks))]
+
+    def heads(self, answers: Sequence[Any]) -> list[Any]:
+        """One answer a rank -> one a dp row: tensor-parallel peers answer alike."""
+        return list(answers[:: self.tp])
+
+    async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
+        """Broadcast one verb, gather the answers in rank order."""
+        calls = {self._name(i): getattr(rank, verb).call_one(*arguments) for i, rank in enumerate(self._ranks)}
+        return await ask_all(calls, verb=verb, seconds=seconds)
+
+    async def _scatter(self, verb: str, each: Sequence[Any], *arguments: Any) -> list[Any]:
+        """One verb, each rank with its own first argument; gather the answers in rank order."""
+        ranks = enumerate(zip(self._ranks, each, strict=True))
+        calls = {self._name(i): getattr(rank, verb).call_one(own, *arguments) for i, (rank, own) in ranks}
+        return await ask_all(calls, verb=verb, seconds=self._comm.train_timeout_seconds)
+
+    def _name(self, rank: int) -> str:
+        dp, tp = divmod(rank, self.tp)
+        return label(self.name, {"dp": dp, "tp": tp})

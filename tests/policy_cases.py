@@ -1,0 +1,134 @@
+"""Microbatches and settings at which two policy losses are compared."""
+
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Protocol, get_args
+
+import torch
+
+from titan_rl.kernels.kl import Estimator
+from titan_rl.kernels.off_policy import OffPolicy, Rejection, Weight
+from titan_rl.kernels.policy_loss import Clip, Level, Surrogate, Tokens
+from titan_rl.kernels.statistics import Statistics
+
+LEVELS, CLIPS, ESTIMATORS = get_args(Level), get_args(Clip), get_args(Estimator)
+WEIGHTS, REJECTIONS = get_args(Weight), get_args(Rejection)
+
+SURROGATES = [
+    Surrogate(
+        ratio=ratio,
+        clip=clip,
+        clip_high=0.28,
+        dual_clip=1.5 if clip == "ppo" else 0.0,
+        kl=kl,
+        kl_coef=0.1,
+        entropy_coef=0.01,
+        off_policy=OffPolicy(weight=weight, high=1.6, rejection=rejection),
+    )
+    for ratio, clip, kl, weight, rejection in product(LEVELS, CLIPS, ESTIMATORS, WEIGHTS, REJECTIONS)
+]
+
+
+def name(surrogate: Surrogate) -> str:
+    s, o = surrogate, surrogate.off_policy
+    return f"{s.ratio}-{s.clip}-{s.kl}-weight_{o.weight}-reject_{o.rejection}"
+
+
+@dataclass(frozen=True)
+class Case:
+    logprob: torch.Tensor
+    entropy: torch.Tensor
+    tokens: Tokens
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The token columns that are floats, mask aside."""
+        named = {f.name: getattr(self.tokens, f.name) for f in fields(Tokens)}
+        return {k: v for k, v in named.items() if isinstance(v, torch.Tensor) and k not in ("mask", "sequence")}
+
+
+def case(
+    seed: int = 0,
+    *,
+    rows: int = 2,
+    length: int = 40,
+    dtype: torch.dtype = torch.float64,
+    proximal: bool = True,
+    reference: bool = True,
+    spread: float = 0.4,
+) -> Case:
+    """Sequences of 1 to 12 tokens packed into rows with holes in the mask and padding behind. One token in 16 lies
+    beyond the clamp of every log-ratio, where dtype and `spread` allow."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (rows, length)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(shape, generator=g, dtype=torch.float64)
+
+    sequence, count = torch.full(shape, -1), 0
+    for row in sequence:
+        at = 0
+        while (n := int(torch.randint(1, 13, (), generator=g))) <= length - at:
+            row[at : at + n], at, count = count, at + n, count + 1
+    mask = ((sequence >= 0) & (torch.rand(shape, generator=g) > 0.3)).double()
+    behaviour = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
+    far = 30 * torch.sign(normal(1.0)) * (torch.rand(shape, generator=g) < 1 / 16) * (spread > 0)
+    logprob = behaviour + normal(spread) + far
+    tokens = Tokens(
+        behaviour=behaviour.to(dtype),
+        advantage=normal(1.0).to(dtype),
+        mask=mask.to(dtype),
+        weight=(torch.rand(shape, generator=g) / length).to(dtype),
+        sequence=sequence,
+        sequences=count,
+        proximal=(behaviour + normal(spread)).to(dtype) if proximal else None,
+        reference=(behaviour + normal(spread)).to(dtype) if reference else None,
+    )
+    return Case(logprob.to(dtype), torch.rand(shape, generator=g, dtype=torch.float64).to(dtype), tokens)
+
+
+def soiled(clean: Case, dirt: float) -> Case:
+    """The same microbatch with dirt under the mask, in every column and in what the policy answers."""
+    off = clean.tokens.mask == 0
+
+    def dirty(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(off, dirt, values)
+
+    columns = {k: dirty(v) for k, v in clean.columns().items()}
+    return Case(dirty(clean.logprob), dirty(clean.entropy), replace(clean.tokens, **columns))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: torch.Tensor
+    by_logprob: torch.Tensor
+    by_entropy: torch.Tensor
+    statistics: Statistics
+
+
+class Loss(Protocol):
+    def __call__(
+        self, logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens, surrogate: Surrogate, /
+    ) -> tuple[torch.Tensor, Statistics]: ...
+
+
+def outcome(loss_of: Loss, at: Case, surrogate: Surrogate, incoming: float = 3.0) -> Outcome:
+    """Value and gradients of `incoming` times the loss. A gradient that autograd leaves out is zero."""
+    logprob, entropy = at.logprob.clone().requires_grad_(), at.entropy.clone().requires_grad_()
+    loss, statistics = loss_of(logprob, entropy, at.tokens, surrogate)
+    (incoming * loss).backward()
+    by_logprob, by_entropy = (torch.zeros_like(x) if x.grad is None else x.grad for x in (logprob, entropy))
+    return Outcome(loss.detach(), by_logprob, by_entropy, statistics)
+
+
+def assert_same(got: Outcome, want: Outcome, *, rtol: float, atol: float) -> None:
+    for field in ("loss", "by_logprob", "by_entropy"):
+        torch.testing.assert_close(
+            getattr(got, field), getattr(want, field), rtol=rtol, atol=atol, msg=lambda m, f=field: f"{f}: {m}"
+        )
+    for kind in (f.name for f in fields(Statistics)):
+        mine, theirs = getattr(got.statistics, kind), getattr(want.statistics, kind)
+        assert mine.keys() == theirs.keys()
+        for key in theirs:
+            torch.testing.assert_close(
+                mine[key], theirs[key], rtol=rtol, atol=atol, msg=lambda m, k=key: f"{kind} {k}: {m}"
+            )
