@@ -1,7 +1,6 @@
 """Golden vectors out of TRL's own functions.
 
-    python3.11 -m venv peers
-    peers/bin/pip install torch==2.13.0 transformers==5.16.1 trl==1.16.0
+    python3.11 -m venv peers && peers/bin/pip install torch==2.13.0 trl==1.16.0
     peers/bin/python tests/golden/make_trl.py
 
 The trainers are made without their constructors, which want a model, a tokenizer and a data set. What they then lack is
@@ -149,16 +148,16 @@ def policy_case(
     if "importance_sampling_ratio" in batch:
         outputs["importance_ratio"] = batch["importance_sampling_ratio"].expand_as(x["mask"])
     if trainer is GRPOTrainer:  # of a whole sequence's ratio, TRL counts clips by sequence
-        names = ["entropy", "kl"]
+        told = ["entropy", "kl"]
         if settings.get("importance_sampling_level") != "sequence":
-            names += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
+            told += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
         metrics = made._metrics["train"]
-        outputs |= {name: torch.tensor(metrics[name][0]) for name in names if name in metrics}
+        outputs |= {name: torch.tensor(metrics[name][0]) for name in told if name in metrics}
     leaves = {"logprob": x["logprob"]}
     if settings.get("entropy_coef"):
         leaves["entropy"] = x["entropy"]
-    kept = ("mask", "length", "rewards", "logprob", "old", "behaviour", "reference", "entropy")
-    inputs = {key: x[key] for key in kept}
+    names = ("mask", "length", "rewards", "logprob", "old", "behaviour", "reference", "entropy")
+    inputs = {key: x[key] for key in names}
     function = f"{trainer.__name__}.{SCORE}, {trainer.__name__}.{LOSS}"
     return case(name, function, settings=settings, inputs=inputs, outputs=outputs, leaves=leaves)
 

@@ -27,12 +27,16 @@ def answers(seed: int, *, empty: bool, spread: float = 0.3) -> dict[str, torch.T
         mask[sequence, place] = 0
     if empty:
         mask[EMPTY] = 0
+
+    def logprob(moved: torch.Tensor) -> torch.Tensor:
+        return (old + moved).clamp(max=-0.01)
+
     old = -normal(1.0).abs() - 0.3
     drawn = {
-        "logprob": old + normal(spread),
+        "logprob": logprob(normal(spread)),
         "old": old,
-        "behaviour": old + normal(spread),
-        "reference": old + normal(1.5 * spread),
+        "behaviour": logprob(normal(spread)),
+        "reference": logprob(normal(1.5 * spread)),
         "entropy": normal(0.5).abs(),
         "advantage": normal(1.0),
         "reward": normal(1.0),
