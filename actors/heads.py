@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import spmd_types
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.config.override import derive
 from torchtitan.models.common import Linear
-from torchtitan.models.common.decoder_sharding import dense_param_placement
+from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
 
@@ -91,5 +90,5 @@ def use_head(spec: ModelSpec, head: Head) -> None:
         model.lm_head = derive(model.lm_head, TokenHead.Config, sharding_config=sharding)
         return
     if sharding is not None:
-        sharding = replace(sharding, state_shardings={"weight": dense_param_placement(tp=spmd_types.R)})
+        sharding = replace(sharding, state_shardings=norm_config(enable_sp=True).state_shardings)  # on every rank
     model.lm_head = derive(model.lm_head, ValueHead.Config, out_features=1, sharding_config=sharding)

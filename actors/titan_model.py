@@ -136,8 +136,9 @@ class TitanModel:
 
     def initialize(self) -> None:
         """Random weights from the run's seed."""
-        std = self.config.model.initializer_range
-        titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std)
+        std, value_head = self.config.model.initializer_range, self.shape.head == "value"
+        titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
+        self.zero_value_head()
 
     def zero_value_head(self) -> None:
         """A new value head, if there is one at all: every place is worth 0 until it has learnt better."""

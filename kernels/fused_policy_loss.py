@@ -3,14 +3,14 @@
     d loss / d logprob_t = weight_t (correction_t surrogate'_t + kl_coef KL'_t)
     d loss / d entropy_t = -entropy_coef weight_t
 
-    surrogate'     ppo, none: -r A where that is the loss, 0 where a clip or the clamped log-ratio is;  cispo: -clip(r) A
-    KL'            k1: 1    k2: logprob - reference    k3: 1 - exp(reference - logprob), 0 where clamped
+    surrogate'     ppo, none: -r A, but 0 where a clip is the loss or the log-ratio is clamped;  cispo: -clip(r) A
+    KL'            k1: 1    k2: logprob - reference    k3: 1 - exp(reference - logprob), but 0 where clamped
 
 Both are made in the forward pass and kept, [T] each; backward multiplies them by the incoming scalar. The few sums over
 sequences (GSPO's ratio, sequence weights, geometric rejection) come first, all else is elementwise. A CPU works on the
 trained tokens alone, picked once, so that nothing after that needs the mask; a GPU runs `fused_policy_loss_triton.py`.
 
-Exactly on a clip's edge of measure zero (r = dual_clip), where autograd halves the gradient, it is whole here.
+Where two branches of a clip tie outside the clip range (r = dual_clip), autograd halves the gradient; here it is whole.
 """
 
 import warnings

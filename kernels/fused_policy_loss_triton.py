@@ -6,6 +6,9 @@ The columns are reduced by torch, so that no atomics make a run differ from its 
 never loaded: what lies there may be anything. Settings are compile-time constants, and fixed in a run.
 """
 
+# ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types
+# pyright: reportArgumentType=false  and the launcher passes plain values for constexpr ones
+
 import torch
 import triton
 import triton.language as tl
@@ -122,7 +125,7 @@ def policy_loss_kernel(
             loss_T = tl.maximum(slope_T, -clipped_T * advantage_T)
             low_T = low_T & (advantage_T < 0)
             high_T = high_T & (advantage_T > 0)
-            if DUAL_CLIP:
+            if DUAL_CLIP > 0:
                 loss_T = tl.where(advantage_T < 0, tl.minimum(loss_T, -DUAL_CLIP * advantage_T), loss_T)
                 dual_T = on_T & (ratio_T > DUAL_CLIP) & (advantage_T < 0)
         else:
@@ -164,7 +167,7 @@ def policy_loss_kernel(
             kl_slope_T = tl.where(tl.abs(log_r_T) <= BOUND, 1 - tl.exp(held_T), 0.0)
         loss_T += KL_COEF * kl_T
         slope_T += KL_COEF * kl_slope_T
-    if ENTROPY_COEF:
+    if ENTROPY_COEF != 0:
         loss_T -= ENTROPY_COEF * entropy_T
         tl.store(by_entropy_ptr + at_T, -ENTROPY_COEF * weight_T, mask=at_T < T)
     tl.store(by_logprob_ptr + at_T, slope_T * weight_T, mask=at_T < T)

@@ -7,22 +7,29 @@
     entropy = lse(z) - sum softmax(z) z        nats
 
 The logits [T, V] never exist: a tile of them is computed, reduced to four numbers a token and overwritten, and computed
-again in the backward pass. With p = softmax(z) and incoming gradients g (of logprob) and h (of entropy):
+again in the backward pass. With p = softmax(z), and g and h the gradients of log-prob and entropy:
 
     dz = g (onehot(target) - p) - h p (log p + entropy)
 
 Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine as those of the
-tiles do, in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
+tiles do, in one MAX and one SUM all-reduce a call; the backward pass sums hidden's gradient over the ranks.
+
+A CPU runs this file; a GPU runs it too, with the inner parts from `token_logprob_triton.py` where triton is installed.
 """
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-TILE_TOKENS, TILE_VOCABULARY = 512, 2048
+# Tokens x vocabulary. Two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x 512..4096 at D = 128, or
+# within noise of it; 64 x 1024 takes 1.6 times as long. The GPU's is not measured: 64 MiB of bf16.
+TILES = {"cpu": (1024, 1024), "cuda": (2048, 16384)}
 
 
 def reference_token_logprob(
@@ -50,138 +57,182 @@ class SoftmaxSums:
     target_T: torch.Tensor
 
     @classmethod
-    def of_nothing(cls, tokens: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxSums":
+    def of_nothing(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxSums":
         """Max is the least finite number, not -inf: an empty part's `max - max` must not be NaN."""
-        zeros = torch.zeros(3, tokens, dtype=dtype, device=device)
-        return cls(torch.full_like(zeros[0], torch.finfo(dtype).min), *zeros.unbind())
+        least = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+        return cls(least, *torch.zeros(3, *shape, dtype=dtype, device=device).unbind())
 
     def __getitem__(self, tokens: slice) -> "SoftmaxSums":
+        """A view: what is added to it is added here."""
         return SoftmaxSums(self.max_T[tokens], self.mass_T[tokens], self.moment_T[tokens], self.target_T[tokens])
 
     def move_(self, max_T: torch.Tensor) -> None:
         """State mass and moment about another max."""
         shift_T = self.max_T - max_T
-        self.moment_T.addcmul_(shift_T, self.mass_T).mul_(shift_T.exp())
-        self.mass_T.mul_(shift_T.exp())
+        factor_T = shift_T.exp()
+        self.moment_T.addcmul_(shift_T, self.mass_T).mul_(factor_T)
+        self.mass_T.mul_(factor_T)
         self.max_T.copy_(max_T)
 
-    def reduce_(self, group: dist.ProcessGroup) -> None:
-        """Combine with the other ranks' parts."""
+    def over_group(self, group: dist.ProcessGroup) -> "SoftmaxSums":
+        """Combined with the other ranks' parts."""
         max_T = self.max_T.clone()
         dist.all_reduce(max_T, dist.ReduceOp.MAX, group)
         self.move_(max_T)
         sums_3T = torch.stack([self.mass_T, self.moment_T, self.target_T])
         dist.all_reduce(sums_3T, dist.ReduceOp.SUM, group)
-        for mine, everyone in zip((self.mass_T, self.moment_T, self.target_T), sums_3T, strict=True):
-            mine.copy_(everyone)
+        return SoftmaxSums(max_T, *sums_3T.unbind())
 
-    def lse(self) -> torch.Tensor:
+    @property
+    def logprob_T(self) -> torch.Tensor:
+        """In this order: a likely token's is small, and target - lse would round it as coarsely as the logits."""
+        return (self.target_T - self.max_T) - self.mass_T.log()
+
+    @property
+    def lse_T(self) -> torch.Tensor:
         return self.max_T + self.mass_T.log()
 
-    def entropy(self) -> torch.Tensor:
+    @property
+    def entropy_T(self) -> torch.Tensor:
         return self.mass_T.log() - self.moment_T / self.mass_T
 
 
+@dataclass(frozen=True)
+class Incoming:
+    """What the backward pass knows of each token. `entropy_grad_T` is None where the entropy is detached."""
+
+    targets_T: torch.Tensor
+    lse_T: torch.Tensor
+    entropy_T: torch.Tensor
+    logprob_grad_T: torch.Tensor
+    entropy_grad_T: torch.Tensor | None
+
+    def at(self, tokens: slice, vocab_start: int) -> "Incoming":
+        """Of some tokens, with targets that count from `vocab_start`."""
+        return Incoming(
+            self.targets_T[tokens] - vocab_start,
+            self.lse_T[tokens],
+            self.entropy_T[tokens],
+            self.logprob_grad_T[tokens],
+            None if self.entropy_grad_T is None else self.entropy_grad_T[tokens],
+        )
+
+
 class Tile:
-    """A [tokens, vocabulary] window of the logits in memory that the next window reuses."""
+    """Windows [tokens, vocabulary] of the logits, one after the other in the same memory: fresh memory for each costs
+    its page faults."""
 
-    def __init__(self, hidden_TD: torch.Tensor, temperature: float) -> None:
-        self.dtype = _accumulation_dtype(hidden_TD)
+    def __init__(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> None:
+        self.tokens, self.vocabulary = TILES[hidden_TD.device.type]
         self.scale = 1 / temperature
-        self.product = hidden_TD.new_empty(TILE_TOKENS * TILE_VOCABULARY)
-        self.logits = self.product.to(self.dtype)  # the same memory where the dtypes agree
-        self.exponentials = torch.empty_like(self.logits)
+        self.dtype = _accumulation_dtype(hidden_TD)
+        self.product = hidden_TD.new_empty(min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD)))
+        self.fused = _triton(hidden_TD)
+        if self.fused is None:
+            self.logits = self.product.to(self.dtype)  # the same memory where the dtypes agree
+            self.scratch = torch.empty_like(self.logits)
 
-    def fill(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits in fp32 or more, and scratch of the same shape."""
-        shape = (hidden_TD.shape[0], weight_VD.shape[0])
-        size = shape[0] * shape[1]
-        product_TV, logits_TV = self.product[:size].view(shape), self.logits[:size].view(shape)
-        torch.mm(hidden_TD, weight_VD.T, out=product_TV)
-        if self.product.dtype != self.dtype:
+    def windows(self, hidden_TD: torch.Tensor) -> list[slice]:
+        return _windows(len(hidden_TD), self.tokens)
+
+    def columns(self, weight_VD: torch.Tensor) -> list[slice]:
+        return _windows(len(weight_VD), self.vocabulary)
+
+    def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The window's logits in the inputs' dtype, before the temperature."""
+        shape = (len(hidden_TD), len(weight_VD))
+        return torch.mm(hidden_TD, weight_VD.T, out=self.product[: shape[0] * shape[1]].view(shape))
+
+    def logits_and_scratch(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product_TV = self.multiply(hidden_TD, weight_VD)
+        logits_TV = self.logits[: product_TV.numel()].view(product_TV.shape)
+        if product_TV.dtype != self.dtype:
             logits_TV.copy_(product_TV)
         if self.scale != 1:
             logits_TV.mul_(self.scale)
-        return logits_TV, self.exponentials[:size].view(shape)
+        return logits_TV, self.scratch[: product_TV.numel()].view(product_TV.shape)
 
-    def matrix(self, values_TV: torch.Tensor) -> torch.Tensor:
-        """The values in the matmul's dtype."""
+    def add_to(
+        self, sums: SoftmaxSums, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+    ) -> None:
+        """Add a window of the vocabulary; `targets_T` counts from its start."""
+        logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        column_T1, inside_T1 = _columns(targets_T, len(weight_VD))
+        sums.target_T.add_((logits_TV.gather(1, column_T1) * inside_T1).squeeze(1))
+        sums.move_(torch.maximum(sums.max_T, logits_TV.amax(1)))
+        shifted_TV = logits_TV.sub_(sums.max_T.unsqueeze(1))
+        exponentials_TV = torch.exp(shifted_TV, out=scratch_TV)
+        sums.mass_T.add_(exponentials_TV.sum(1))
+        sums.moment_T.add_(exponentials_TV.mul_(shifted_TV).sum(1))
+
+    def descent(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, incoming: Incoming) -> torch.Tensor:
+        """-dz in the inputs' dtype; `incoming.targets_T` counts from the window's start.
+
+        Where the entropy is detached it is -dz / g = p - onehot: the caller scales smaller tensors by g. The target is
+        subtracted before the cast to bf16, in which p of a confident token would be 1.
+        """
+        if self.fused is not None:
+            return self.fused.descent_(self.multiply(hidden_TD, weight_VD), incoming, self.scale)
+        logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        column_T1, inside_T1 = _columns(incoming.targets_T, len(weight_VD))
+        onehot_T1 = inside_T1.to(self.dtype)
+        logprobs_TV = logits_TV.sub_(incoming.lse_T.unsqueeze(1))
+        descent_TV = torch.exp(logprobs_TV, out=scratch_TV)
+        if incoming.entropy_grad_T is not None:
+            g_T1, h_T1 = incoming.logprob_grad_T.unsqueeze(1), incoming.entropy_grad_T.unsqueeze(1)
+            onehot_T1 = onehot_T1 * g_T1
+            descent_TV.mul_(logprobs_TV.mul_(h_T1).add_(g_T1 + h_T1 * incoming.entropy_T.unsqueeze(1)))
+        descent_TV.scatter_add_(1, column_T1, -onehot_T1)
         if self.product.dtype == self.dtype:
-            return values_TV
-        return self.product[: values_TV.numel()].view(values_TV.shape).copy_(values_TV)
-
-
-def _add_tile(sums: SoftmaxSums, logits_TV: torch.Tensor, scratch_TV: torch.Tensor, targets_T: torch.Tensor) -> None:
-    """Add a window of the vocabulary to the sums; `targets_T` counts from the window's start. Overwrites the logits."""
-    column_T1, inside_T = _columns(targets_T, logits_TV.shape[1])
-    sums.target_T.addcmul_(logits_TV.gather(1, column_T1).squeeze(1), inside_T.to(logits_TV.dtype))
-    sums.move_(torch.maximum(sums.max_T, logits_TV.amax(1)))
-    shifted_TV = logits_TV.sub_(sums.max_T.unsqueeze(1))
-    torch.exp(shifted_TV, out=scratch_TV)
-    sums.mass_T.add_(scratch_TV.sum(1))
-    sums.moment_T.add_(shifted_TV.mul_(scratch_TV).sum(1))
+            return descent_TV
+        return self.product[: descent_TV.numel()].view(descent_TV.shape).copy_(descent_TV)
 
 
 def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's column in a window `width` wide, 0 where it lies outside, and whether it lies inside."""
     inside_T = (targets_T >= 0) & (targets_T < width)
-    return torch.where(inside_T, targets_T, 0).unsqueeze(1), inside_T
+    return torch.where(inside_T, targets_T, 0).unsqueeze(1), inside_T.unsqueeze(1)
 
 
 def _softmax_sums(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float
 ) -> SoftmaxSums:
-    tile = Tile(hidden_TD, temperature)
-    sums = SoftmaxSums.of_nothing(len(hidden_TD), tile.dtype, hidden_TD.device)
-    for v in _windows(len(weight_VD), TILE_VOCABULARY):
-        for t in _windows(len(hidden_TD), TILE_TOKENS):
-            _add_tile(sums[t], *tile.fill(hidden_TD[t], weight_VD[v]), targets_T[t] - v.start)
+    fused = _triton(hidden_TD)
+    if fused is not None:
+        return fused.softmax_sums(hidden_TD, weight_VD, targets_T, 1 / temperature)
+    tile = Tile(hidden_TD, weight_VD, temperature)
+    sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
+    for v in tile.columns(weight_VD):
+        for t in tile.windows(hidden_TD):
+            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start)
     return sums
 
 
 def _gradients(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
-    targets_T: torch.Tensor,
-    lse_T: torch.Tensor,
-    entropy_T: torch.Tensor,
-    grad_logprob_T: torch.Tensor,
-    grad_entropy_T: torch.Tensor | None,
+    incoming: Incoming,
     temperature: float,
-    needs: tuple[bool, bool],
+    of_hidden: bool,
+    of_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of hidden, in the accumulation dtype, and of weight, in its own.
-
-    A tile holds a_t = -dz_t / row_t. Without the entropy's gradient dz_t is g_t (onehot - p): then row is g and scales
-    [T, D] tensors instead of the tile.
-    """
-    tile = Tile(hidden_TD, temperature)
-    row_T = grad_logprob_T if grad_entropy_T is None else torch.ones_like(grad_logprob_T)
-    row_T1 = (-row_T / temperature).unsqueeze(1)
-    scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if needs[1] else hidden_TD
-    grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if needs[0] else None
-    grad_weight_VD = torch.empty_like(weight_VD) if needs[1] else None
-    for v in _windows(len(weight_VD), TILE_VOCABULARY):
-        slice_VD = torch.zeros_like(weight_VD[v], dtype=tile.dtype)
-        for t in _windows(len(hidden_TD), TILE_TOKENS):
-            logits_TV, scratch_TV = tile.fill(hidden_TD[t], weight_VD[v])
-            logprobs_TV = logits_TV.sub_(lse_T[t].unsqueeze(1))
-            a_TV = torch.exp(logprobs_TV, out=scratch_TV)
-            onehot_T = torch.ones_like(lse_T[t])
-            if grad_entropy_T is not None:
-                g_T, h_T = grad_logprob_T[t], grad_entropy_T[t]
-                weight_TV = logprobs_TV.add_(entropy_T[t].unsqueeze(1)).mul_(h_T.unsqueeze(1)).add_(g_T.unsqueeze(1))
-                a_TV.mul_(weight_TV)
-                onehot_T = g_T
-            column_T1, inside_T = _columns(targets_T[t] - v.start, a_TV.shape[1])
-            a_TV.scatter_add_(1, column_T1, -(onehot_T * inside_T).unsqueeze(1))
-            a_TV = tile.matrix(a_TV)
+    """Hidden's in the accumulation dtype; weight's in its own, accumulated a window of the vocabulary at a time."""
+    tile = Tile(hidden_TD, weight_VD, temperature)
+    row_T = incoming.logprob_grad_T if incoming.entropy_grad_T is None else torch.ones_like(incoming.lse_T)
+    row_T1 = (-row_T * tile.scale).unsqueeze(1)
+    grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if of_hidden else None
+    grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
+    scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if of_weight else hidden_TD
+    for v in tile.columns(weight_VD):
+        window_VD = torch.zeros_like(weight_VD[v], dtype=tile.dtype)
+        for t in tile.windows(hidden_TD):
+            descent_TV = tile.descent(hidden_TD[t], weight_VD[v], incoming.at(t, v.start))
             if grad_hidden_TD is not None:
-                _add_product(grad_hidden_TD[t], a_TV, weight_VD[v])
+                _add_product(grad_hidden_TD[t], descent_TV, weight_VD[v])
             if grad_weight_VD is not None:
-                _add_product(slice_VD, a_TV.T, scaled_TD[t])
+                _add_product(window_VD, descent_TV.T, scaled_TD[t])
         if grad_weight_VD is not None:
-            grad_weight_VD[v] = slice_VD
+            grad_weight_VD[v] = window_VD
     if grad_hidden_TD is not None:
         grad_hidden_TD.mul_(row_T1)
     return grad_hidden_TD, grad_weight_VD
@@ -207,39 +258,32 @@ class _TokenLogprob(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = _softmax_sums(hidden_TD, weight_VD, targets_T, temperature)
         if group is not None:
-            sums.reduce_(group)
-        lse_T, entropy_T = sums.lse(), sums.entropy()
+            sums = sums.over_group(group)
+        lse_T, entropy_T = sums.lse_T, sums.entropy_T
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T)
         ctx.temperature, ctx.group = temperature, group
         ctx.set_materialize_grads(False)
         if not with_entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
-        return sums.target_T - lse_T, entropy_T
+        return sums.logprob_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
-        grad_logprob_T, grad_entropy_T = grad_outputs
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator makes ctx positional
+        ctx: Any, *grad_outputs: torch.Tensor | None
+    ) -> Any:
         hidden_TD, weight_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
-        if grad_logprob_T is None:
-            grad_logprob_T = torch.zeros_like(lse_T)
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        grad_hidden_TD, grad_weight_VD = _gradients(
-            hidden_TD,
-            weight_VD,
-            targets_T,
-            lse_T,
-            entropy_T,
-            grad_logprob_T,
-            grad_entropy_T,
-            ctx.temperature,
-            needs,
-        )
-        if grad_hidden_TD is not None:
+        logprob_grad_T, entropy_grad_T = grad_outputs
+        if logprob_grad_T is None:
+            logprob_grad_T = torch.zeros_like(lse_T)
+        incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T)
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        hidden, weight = _gradients(hidden_TD, weight_VD, incoming, ctx.temperature, of_hidden, of_weight)
+        if hidden is not None:
             if ctx.group is not None:
-                dist.all_reduce(grad_hidden_TD, group=ctx.group)
-            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+                dist.all_reduce(hidden, dist.ReduceOp.SUM, ctx.group)
+            hidden = hidden.to(hidden_TD.dtype)
+        return hidden, weight, None, None, None, None
 
 
 def token_logprob(
@@ -258,19 +302,44 @@ def token_logprob(
     where `with_entropy_grad`; else it is detached, and the backward pass cheaper.
 
     With a `group`, weight holds this rank's rows of the vocabulary, from `vocab_start` on (any number of them, none
-    included), targets are global ids, and hidden is the same on all ranks, as are results and their gradients. Weight's
-    gradient is then this rank's rows', and hidden's the full one: it is summed over the group in the backward pass.
+    included), targets are global ids, and hidden is the same on all ranks, as are the results and their gradients.
+    Weight's gradient is then that of this rank's rows, and hidden's is the full one: the backward pass sums it over
+    the group, so callers must not.
     """
-    shape = targets_T.shape
+    if hidden_TD.shape[:-1] != targets_T.shape:
+        raise ValueError(
+            f"hidden {list(hidden_TD.shape)} needs targets {list(hidden_TD.shape[:-1])}, got {list(targets_T.shape)}"
+        )
+    flat_T = targets_T.reshape(-1)
+    # A GPU would have to wait for the answer, and one rank does not know how many words the others have.
+    if group is None and flat_T.device.type == "cpu" and ((flat_T < 0) | (flat_T >= len(weight_VD))).any():
+        raise IndexError(f"targets lie in {flat_T.min()}..{flat_T.max()}, the vocabulary has {len(weight_VD)}")
     logprob_T, entropy_T = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
-        targets_T.reshape(-1) - vocab_start,
+        flat_T - vocab_start,
         temperature,
         group,
         with_entropy_grad,
     )
-    return logprob_T.view(shape), entropy_T.view(shape)
+    return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape)
+
+
+def _triton(hidden_TD: torch.Tensor) -> Any:
+    """The module of Triton kernels where this tensor can use it."""
+    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # tl.dot has no fp64 worth its while
+        return _triton_module()
+    return None
+
+
+@cache
+def _triton_module() -> Any:
+    if find_spec("triton"):
+        from titan_rl.kernels import token_logprob_triton
+
+        return token_logprob_triton
+    warnings.warn("triton is not installed: token log-probs run as separate torch operations", stacklevel=2)
+    return None
 
 
 def _windows(size: int, step: int) -> list[slice]:

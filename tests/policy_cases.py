@@ -55,9 +55,10 @@ def case(
     proximal: bool = True,
     reference: bool = True,
     spread: float = 0.4,
+    far: float = 30.0,
 ) -> Case:
     """Sequences of 1 to 12 tokens packed into rows with holes in the mask and padding behind. One token in 16 lies
-    beyond the clamp of every log-ratio, where dtype and `spread` allow."""
+    `far` off, by default beyond the clamp of every log-ratio."""
     g = torch.Generator().manual_seed(seed)
     shape = (rows, length)
 
@@ -71,8 +72,8 @@ def case(
             row[at : at + n], at, count = count, at + n, count + 1
     mask = ((sequence >= 0) & (torch.rand(shape, generator=g) > 0.3)).double()
     behaviour = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
-    far = 30 * torch.sign(normal(1.0)) * (torch.rand(shape, generator=g) < 1 / 16) * (spread > 0)
-    logprob = behaviour + normal(spread) + far
+    outlying = far * torch.sign(normal(1.0)) * (torch.rand(shape, generator=g) < 1 / 16)
+    logprob = behaviour + normal(spread) + outlying
     tokens = Tokens(
         behaviour=behaviour.to(dtype),
         advantage=normal(1.0).to(dtype),
@@ -120,15 +121,19 @@ def outcome(loss_of: Loss, at: Case, surrogate: Surrogate, incoming: float = 3.0
     return Outcome(loss.detach(), by_logprob, by_entropy, statistics)
 
 
-def assert_same(got: Outcome, want: Outcome, *, rtol: float, atol: float) -> None:
-    for field in ("loss", "by_logprob", "by_entropy"):
+def assert_same(got: Outcome, want: Outcome, tolerance: float) -> None:
+    """Relative and absolute; a sum over tokens may be off by every term's rounding."""
+
+    def same(what: str, mine: torch.Tensor, theirs: torch.Tensor, terms: int = 1) -> None:
         torch.testing.assert_close(
-            getattr(got, field), getattr(want, field), rtol=rtol, atol=atol, msg=lambda m, f=field: f"{f}: {m}"
+            mine, theirs, rtol=tolerance, atol=tolerance * terms, msg=lambda message: f"{what}: {message}"
         )
+
+    same("loss", got.loss, want.loss)
+    same("gradient of the log-probs", got.by_logprob, want.by_logprob)
+    same("gradient of the entropies", got.by_entropy, want.by_entropy)
     for kind in (f.name for f in fields(Statistics)):
         mine, theirs = getattr(got.statistics, kind), getattr(want.statistics, kind)
-        assert mine.keys() == theirs.keys()
-        for key in theirs:
-            torch.testing.assert_close(
-                mine[key], theirs[key], rtol=rtol, atol=atol, msg=lambda m, k=key: f"{kind} {k}: {m}"
-            )
+        assert mine.keys() == theirs.keys(), kind
+        for key, value in theirs.items():
+            same(f"{kind} {key}", mine[key], value, terms=want.by_logprob.numel())

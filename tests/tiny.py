@@ -11,4 +11,4 @@ def tiny_llama(**overrides: Any) -> Any:
     torch.manual_seed(0)
     size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaForCausalLM(LlamaConfig(**size, **heads, initializer_range=0.1, **overrides)).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**size, **heads, "initializer_range": 0.1, **overrides})).eval()

@@ -7,19 +7,13 @@ import numpy as np
 
 from titan_rl.advantages import discounted, gae, group_relative, kl_penalty, leave_one_out, whiten
 from titan_rl.config import Algorithm
-from titan_rl.types import Group, Sample
+from titan_rl.types import Group, Rollout, Sample
 
 
 def samples_of(groups: Sequence[Group], algorithm: Algorithm) -> list[Sample]:
-    """Every rollout of every group, in order. Under overlong_filter a truncated one has nothing that is trained on."""
+    """Every rollout of every group, in order, under the mask of what is trained on."""
     return [
-        Sample(
-            r.tokens,
-            [0] * len(r.mask) if algorithm.overlong_filter and r.truncated else r.mask,
-            {"behaviour": r.logprobs},
-        )
-        for group in groups
-        for r in group.rollouts
+        Sample(r.tokens, _trained(r, algorithm), {"behaviour": r.logprobs}) for group in groups for r in group.rollouts
     ]
 
 
@@ -64,6 +58,14 @@ def minibatches(samples: Sequence[Sample], algorithm: Algorithm) -> list[list[Sa
     size = -(-len(samples) // algorithm.minibatches)
     parts = [list(samples[i : i + size]) for i in range(0, len(samples), size)]
     return parts * algorithm.epochs
+
+
+def _trained(rollout: Rollout, algorithm: Algorithm) -> list[int]:
+    """The sampled tokens, but none of a truncated rollout under overlong_filter; and none without a finite log-prob,
+    which would spread to its siblings through a KL in the reward, and to the whole step through whitening."""
+    if algorithm.overlong_filter and rollout.truncated:
+        return [0] * len(rollout.mask)
+    return (np.asarray(rollout.mask) * np.isfinite(rollout.logprobs)).tolist()
 
 
 def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: Algorithm) -> list[np.ndarray]:

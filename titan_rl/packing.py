@@ -60,16 +60,15 @@ def unpack(
 ) -> list[np.ndarray]:
     """Per-place answers, batch by batch and microbatch by microbatch, as one float32 array a sample; a sample's first
     token is no target and gets 0."""
-    out = [np.zeros(len(sample.tokens), np.float32) for sample in samples]
+    sizes = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    ends = sizes.cumsum()
+    begins, flat = ends - sizes, np.zeros(sizes.sum(), np.float32)
     for batch, answered in zip(batches, answers, strict=True):
         for rows, values in zip(batch.microbatches, answered, strict=True):
             filled = rows.sequences >= 0
             owner = rows.samples[rows.sequences[filled]]
-            place, value = rows.positions[filled] + 1, values[filled]
-            starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]]) if len(owner) else []
-            for start, end in zip(starts, [*starts[1:], len(owner)], strict=True):
-                out[owner[start]][place[start:end]] = value[start:end]
-    return out
+            flat[begins[owner] + rows.positions[filled] + 1] = values[filled]
+    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
 def fill(batches: Iterable[Batch]) -> float:

@@ -69,8 +69,7 @@ class RolloutStream:
         """The n oldest groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds.
         A round is admitted at once, never group by group: so engines see the same batches in every run."""
         with self._clock("generate"):
-            groups = await self._oldest(n)
-            self.dropped = []
+            groups, self.dropped = await self._oldest(n), []
             for _ in range(self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0):
                 flat = [group for group in groups if group.flat]
                 if not flat:

@@ -1,0 +1,264 @@
+import os
+import socket
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_rl.kernels import token_logprob as kernel
+from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
+
+Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Results = tuple[torch.Tensor, ...]
+
+BF16 = 0.03  # absolute and relative
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernel.TILES, "cpu", (4, 8))
+
+
+def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, size, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, vocabulary, (tokens,), generator=generator)
+
+
+def results(
+    function: Any, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, entropy: bool, **keys: Any
+) -> Results:
+    """Values, and gradients of a loss that weighs each token differently."""
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+    logprob, entropies = function(hidden, weight, *rest, **keys)
+    by_token = torch.linspace(-1, 2, max(logprob.numel(), 1), dtype=logprob.dtype)[: logprob.numel()].view(
+        logprob.shape
+    )
+    loss = (logprob * by_token).sum()
+    if entropy:
+        loss = loss + (entropies * (1 - by_token)).sum()
+    loss.backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return logprob.detach(), entropies.detach(), hidden.grad, weight.grad
+
+
+def assert_same(found: Results, want: Results, tolerance: float | None = None) -> None:
+    for name, a, b in zip(("logprob", "entropy", "hidden.grad", "weight.grad"), found, want, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@given(
+    tokens=st.integers(0, 13),
+    vocabulary=st.integers(1, 27),
+    size=st.integers(1, 9),
+    temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    entropy=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=60)
+def test_values_and_gradients_are_the_references(
+    tokens: int, vocabulary: int, size: int, temperature: float, entropy: bool, seed: int
+) -> None:
+    arguments = (*case(tokens, vocabulary, size, torch.float64, seed), temperature)
+    found = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy)
+    assert_same(found, results(reference_token_logprob, *arguments, entropy=entropy))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, None), (torch.bfloat16, BF16)])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (1, 1, 1), (1, 8, 4), (4, 9, 4), (5, 7, 6), (33, 70, 16)])
+def test_training_dtypes_agree_with_the_reference(
+    shape: tuple[int, int, int], dtype: torch.dtype, tolerance: float | None, entropy: bool
+) -> None:
+    arguments = (*case(*shape, dtype), 0.8)
+    found = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    assert found[2].dtype == found[3].dtype == dtype
+    assert_same(found, results(reference_token_logprob, *arguments, entropy=entropy), tolerance)
+
+
+def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
+    hidden, weight, targets = case(5, 11, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda h, w: reference_token_logprob(h, w, targets, 0.7), (hidden, weight))
+    chunked = lambda h, w: token_logprob(h, w, targets, 0.7, with_entropy_grad=True)  # noqa: E731
+    assert torch.autograd.gradcheck(chunked, (hidden, weight))
+
+
+def test_the_shipped_tile_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    arguments = (*case(kernel.TILES["cpu"][0] + 3, kernel.TILES["cpu"][1] + 5, 8), 1.0)
+    found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
+    assert_same(found, results(reference_token_logprob, *arguments, entropy=True), 1e-4)
+
+
+def test_it_is_log_softmax_at_the_temperature() -> None:
+    hidden, weight, targets = case(6, 20, 4)
+    logprob, entropy = token_logprob(hidden, weight, targets, 0.7)
+    distribution = torch.distributions.Categorical(logits=hidden @ weight.T / 0.7)
+    torch.testing.assert_close(logprob, distribution.log_prob(targets))
+    torch.testing.assert_close(entropy, distribution.entropy())
+
+
+def test_leading_shapes_are_kept() -> None:
+    hidden, weight, targets = case(6, 20, 4)
+    flat = token_logprob(hidden, weight, targets)
+    for whole, part in zip(token_logprob(hidden.view(2, 3, 4), weight, targets.view(2, 3)), flat, strict=True):
+        assert whole.shape == (2, 3)
+        torch.testing.assert_close(whole.flatten(), part)
+
+
+def test_strided_inputs_do() -> None:
+    hidden, weight, targets = case(6, 20, 8)
+    found = results(token_logprob, hidden[:, ::2], weight[::2, 1::2], targets // 2, entropy=False)
+    assert_same(found, results(reference_token_logprob, hidden[:, ::2], weight[::2, 1::2], targets // 2, entropy=False))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    """A certain token: log-prob 0, entropy 0, no gradient; an impossible one: its logits' difference."""
+    hidden = torch.full((2, 1), 1e4, requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    logprob, entropy = token_logprob(hidden, weight, torch.tensor([0, 1]), with_entropy_grad=True)
+    (logprob + entropy).sum().backward()
+    assert logprob.tolist() == [0, -2e4]
+    assert entropy.tolist() == [0, 0]
+    assert hidden.grad is not None
+    assert hidden.grad.flatten().tolist() == [0, -2]
+
+
+def test_a_confident_token_keeps_its_gradient_in_bf16() -> None:
+    """p = 0.9991 is 1 in bf16: p - 1 must be taken before the cast."""
+    hidden = torch.tensor([[7.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
+    token_logprob(hidden, weight, torch.tensor([0]))[0].sum().backward()
+    assert weight.grad is not None
+    assert float(weight.grad[0]) == pytest.approx(7 * torch.sigmoid(torch.tensor(-7.0)).item(), rel=0.01)
+
+
+def test_the_entropy_is_detached_unless_asked_for() -> None:
+    hidden, weight, targets = case(3, 5, 2)
+    assert not token_logprob(hidden, weight, targets)[1].requires_grad
+    assert token_logprob(hidden, weight, targets, with_entropy_grad=True)[1].requires_grad
+
+
+def test_the_entropy_alone_can_be_a_loss() -> None:
+    hidden, weight, targets = case(3, 5, 2)
+    found = torch.autograd.grad(token_logprob(hidden, weight, targets, with_entropy_grad=True)[1].sum(), hidden)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(reference_token_logprob(hidden, weight, targets)[1].sum(), hidden)
+    )
+
+
+def test_a_frozen_input_gets_no_gradient() -> None:
+    hidden, weight, targets = case(3, 5, 2)
+    token_logprob(hidden, weight.detach(), targets)[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    hidden_grad, hidden.grad = hidden.grad, None
+    token_logprob(hidden.detach(), weight, targets)[0].sum().backward()
+    assert hidden.grad is None
+    assert weight.grad is not None
+    token_logprob(hidden, weight, targets)[0].sum().backward()
+    torch.testing.assert_close(hidden.grad, hidden_grad)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    hidden, weight, targets = case(3, 5, 2)
+    with torch.no_grad():
+        assert not token_logprob(hidden, weight, targets)[0].requires_grad
+    assert not token_logprob(hidden.detach(), weight.detach(), targets)[0].requires_grad
+
+
+def test_only_inputs_and_columns_are_saved_for_the_backward_pass() -> None:
+    hidden, weight, targets = case(9, 50, 2)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        token_logprob(hidden, weight, targets)
+    assert sum(x.numel() for x in saved) == hidden.numel() + weight.numel() + 3 * len(targets)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operation's result had."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)), 0)
+        return result
+
+
+@pytest.mark.parametrize(("function", "fits"), [(token_logprob, True), (reference_token_logprob, False)])
+def test_no_tensor_is_larger_than_the_inputs(function: Any, fits: bool) -> None:
+    arguments = case(64, 256, 4)
+    with Largest() as largest:
+        results(function, *arguments, entropy=True, **({"with_entropy_grad": True} if fits else {}))
+    assert largest.numel == (256 * 4 if fits else 64 * 256)
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    hidden, weight, _ = case(2, 5, 2)
+    with pytest.raises(IndexError, match=r"targets lie in 0\.\.5, the vocabulary has 5"):
+        token_logprob(hidden, weight, torch.tensor([0, 5]))
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    hidden, weight, targets = case(4, 5, 2)
+    with pytest.raises(ValueError, match=r"needs targets \[4\], got \[2, 2\]"):
+        token_logprob(hidden, weight, targets.view(2, 2))
+
+
+def test_a_missing_triton_announces_itself_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
+    kernel._triton_module.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="triton is not installed"):
+            assert kernel._triton_module() is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert kernel._triton_module() is None
+    finally:
+        kernel._triton_module.cache_clear()
+
+
+def rank_matches_single(rank: int, port: int, shards: list[list[int]]) -> None:
+    """One rank's rows give the results of the whole vocabulary, its rows of weight's gradient and all of hidden's."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=len(shards[0]) - 1)
+    kernel.TILES["cpu"] = (4, 8)
+    for cuts in shards:
+        rows = slice(cuts[rank], cuts[rank + 1])
+        keys: dict[str, Any] = {"group": dist.group.WORLD, "vocab_start": rows.start}
+        for dtype, tolerance in ((torch.float64, None), (torch.float32, None), (torch.bfloat16, BF16)):
+            for entropy in (False, True):
+                keys["with_entropy_grad"] = entropy
+                hidden, weight, targets = case(9, cuts[-1], 6, dtype)
+                want = results(token_logprob, hidden, weight, targets, 0.7, entropy=entropy, with_entropy_grad=entropy)
+                found = results(token_logprob, hidden, weight[rows], targets, 0.7, entropy=entropy, **keys)
+                assert_same(found, (*want[:3], want[3][rows]), tolerance)
+    hidden, weight, targets = case(9, shards[0][-1], 6)
+    rows = slice(shards[0][rank], shards[0][rank + 1])
+    reduced: list[tuple[int, ...]] = []
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda tensor, *rest: (reduced.append(tuple(tensor.shape)), all_reduce(tensor, *rest))[1]
+    keys = {"group": dist.group.WORLD, "vocab_start": rows.start, "with_entropy_grad": True}
+    results(token_logprob, hidden, weight[rows], targets, entropy=True, **keys)
+    assert reduced == [(9,), (3, 9), (9, 6)]  # a maximum, the sums, hidden's gradient
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shards", [[[0, 20, 37], [0, 30, 33], [0, 0, 17]], [[0, 11, 30, 37], [0, 19, 37, 37]]])
+def test_vocabulary_shards_give_what_the_whole_gives(shards: list[list[int]]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(rank_matches_single, (port, shards), nprocs=len(shards[0]) - 1)
