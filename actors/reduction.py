@@ -56,7 +56,8 @@ class Reduction:
 
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepStats:
-    """A step's updates as one: means averaged, extrema kept, histograms added."""
+    """A step's updates as one: means averaged, extrema kept, histograms added. The gap to the generator is that of the
+    first update: later ones have moved away from the weights that sampled, which is what the ratio tells."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -65,6 +66,9 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepSt
     metrics = {name: mean([u.means[name] for u in updates]) for name in first.means}
     metrics |= {name: _finite(max(u.maxima[name] for u in updates)) for name in first.maxima}
     metrics |= {name: _finite(min(u.minima[name] for u in updates)) for name in first.minima}
+    metrics |= {
+        name: value for name, value in {**first.means, **first.maxima}.items() if name.startswith("logprob_gap/")
+    }
     return StepStats(
         loss=mean([u.loss for u in updates]),
         grad_norm=mean([u.grad_norm for u in updates]),

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -27,12 +27,9 @@ from titan_rl.kernels.off_policy import correction_of
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, ratio_of, surrogate_of
 from titan_rl.kernels.statistics import RATIO_EDGES, Statistics, histogram
 
-
-class OnePass(NamedTuple):
-    loss: torch.Tensor
-    by_logprob_T: torch.Tensor
-    by_entropy_T: torch.Tensor | None  # None is zero, and spares whoever computed the entropy its backward
-    statistics: Statistics
+# The loss, its gradients by log-prob and by entropy [T], and the statistics. A gradient of None is zero, and spares
+# whoever computed the entropy its backward.
+OnePass = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Statistics]
 
 
 def fused_policy_loss(
@@ -48,15 +45,18 @@ class FusedPolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens, surrogate: Surrogate
     ) -> tuple[torch.Tensor, Statistics]:
-        done = implementation(logprob_T.device.type)(logprob_T, entropy_T, tokens, surrogate)
-        ctx.save_for_backward(done.by_logprob_T, done.by_entropy_T)
-        return done.loss, done.statistics
+        one_pass = implementation(logprob_T.device.type)
+        loss, by_logprob_T, by_entropy_T, statistics = one_pass(logprob_T, entropy_T, tokens, surrogate)
+        ctx.save_for_backward(by_logprob_T, by_entropy_T)
+        return loss, statistics
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator makes ctx positional
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         by_logprob_T, by_entropy_T = ctx.saved_tensors
-        return grad * by_logprob_T, None if by_entropy_T is None else grad * by_entropy_T, None, None
+        return grads[0] * by_logprob_T, None if by_entropy_T is None else grads[0] * by_entropy_T, None, None
 
 
 @cache
@@ -114,7 +114,7 @@ def torch_pass(logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens,
         loss -= surrogate.entropy_coef * torch.dot(trained.weight, entropy_K)
         by_entropy_T = place(-surrogate.entropy_coef * trained.weight)
     statistics.sums["loss"] = loss.clone()
-    return OnePass(loss, place(slope_K.mul_(trained.weight)), by_entropy_T, statistics)
+    return loss, place(slope_K.mul_(trained.weight)), by_entropy_T, statistics
 
 
 def surrogate_slope(
@@ -131,7 +131,7 @@ def surrogate_slope(
     moves_K = loss_K == slope_K  # no clip is the loss
     if surrogate.ratio == "token":
         moves_K &= difference_K.abs() <= MAX_LOG_RATIO
-    return torch.where(moves_K, slope_K, 0.0)
+    return slope_K * moves_K  # a third of `where`'s time, and the slope is finite
 
 
 def kl_slope(logprob_K: torch.Tensor, reference_K: torch.Tensor, estimator: Estimator) -> torch.Tensor:
@@ -141,7 +141,8 @@ def kl_slope(logprob_K: torch.Tensor, reference_K: torch.Tensor, estimator: Esti
     difference_K = reference_K - logprob_K
     if estimator == "k2":
         return -difference_K
-    return torch.where(difference_K.abs() <= MAX_LOG_RATIO, -difference_K.expm1(), 0.0)
+    inside_K = difference_K.abs() <= MAX_LOG_RATIO
+    return -difference_K.clamp(max=MAX_LOG_RATIO).expm1() * inside_K
 
 
 def statistics_of(

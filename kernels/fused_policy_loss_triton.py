@@ -6,8 +6,9 @@ The columns are reduced by torch, so that no atomics make a run differ from its 
 never loaded: what lies there may be anything. Settings are compile-time constants, and fixed in a run.
 """
 
-# ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types
-# pyright: reportArgumentType=false  and the launcher passes plain values for constexpr ones
+# A kernel's arguments and values have Triton's types.
+# ruff: noqa: ANN001, ANN201
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from titan_rl.kernels.sequences import sequence_lengths, sequence_sums
 from titan_rl.kernels.statistics import RATIO_EDGES, Statistics
 
 BLOCK = 1024
-SUMS = (  # the rows of the kernel's sums, in its order; the histogram's bins follow
+SUMS: tuple[str, ...] = (  # the rows of the kernel's sums, in its order; the histogram's bins follow
     "loss",
     "entropy",
     "logprob_gap/mean",
@@ -34,8 +35,8 @@ SUMS = (  # the rows of the kernel's sums, in its order; the histogram's bins fo
     "off_policy/masked",
     "kl",
 )
-MAXIMA = ("logprob_gap/max", "ratio/max", "off_policy/weight_max")  # the rows of its extremes
-MINIMA = ("ratio/min", "off_policy/weight_min")  # the rows that follow, negated
+MAXIMA: tuple[str, ...] = ("logprob_gap/max", "ratio/max", "off_policy/weight_max")  # the rows of its extremes
+MINIMA: tuple[str, ...] = ("ratio/min", "off_policy/weight_min")  # the rows that follow, negated
 
 
 @triton.jit
@@ -88,6 +89,7 @@ def policy_loss_kernel(
     REJECTION_HIGH: tl.constexpr,
     BOUND: tl.constexpr,
     EDGES: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -193,13 +195,12 @@ def policy_loss_kernel(
     tl.store(extremes_ptr + 2 * programs, tl.max(tl.where(on_T, correction_T, -float("inf"))))
     tl.store(extremes_ptr + 3 * programs, tl.max(tl.where(on_T, -ratio_T, -float("inf"))))
     tl.store(extremes_ptr + 4 * programs, tl.max(tl.where(on_T, -correction_T, -float("inf"))))
-    bins: tl.constexpr = len(EDGES) - 1
     above = tl.sum(on_T.to(tl.int32))
-    for i in tl.static_range(1, bins):
+    for i in tl.static_range(1, BINS):
         beyond = tl.sum((on_T & (ratio_T >= EDGES[i])).to(tl.int32))
         tl.store(sums_ptr + (11 + i) * programs, above - beyond)
         above = beyond
-    tl.store(sums_ptr + (11 + bins) * programs, above)
+    tl.store(sums_ptr + (11 + BINS) * programs, above)
 
 
 def triton_pass(logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens, surrogate: Surrogate) -> OnePass:
@@ -218,15 +219,21 @@ def triton_pass(logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens
     correction_S = level_S(trusted_T - tokens.behaviour, mean=False) if by_sequence else None
     rejection_S = level_S(trusted_T - tokens.behaviour, mean=True) if off_policy.rejection == "geometric" else None
 
-    programs = max(triton.cdiv(count, BLOCK), 1)
+    programs, bins = max(triton.cdiv(count, BLOCK), 1), len(RATIO_EDGES) - 1
     by_logprob_T = torch.empty_like(logprob_T, memory_format=torch.contiguous_format)
     by_entropy_T = torch.empty_like(by_logprob_T) if surrogate.entropy_coef else None
-    sums = logprob_T.new_empty(len(SUMS) + len(RATIO_EDGES) - 1, programs)
+    sums = logprob_T.new_empty(len(SUMS) + bins, programs)
     extremes = logprob_T.new_empty(len(MAXIMA) + len(MINIMA), programs)
-    columns = (logprob_T, entropy_T, tokens.behaviour, tokens.proximal, tokens.reference)
-    columns = (*columns, tokens.advantage, on_T, tokens.weight, tokens.sequence)
     policy_loss_kernel[(programs,)](
-        *(None if column is None else column.contiguous() for column in columns),
+        logprob_T.contiguous(),
+        entropy_T.contiguous(),
+        tokens.behaviour.contiguous(),
+        None if tokens.proximal is None else tokens.proximal.contiguous(),
+        None if tokens.reference is None else tokens.reference.contiguous(),
+        tokens.advantage.contiguous(),
+        on_T.contiguous(),
+        tokens.weight.contiguous(),
+        tokens.sequence.contiguous(),
         ratio_S,
         correction_S,
         rejection_S,
@@ -253,6 +260,7 @@ def triton_pass(logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens
         REJECTION_HIGH=off_policy.rejection_high,
         BOUND=MAX_LOG_RATIO,
         EDGES=RATIO_EDGES,
+        BINS=bins,
         BLOCK=BLOCK,
     )
     total, most = sums.sum(1), extremes.amax(1)
@@ -267,4 +275,4 @@ def triton_pass(logprob_T: torch.Tensor, entropy_T: torch.Tensor, tokens: Tokens
         minima=dict(zip(MINIMA, -most[len(MAXIMA) :], strict=True)),
         counts={"ratio/histogram": total[len(SUMS) :].to(torch.float32)},
     )
-    return OnePass(loss.clone(), by_logprob_T, by_entropy_T, statistics)
+    return loss.clone(), by_logprob_T, by_entropy_T, statistics

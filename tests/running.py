@@ -96,7 +96,7 @@ class Runs:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "TITAN_RL_TEST_RUN": str(folder)},
+            env={**os.environ, "TITAN_RL_TEST_RUN": str(folder), "PYTHONPATH": str(Path(__file__).parent)},
         )
         self.started.append(Run(folder, process))
         return self.started[-1]

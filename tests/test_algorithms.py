@@ -16,6 +16,7 @@ from titan_rl.tokenizer import TextTokenizer
 from titan_rl.types import Prompt
 
 STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}
+DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
 TIGHT = 1e-5  # mean log-prob gap between trainer and generator
 
 RL: dict[str, dict[str, Any]] = {
@@ -65,7 +66,7 @@ def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", RL)
 def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> None:
-    run = runs.finish(tmp_path / "run", f"{name}_llama", **STEPS, **RL[name])
+    run = runs.finish(tmp_path / "run", f"{name}_llama", **STEPS, **DENSE, **RL[name])
     lines = steps(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
@@ -139,7 +140,7 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
 
 
 def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
-    keys = {"checkpoint__interval": 2, "eval__interval": 100, "algorithm__proximal": "trainer"}
+    keys = DENSE | {"checkpoint__interval": 2, "lr_scheduler__warmup_steps": 0, "critic__warmup_steps": 0}
     whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
     runs.finish(tmp_path / "parts", "ppo_llama", training__steps=2, **keys)
     parts = steps(runs.finish(tmp_path / "parts", "ppo_llama", training__steps=4, **keys))

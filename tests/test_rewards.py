@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl import config
 from titan_rl.rewards import Reward, reward_for
 from titan_rl.types import Prompt
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
-
-
-def named(reward: str) -> Reward:
-    return reward_for(config.Task(reward=reward))
 
 
 @pytest.fixture
@@ -24,18 +19,18 @@ def custom(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Re
         module = ModuleType("my_rewards")
         module.__dict__["score"] = function
         monkeypatch.setitem(sys.modules, "my_rewards", module)
-        return named("my_rewards:score")
+        return reward_for("my_rewards:score")
 
     return install
 
 
 def last_number(completion: str, answer: str) -> float:
-    return named("last_number")(Prompt(0, "", [], answer), completion)
+    return reward_for("last_number")(Prompt(0, "", [], answer), completion)
 
 
 @pytest.mark.parametrize(("completion", "reward"), [("42", 1.0), (" 42\n", 1.0), ("42.", 0.0), ("", 0.0), ("4 2", 0.0)])
 def test_exact(completion: str, reward: float) -> None:
-    assert named("exact")(PROMPT, completion) == reward
+    assert reward_for("exact")(PROMPT, completion) == reward
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,7 @@ def test_custom_error_is_the_users_own(custom: Callable[..., Reward]) -> None:
         custom(lambda: 1 / 0)(PROMPT, "")
 
 
-@pytest.mark.parametrize("name", ["exakt", ":f", "math:", "no_such_module:f", "math:no_such_function"])
-def test_a_reward_that_is_not_there_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", ["exakt", "model", ":f", "math:", "no_such_module:f", "math:no_such_function"])
+def test_a_reward_that_is_not_there_is_reward_for(name: str) -> None:
     with pytest.raises(ValueError, match=r"task\.reward"):
-        named(name)
+        reward_for(name)

@@ -1,29 +1,35 @@
 """The stream's promises: order, bounded admission, a cursor that loses nothing, seeds that depend on nothing else."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import tokenizer as characters
 from titan_rl.clock import Clock
-from titan_rl.config import Task
+from titan_rl.config import Algorithm, Task
 from titan_rl.data import PromptSource
-from titan_rl.rollouts import RolloutStream
+from titan_rl.reward_model import by_rule
+from titan_rl.rollouts import Judge, RolloutStream
 from titan_rl.seeds import derive, sample_seed
 from titan_rl.tasks import load_task
 from titan_rl.tokenizer import TextTokenizer
-from titan_rl.types import Completion, Request, Sampling
+from titan_rl.types import Completion, Group, Prompt, Request, Sampling
 
 
 class Echo:
-    """Answers a request after as many loop turns as `delays` says, out of order on purpose."""
+    """Answers a request after as many loop turns as `delays` says, out of order on purpose. A prompt whose id is in
+    `flat` is answered alike by all its samples; every other one by "1", "2", "1", ..."""
 
-    def __init__(self, delays: list[int]) -> None:
+    def __init__(self, delays: list[int], flat: Callable[[int], bool] = lambda id: False, length: int = 1) -> None:
         self.delays = delays
+        self.flat = flat
+        self.length = length
         self.requests: list[Request] = []
         self.running = 0
         self.most = 0
@@ -35,7 +41,10 @@ class Echo:
         for _ in range(self.delays[len(self.requests) % len(self.delays)]):
             await asyncio.sleep(0)
         self.running -= 1
-        return [Completion([8], [-0.5], [0], "stop") for _ in request.seeds]
+        flat, n = self.flat(int(request.id.removeprefix("prompt-"))), self.length
+        return [
+            Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [0] * n, "stop") for k in range(len(request.seeds))
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +58,27 @@ def source(tokenizer: TextTokenizer) -> PromptSource:
     return PromptSource(load_task(Task(), seed=1, eval_size=10), tokenizer, seed=3)
 
 
-def stream(echo: Echo, prompts: PromptSource, tokenizer: TextTokenizer, groups: int = 100) -> RolloutStream:
+async def right_if_one(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    return [float(text == "1") for text in texts]
+
+
+def stream(
+    echo: Echo,
+    prompts: PromptSource,
+    tokenizer: TextTokenizer,
+    groups: int = 100,
+    *,
+    judge: Judge = right_if_one,
+    sampling: Sampling | None = None,
+    **algorithm: Any,
+) -> RolloutStream:
     return RolloutStream(
         echo,
         prompts,
-        lambda prompt, text: float(text == "1"),
+        judge,
         tokenizer.decode,
-        sampling=Sampling(4),
+        algorithm=Algorithm(**algorithm),
+        sampling=sampling or Sampling(4),
         group_size=3,
         groups=groups,
         seed=7,
@@ -63,6 +86,7 @@ def stream(echo: Echo, prompts: PromptSource, tokenizer: TextTokenizer, groups: 
     )
 
 
+@settings(deadline=None)  # the first source imports torch
 @given(delays=st.lists(st.integers(0, 9), min_size=1, max_size=7), lag=st.integers(0, 3))
 def test_oldest_first_whatever_finishes_first(tokenizer: TextTokenizer, delays: list[int], lag: int) -> None:
     async def body() -> None:
@@ -120,6 +144,151 @@ def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
         assert rollout.mask == [0] * len(group.prompt.tokens) + [1]
         assert rollout.text == "1"
         assert rollout.reward == 1.0
+
+    asyncio.run(body())
+
+
+def ids(groups: Sequence[Group]) -> list[int]:
+    return [group.prompt.id for group in groups]
+
+
+def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> None:
+    """Of 0 1 2 3 are 0 and 3 flat; of their replacements 4 5 is 4; its own, 6, has a signal."""
+
+    async def body() -> None:
+        echo = Echo([2, 0, 1], flat={0, 3, 4}.__contains__)
+        rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, dynamic_sampling=True)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            groups = await rollouts.take(4)
+        assert ids(groups) == [1, 2, 5, 6]
+        assert ids(rollouts.dropped) == [0, 3, 4]
+        assert not any(group.flat for group in groups)
+        assert len(echo.requests) == 7  # replacements come on top of what the run admits
+
+    asyncio.run(body())
+
+
+def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        rollouts = stream(Echo([0], flat=lambda id: id < 2), source(tokenizer), tokenizer, 4, dynamic_sampling=True)
+        async with aclosing(rollouts):
+            rollouts.admit(2)
+            first = await rollouts.take(2)
+            rollouts.admit(2)
+            second = await rollouts.take(2)
+        assert (ids(first), ids(second)) == ([2, 3], [4, 5])
+        assert rollouts.dropped == []  # of the last take only
+
+    asyncio.run(body())
+
+
+def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -> None:
+    """All of a round are at the generators before the first of it is answered: the same batches in every run."""
+
+    async def body() -> None:
+        echo = Echo([5], flat=lambda id: id < 6)
+        rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True)
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            taking = asyncio.create_task(rollouts.take(6))
+            seen = set()
+            while not taking.done():
+                seen.add((len(echo.requests), echo.running))
+                await asyncio.sleep(0)
+            assert {requests for requests, _ in seen} <= {0, 6, 12}
+            assert (12, 6) in seen
+            assert ids(await taking) == list(range(6, 12))
+
+    asyncio.run(body())
+
+
+def test_a_step_goes_on_with_flat_groups_after_max_refills_rounds(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        echo = Echo([0], flat=lambda id: id != 1)
+        rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True, max_refills=3)
+        async with aclosing(rollouts):
+            rollouts.admit(3)
+            groups = await rollouts.take(3)
+        assert ids(groups) == [1, 7, 8]
+        assert ids(rollouts.dropped) == [0, 2, 3, 4, 5, 6]
+        assert len(echo.requests) == 3 + 3 * 2
+
+    asyncio.run(body())
+
+
+def test_without_dynamic_sampling_flat_groups_stay(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        rollouts = stream(Echo([0], flat=lambda id: True), source(tokenizer), tokenizer)
+        async with aclosing(rollouts):
+            rollouts.admit(2)
+            assert ids(await rollouts.take(2)) == [0, 1]
+        assert rollouts.dropped == []
+
+    asyncio.run(body())
+
+
+def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        rollouts = stream(Echo([1, 0], flat={1, 2}.__contains__), source(tokenizer), tokenizer, dynamic_sampling=True)
+        async with aclosing(rollouts):
+            rollouts.admit(2)
+            assert ids(await rollouts.take(2)) == [0, 3]
+            resumed = source(tokenizer)
+            resumed.load_state_dict(rollouts.cursor)
+        assert resumed.next().id == 4
+
+    asyncio.run(body())
+
+
+def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: TextTokenizer) -> None:
+    """Three of at most four tokens, a buffer of two: half of the penalty."""
+
+    async def body() -> None:
+        echo = Echo([0], length=3)
+        how = {"overlong_buffer": 2, "overlong_penalty": 0.25}
+        rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text: 1.0), **how)
+        async with aclosing(rollouts):
+            rollouts.admit(1)
+            (group,) = await rollouts.take(1)
+        assert group.rewards == [1.0] * 3
+        assert [r.penalty for r in group.rollouts] == [0.125] * 3
+        assert group.signals == [0.875] * 3
+
+    asyncio.run(body())
+
+
+def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        seen: list[tuple[int, list[list[int]], list[str]]] = []
+
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            for _ in range(9 - prompt.id):  # the first is judged last
+                await asyncio.sleep(0)
+            seen.append((prompt.id, [c.tokens for c in completions], list(texts)))
+            return [prompt.id + 0.1 * k for k in range(len(completions))]
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(3)
+            groups = await rollouts.take(3)
+        assert [group.rewards for group in groups] == [[i, i + 0.1, i + 0.2] for i in range(3)]
+        assert [id for id, _, _ in seen] == [2, 1, 0]
+        assert seen[0][1:] == ([[8], [9], [8]], ["1", "2", "1"])
+
+    asyncio.run(body())
+
+
+def test_a_judges_failure_is_the_takers(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            raise ZeroDivisionError
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(1)
+            with pytest.raises(ZeroDivisionError):
+                await rollouts.take(1)
 
     asyncio.run(body())
 

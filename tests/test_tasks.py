@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import config, tokenizer
-from titan_rl.tasks import Task, load_task, longest_prompt, shuffled
+from titan_rl.tasks import Task, load_task, longest_prompt, rejected_answer, shuffled
 from titan_rl.tokenizer import TextTokenizer
 
 
@@ -23,9 +24,9 @@ def write(path: Path, *lines: object) -> str:
     return str(path)
 
 
-def jsonl(tmp_path: Path, *lines: object, eval_size: int = 0, **keys: str) -> Task:
+def jsonl(tmp_path: Path, *lines: object, eval_size: int = 0, pairs: bool = False, **keys: Any) -> Task:
     path = write(tmp_path / "train.jsonl", *lines)
-    return load_task(config.Task(name="jsonl", path=path, **keys), seed=0, eval_size=eval_size)  # type: ignore[arg-type]
+    return load_task(config.Task(name="jsonl", path=path, **keys), seed=0, eval_size=eval_size, pairs=pairs)
 
 
 @pytest.mark.parametrize("eval_size", [0, 256, 9999])
@@ -41,6 +42,57 @@ def test_addition_answers_backwards() -> None:
     task = load_task(config.Task(), seed=0, eval_size=1)
     assert all(int(e.answer[::-1]) == e.row["a"] + e.row["b"] and len(e.answer) == 3 for e in task.train)
     assert {str(e.prompt): e.answer for e in (*task.train, *task.heldout)}["47+38="] == "580"
+
+
+def test_addition_has_a_wrong_answer_to_every_sum() -> None:
+    task = load_task(config.Task(), seed=0, eval_size=256)
+    examples = [*task.train, *task.heldout]
+    assert all(e.rejected != e.answer and e.rejected.isdecimal() for e in examples)
+    lengths = [len(e.rejected) for e in examples]
+    assert {n: lengths.count(n) / len(lengths) for n in (2, 3, 4)} == pytest.approx(
+        {2: 1 / 8, 3: 3 / 4, 4: 1 / 8}, abs=0.02
+    )
+
+
+@given(st.text("0123456789", min_size=3, max_size=3), st.integers(0, 2**64 - 1))
+def test_a_rejected_answer_is_never_right_and_one_edit_away(answer: str, draw: int) -> None:
+    got = rejected_answer(answer, draw)
+    assert got != answer
+    assert 2 <= len(got) <= 4
+    if len(got) == 3:
+        assert sum(a != b for a, b in zip(answer, got, strict=True)) == 1
+    short, long = sorted((answer, got), key=len)
+    assert len(short) == len(long) or any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+def test_pairs_leave_the_split_and_the_answers_alone() -> None:
+    one, pairs = (load_task(config.Task(), seed=1, eval_size=64, pairs=pairs) for pairs in (False, True))
+    assert one == pairs
+
+
+def test_jsonl_pairs_have_a_chosen_and_a_rejected_answer(tmp_path: Path, text: TextTokenizer) -> None:
+    rows = [{"question": "1+1=", "chosen": 2, "rejected": "3"}, {"q": "", "better": "a", "worse": "b"}]
+    (example,) = jsonl(tmp_path, rows[0], pairs=True).train
+    assert (example.prompt, example.answer, example.rejected, example.row) == ("1+1=", "2", "3", rows[0])
+    task = jsonl(tmp_path, rows[1], pairs=True, prompt_key="q", chosen_key="better", rejected_key="worse")
+    prompt = task.prompt(task.train[0], 4, text)
+    assert (prompt.answer, prompt.rejected, prompt.id) == ("a", "b", 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "1", "answer": "2"}, r"train\.jsonl:1: expected task\.chosen_key = 'chosen', found the columns"),
+        (
+            {"question": "1", "chosen": "2"},
+            r"train\.jsonl:1: expected task\.rejected_key = 'rejected', found the columns",
+        ),
+        ({"question": "1", "chosen": "2", "rejected": None}, r"train\.jsonl:1: 'rejected' must be"),
+    ],
+)
+def test_a_bad_pair_is_named_by_file_and_line(tmp_path: Path, line: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jsonl(tmp_path, line, pairs=True)
 
 
 def test_the_split_is_the_seeds() -> None:

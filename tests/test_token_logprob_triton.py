@@ -12,7 +12,11 @@ import torch
 from titan_rl.kernels import token_logprob as kernel
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from titan_rl.kernels.token_logprob_triton import descent_kernel, softmax_sums_kernel  # noqa: E402
 
 SHAPES = [(0, 5, 3), (1, 1, 1), (1, 130, 65), (3, 128, 64), (65, 129, 5), (17, 300, 70), (64, 257, 16)]
 
@@ -53,6 +57,22 @@ def interpret() -> None:
 def test_interpreted_kernels_agree_with_the_reference() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(dtype: str, capability: int) -> None:
+    kernels: dict[Any, dict[str, Any]] = {
+        softmax_sums_kernel: {"width": 256, "size": 70, "precision": "ieee", "block_tokens": 64}
+        | {"block_vocabulary": 128, "block_hidden": 64},
+        descent_kernel: {"with_entropy": True, "block": 1024},
+    }
+    for function, constants in kernels.items():
+        types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
+        types |= {name: "*fp32" for name in types if name.endswith("_ptr")} | {"targets_ptr": "*i64"}
+        types |= {name: f"*{dtype}" for name in types if name in ("hidden_ptr", "weight_ptr", "logits_ptr")}
+        compiled = triton.compile(ASTSource(function, types, constants), target=GPUTarget("cuda", capability, 32))
+        assert compiled.asm["cubin"]
 
 
 @pytest.mark.gpu

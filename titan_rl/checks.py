@@ -142,7 +142,9 @@ def _weights(folder: Path) -> Iterator[str]:
 def _task(config: Config) -> Iterator[str]:
     task = config.task
     for key, reward in (("reward", task.reward), ("eval_reward", task.eval_reward)):
-        if not reward or (key == "reward" and reward == "model"):
+        if key == "eval_reward" and reward == "model":
+            yield 'task.eval_reward: expected a rule, as a reward model does not judge itself, found "model"'
+        if reward in ("", "model"):
             continue
         try:
             reward_for(reward)
@@ -258,11 +260,11 @@ def _roles(config: Config, shape: ModelShape) -> Iterator[str]:
         yield from _folder(config, shape, "critic", config.critic.hf_assets_path, "")
     if a.kind == "rl" and config.task.reward == "model":
         yield from _folder(config, shape, "reward_model", config.reward_model.hf_assets_path, 'task.reward = "model"')
-        if config.eval.size and not config.task.eval_reward:
-            yield (
-                'task.eval_reward: expected a rule to judge held-out answers by where task.reward is "model" '
-                '(eval.size = 0: no evaluation), found ""'
-            )
+    if config.samples_rollouts and config.eval.size and config.task.reward == "model" and not config.task.eval_reward:
+        yield (
+            'task.eval_reward: expected a rule to judge held-out answers by where task.reward is "model" '
+            '(eval.size = 0: no evaluation), found ""'
+        )
 
 
 def _folder(config: Config, shape: ModelShape, role: str, folder: str, why: str) -> Iterator[str]:
@@ -322,9 +324,10 @@ def _parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
     seq_len = config.training.seq_len
     for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
         key, tp = f"{mesh}.tensor_parallel_degree", p.tensor_parallel_degree
+        own = _role_shape(config, mesh) or shape
         for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
-            if getattr(shape, size) % tp:
-                yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
+            if getattr(own, size) % tp:
+                yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
         if p.enable_sequence_parallel and seq_len % tp:
             yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallel), found {seq_len}"
 
@@ -334,6 +337,14 @@ def _parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
             yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
     if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
         yield f"{key}: expected a divisor or a multiple of the model's n_kv_heads = {shape.n_kv_heads}, found {tp}"
+
+
+def _role_shape(config: Config, role: str) -> ModelShape | None:
+    """Of a role whose model need not be the policy's; None of any other, and of a folder that `_folder` refuses."""
+    folders = {"teacher": config.teacher.hf_assets_path, "reward_model": config.reward_model.hf_assets_path}
+    with suppress(ValueError):
+        return shape_of_folder(folders[role], f"{role}.hf_assets_path") if role in folders else None
+    return None
 
 
 def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -372,10 +383,10 @@ def _lengths(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[str]:
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
-    generators = generator.replicas * generator.tensor_parallel_degree
+    generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0
     roles = {name: role.parallelism.world_size for name, role in config.roles.items()}
     total = trainers + generators + sum(roles.values())
-    parts = [f"{trainers} of the trainer", f"{generators} of the generators"]
+    parts = [f"{trainers} of the trainer", *([f"{generators} of the generators"] if generators else [])]
     parts += [f"{count} of the {name.replace('_', ' ')}" for name, count in roles.items()]
     processes = f"{total} processes ({', '.join(parts)})"
     if hosts.device == "cuda" and not gpus:
@@ -387,7 +398,7 @@ def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[
     elif on_gpu and total > gpus:
         yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"
 
-    if on_gpu or hosts.device == "cuda":
+    if on_gpu or hosts.device == "cuda" or not generators:
         return
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))

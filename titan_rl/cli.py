@@ -14,7 +14,7 @@ from titan_rl import checks, config_file
 from titan_rl.config import Config
 from titan_rl.config_file import ConfigError, as_toml, did_you_mean, schema
 
-PIPED_WIDTH = 260  # of --help where there is no terminal: one line a key, for grep
+PIPED_WIDTH = 300  # of --help where there is no terminal: one line a key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models

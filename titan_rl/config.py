@@ -500,6 +500,11 @@ class Config:
     debug: Debug = field(default_factory=Debug)
 
     @property
+    def samples_rollouts(self) -> bool:
+        """Whether the run has generators at all: to train on what they sample, or to be evaluated by it."""
+        return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.eval.size > 0)
+
+    @property
     def roles(self) -> dict[str, Role]:
         """The models beside the policy that have a mesh of their own."""
         a = self.algorithm

@@ -36,9 +36,7 @@ class Setup:
 
     @property
     def samples_rollouts(self) -> bool:
-        """Whether the run has generators at all: to train on what they sample, or to be evaluated by it."""
-        kind = self.config.algorithm.kind
-        return kind == "rl" or (kind != "reward" and bool(self.heldout.prompts or self.practice.prompts))
+        return self.config.samples_rollouts
 
     @property
     def finished(self) -> bool:
@@ -103,7 +101,8 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     tokenizer = TextTokenizer.load(model_folder)
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    measure = reward_for(config.task.eval_reward or config.task.reward)
+    rule = config.task.eval_reward or config.task.reward
+    measure = reward_for("exact" if rule == "model" else rule)  # without a rule there is nothing to evaluate: checks.py
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,

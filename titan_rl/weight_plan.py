@@ -9,13 +9,19 @@ order, which the rank packs and the reader reads. Generator replicas read the sa
 mesh that does not exist yet is as good as any other.
 """
 
-from collections import Counter
+import pickle
+import zlib
+from array import array
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from titan_rl.model_shape import ModelShape
 
+ROUTING_SLACK = 0.01  # of an even share: what a rank may send beyond its peers' where that saves a run
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to it; the pad rows are never read, so they are never written
 
 
@@ -74,19 +80,51 @@ class Copy:
         return self.blocks * self.rows * self.cols
 
 
+class Run(tuple[Copy, ...]):
+    """What a pair moves, in the order of its bytes. Pickled by columns and compressed: the layers of a model differ in
+    little but their names, so a copy costs about three bytes on the wire instead of eighty."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = {name: i for i, name in enumerate(dict.fromkeys(n for c in self for n in (c.name, c.param)))}
+        columns = zip(*((names[c.name], names[c.param], *_numbers(c)) for c in self), strict=True)
+        table = array("q", [number for column in columns for number in column])
+        return _unpickled, (zlib.compress(pickle.dumps((len(self), list(names), table)), 1),)
+
+
+def _numbers(c: Copy) -> tuple[int, ...]:
+    return (
+        *(c.src_row0, c.src_col0, c.rows, c.cols),
+        *(c.dst_row0, c.dst_col0, c.src_step, c.blocks, c.block_stride),
+    )
+
+
+def _unpickled(packed: bytes) -> Run:
+    count, names, table = pickle.loads(zlib.decompress(packed))
+    columns = (table[i * count : (i + 1) * count] for i in range(len(table) // count if count else 0))
+    return Run(
+        Copy(names[name], *source, names[param], *target)
+        for name, param, *source, a, b, c, d, e in zip(*columns, strict=True)
+        for target in ((a, b, c, d, e),)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`copies[trainer rank, reader]` is the order of the elements in that pair's run; every pair has an entry."""
 
-    copies: dict[tuple[int, int], tuple[Copy, ...]]
+    ranks: int
+    readers: int
+    copies: dict[tuple[int, int], Run]
 
-    def outgoing(self, rank: int) -> dict[int, tuple[Copy, ...]]:
+    def outgoing(self, rank: int) -> dict[int, Run]:
         """What a trainer rank packs, by reader."""
-        return {reader: copies for (r, reader), copies in self.copies.items() if r == rank and copies}
+        return {reader: run for reader in range(self.readers) if (run := self.copies[rank, reader])}
 
-    def incoming(self, reader: int) -> dict[int, tuple[Copy, ...]]:
+    def incoming(self, reader: int) -> dict[int, Run]:
         """What a reader reads, by trainer rank."""
-        return {rank: copies for (rank, r), copies in self.copies.items() if r == reader and copies}
+        return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
 
     def elements(self, rank: int, reader: int) -> int:
         return sum(copy.elements for copy in self.copies[rank, reader])
@@ -101,13 +139,11 @@ class Plan:
 
     def describe(self, itemsize: int) -> str:
         """One line for the terminal."""
-        ranks = sorted({rank for rank, _ in self.copies})
-        readers = sorted({reader for _, reader in self.copies})
         runs = [copies for copies in self.copies.values() if copies]
-        read = _span([itemsize * self.received(reader) for reader in readers])
-        sent = _span([itemsize * self.sent(rank) for rank in ranks])
+        read = _span([itemsize * self.received(reader) for reader in range(self.readers)])
+        sent = _span([itemsize * self.sent(rank) for rank in range(self.ranks)])
         return (
-            f"{len(readers)} reader(s) x {read} from {len(ranks)} trainer rank(s) x {sent}: "
+            f"{self.readers} reader(s) x {read} from {self.ranks} trainer rank(s) x {sent}: "
             f"{len(runs)} runs, {sum(map(len, runs))} copies"
         )
 
@@ -121,24 +157,41 @@ def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]])
     _check_disjoint(tensors)
     _check_wanted(tensors, readers)
 
+    grids = {name: _Grid(shards) for name, shards in tensors.items()}
     moves: list[_Move] = []
     for reader, wanted in enumerate(readers):
         for piece in wanted:
-            found = [_Move(reader, shard, list(_intersect(shard, piece))) for shard in tensors.get(piece.name, ())]
-            _check_filled(piece, [copy for move in found for copy in move.copies])
-            moves += [move for move in found if move.copies]
-
-    # Largest first onto the least loaded holder. Sorting is stable and ties go to the lowest rank: equal arguments
-    # give equal plans, whoever plans. The runs keep the order of the readers' pieces.
-    load = [0] * len(trainer)
-    source = [0] * len(moves)
-    for i in sorted(range(len(moves)), key=lambda i: -moves[i].elements):
-        source[i] = min(holders[moves[i].shard], key=load.__getitem__)
-        load[source[i]] += moves[i].elements
+            near = grids[piece.name].near(piece) if piece.name in grids else ()
+            found = [_Move(reader, holders[shard], copies) for shard in near if (copies := _intersect(shard, piece))]
+            _check_filled(piece, found)
+            moves += found
+    sources = _routed(moves, len(trainer))
     runs: dict[tuple[int, int], list[Copy]] = {(t, r): [] for t in range(len(trainer)) for r in range(len(readers))}
-    for rank, move in zip(source, moves, strict=True):
+    for rank, move in zip(sources, moves, strict=True):
         runs[rank, move.reader] += move.copies
-    return Plan({pair: tuple(copies) for pair, copies in runs.items()})
+    return Plan(len(trainer), len(readers), {pair: Run(copies) for pair, copies in runs.items()})
+
+
+def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:
+    """The rank that each move comes from: largest first, onto the least loaded holder.
+
+    A holder that already has a run to the reader is preferred within ROUTING_SLACK: else the norms, which all ranks of
+    a tensor-parallel group hold and which weigh nothing, would make a run of every pair. Sorting is stable and ties go
+    to the lowest rank: equal arguments give equal plans, whoever plans.
+    """
+    load, source, paired = [0] * ranks, [0] * len(moves), set[tuple[int, int]]()
+    slack = ROUTING_SLACK * sum(move.elements for move in moves) / max(ranks, 1)
+    for i in sorted(range(len(moves)), key=lambda i: -moves[i].elements):
+        reader, holders = moves[i].reader, moves[i].holders
+        rank = min(holders, key=load.__getitem__)
+        if (rank, reader) not in paired and len(holders) > 1:
+            bound = load[rank] + slack
+            known = [other for other in holders if load[other] <= bound and (other, reader) in paired]
+            rank = min(known, key=load.__getitem__, default=rank)
+        source[i] = rank
+        load[rank] += moves[i].elements
+        paired.add((rank, reader))
+    return source
 
 
 def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
@@ -255,17 +308,38 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
         yield embedding("lm_head.weight")
 
 
-@dataclass(frozen=True, slots=True)
 class _Move:
     """What one shard gives to one piece: it comes from a single one of the shard's holders."""
 
-    reader: int
-    shard: Shard
-    copies: list[Copy]
+    __slots__ = ("copies", "elements", "holders", "reader")
 
-    @property
-    def elements(self) -> int:
-        return sum(copy.elements for copy in self.copies)
+    def __init__(self, reader: int, holders: list[int], copies: list[Copy]) -> None:
+        self.reader = reader
+        self.holders = holders
+        self.copies = copies
+        self.elements = sum(copy.elements for copy in copies)
+
+
+class _Grid:
+    """A tensor's disjoint shards, by columns and then by rows: a piece asks only those that it may meet."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        columns: dict[tuple[int, int], list[Shard]] = defaultdict(list)
+        for shard in sorted(shards, key=lambda shard: shard.row0):
+            columns[shard.col0, shard.col0 + shard.cols].append(shard)
+        self._columns = [(*bounds, group, [s.row0 + s.rows for s in group]) for bounds, group in columns.items()]
+
+    def near(self, piece: Piece) -> Iterator[Shard]:
+        for left, right, shards, ends in self._columns:
+            if left < piece.col0 + piece.cols and piece.col0 < right:
+                # The rotary order moves rows within a head, so whole heads are asked.
+                size = shards[0].head_dim or 1
+                first = piece.row0 // size * size
+                last = -(-(piece.row0 + piece.rows) // size) * size
+                for i in range(bisect_left(ends, first + 1), len(shards)):
+                    if shards[i].row0 >= last:
+                        break
+                    yield shards[i]
 
 
 def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
@@ -281,37 +355,41 @@ def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
     return holders
 
 
-def _intersect(shard: Shard, piece: Piece) -> Iterator[Copy]:
+def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
     """The copies that bring a shard's part of a piece."""
     col0 = max(shard.col0, piece.col0)
     cols = min(shard.col0 + shard.cols, piece.col0 + piece.cols) - col0
     first = max(shard.row0, piece.row0)
     last = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
     if cols <= 0:
-        return
+        return []
     src_col0, dst_col0 = col0 - shard.col0, piece.dst_col0 + col0 - piece.col0
     src, dst = -shard.row0, piece.dst_row0 - piece.row0  # to local rows
     if not shard.head_dim:
-        if first < last:
-            yield Copy(piece.name, src + first, src_col0, last - first, cols, piece.param, dst + first, dst_col0)
-        return
+        if first >= last:
+            return []
+        return [Copy(piece.name, src + first, src_col0, last - first, cols, piece.param, dst + first, dst_col0)]
+    copies = []
     for half in (0, 1):
         size = shard.head_dim
         for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
             starts = [start for start, _, _ in heads]
-            yield Copy(
-                piece.name,
-                src + starts[0] + 2 * low + half,
-                src_col0,
-                high - low,
-                cols,
-                piece.param,
-                dst + starts[0] + half * (size // 2) + low,
-                dst_col0,
-                src_step=2,
-                blocks=len(starts),
-                block_stride=size,
+            copies.append(
+                Copy(
+                    piece.name,
+                    src + starts[0] + 2 * low + half,
+                    src_col0,
+                    high - low,
+                    cols,
+                    piece.param,
+                    dst + starts[0] + half * (size // 2) + low,
+                    dst_col0,
+                    src_step=2,
+                    blocks=len(starts),
+                    block_stride=size,
+                )
             )
+    return copies
 
 
 def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, int, int]]:
@@ -352,12 +430,12 @@ def _check_wanted(tensors: Iterable[str], readers: Sequence[Sequence[Piece]]) ->
         )
 
 
-def _check_filled(piece: Piece, copies: list[Copy]) -> None:
+def _check_filled(piece: Piece, moves: list[_Move]) -> None:
     """Shards are disjoint, so that a piece's copies are too, and counting elements is enough."""
-    if sum(copy.elements for copy in copies) == piece.rows * piece.cols:
+    if sum(move.elements for move in moves) == piece.rows * piece.cols:
         return
     filled = Counter[int]()
-    for copy in copies:
+    for copy in (copy for move in moves for copy in move.copies):
         for block in range(copy.blocks):
             top = copy.dst_row0 + block * copy.block_stride
             filled.update(dict.fromkeys(range(top, top + copy.rows), copy.cols))
