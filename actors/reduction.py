@@ -66,9 +66,8 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepSt
     metrics = {name: mean([u.means[name] for u in updates]) for name in first.means}
     metrics |= {name: _finite(max(u.maxima[name] for u in updates)) for name in first.maxima}
     metrics |= {name: _finite(min(u.minima[name] for u in updates)) for name in first.minima}
-    metrics |= {
-        name: value for name, value in {**first.means, **first.maxima}.items() if name.startswith("logprob_gap/")
-    }
+    gap = {name: value for name, value in {**first.means, **first.maxima}.items() if name.startswith("logprob_gap/")}
+    metrics |= {name: _finite(value) for name, value in gap.items()}
     return StepStats(
         loss=mean([u.loss for u in updates]),
         grad_norm=mean([u.grad_norm for u in updates]),

@@ -82,9 +82,7 @@ def force_sum_reduction(model: torch.nn.Module) -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def initialize(
-    model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False
-) -> None:
+def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False) -> None:
     """The same random weights on any mesh: an unsharded copy is drawn from the seed, then each rank keeps its part.
     Matrices are normal with `std`, or as TorchTitan's model has it where that is 0.
 

@@ -4,15 +4,16 @@
     .venv/bin/python scripts/bench_kernels.py                       # all benchmarks
     .venv/bin/python scripts/bench_kernels.py token_logprob --repeats 9 --csv /tmp/kernels.csv
 
-Variants are timed in turn, so that a busy machine slows all of them. Memory is a process of its own per variant: its
-peak over what it held with the inputs made, results and gradients included; on a GPU the allocator's peak.
+Variants are timed in turn, so that a busy machine slows all of them; with two threads it does not slow them alike, as
+one waits for the other at every operation's end: there, use `--threads 1` and read the CPU time. Memory is a process of
+its own per variant: its peak over what it held with the inputs made, results and gradients included; on a GPU the
+allocator's peak.
 """
 
 import argparse
 import csv
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -156,7 +157,7 @@ BENCHES = {
     "token_logprob": Bench(
         build=token_logprob_pass,
         variants=tuple(TOKEN_LOGPROB),
-        timed=(shape(2048, 64), shape(2048, 256), shape(2048, 1024, vocabulary=32768), shape(2048, 64, "bfloat16")),
+        timed=(shape(1024, 64), shape(1024, 256), shape(1024, 1024, vocabulary=32768), shape(1024, 64, "bfloat16")),
         weighed={
             "plain": (shape(1024, 64), shape(2048, 64), shape(4096, 64)),
             "titan_rl": (shape(2048, 64), shape(4096, 64), shape(8192, 64)),
@@ -183,17 +184,18 @@ def available(variants: tuple[str, ...]) -> list[str]:
     return list(variants)
 
 
-def seconds(run: Pass) -> float:
-    began = time.perf_counter()
+def seconds(run: Pass) -> dict[str, float]:
+    began, began_cpu = time.perf_counter(), time.process_time()
     run()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+        return {"wall time, s": time.perf_counter() - began}
+    return {"wall time, s": time.perf_counter() - began, "CPU time, s": time.process_time() - began_cpu}
 
 
-def times(bench: Bench, case: dict[str, Any], variants: list[str], repeats: int) -> dict[str, list[float]]:
+def times(bench: Bench, case: dict[str, Any], variants: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
     passes = {variant: bench.build(variant, **case) for variant in variants}
-    found: dict[str, list[float]] = {variant: [] for variant in variants}
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn in range(1 + repeats):  # the first warms up
         for variant, run in passes.items():
             taken = seconds(run)
@@ -217,18 +219,25 @@ def weigh(bench: str, variant: str, case: dict[str, Any]) -> float:
         held = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - held) / 2**20
-    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held = resident_mib("VmRSS")
     run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held) / 2**20
+    return resident_mib("VmHWM") - held
+
+
+def resident_mib(field: str) -> float:
+    """Of /proc/self/status. `ru_maxrss` would not do: a process starts with that of the one that started it."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) / 1024
 
 
 def rows_of(name: str, bench: Bench, repeats: int) -> list[dict[str, str]]:
     variants, rows = available(bench.variants), []
     for case in bench.timed:
         found = times(bench, case, variants, repeats)
-        first = statistics.median(found[variants[0]])
-        for variant, taken in found.items():
-            rows.append(row(name, case, variant, "time, s", taken, first))
+        for measure in found[variants[0]][0]:
+            values = {variant: [taken[measure] for taken in found[variant]] for variant in variants}
+            first = statistics.median(values[variants[0]])
+            rows += [row(name, case, variant, measure, values[variant], first) for variant in variants]
     plain_mib: dict[str, float] = {}
     for variant in variants:
         for case in bench.weighed[variant]:
@@ -263,6 +272,8 @@ def append(path: Path, rows: list[dict[str, str]]) -> None:
         "commit": git_commit()[:12],
         "machine": ", ".join(host["gpus"]) if DEVICE == "cuda" else f"{host['cores']} x {host['cpu']}",
         "engines": f"torch {engines['torch']}, torchtitan {engines['torchtitan']}",
+        "threads": torch.get_num_threads(),
+        "load": f"{os.getloadavg()[0]:.1f}",  # beyond the threads it is somebody else's
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
@@ -277,10 +288,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benches", nargs="*", metavar="bench", help=f"of {', '.join(BENCHES)}; all without any")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--weigh", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(arguments.threads)
     if arguments.weigh:
         print(weigh(*arguments.weigh))
         return

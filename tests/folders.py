@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titan_rl.config import Config
+from titan_rl.config import Config, Model
 from titan_rl.model_shape import ModelShape, shape_of
 from titan_rl.setup import write_model_folder
 
@@ -14,8 +14,10 @@ def write_hf(folder: Path, shape: ModelShape) -> Path:
     return folder
 
 
-def write_roles(config: Config) -> None:
-    """The folders of the roles that a config names, each of the policy's shape."""
+def write_models(config: Config) -> None:
+    """The folders that a config takes its policy and its roles from, all of one shape."""
+    if config.model.hf_assets_path:
+        write_hf(Path(config.model.hf_assets_path), shape_of(Model(name=config.model.name)))
     shape = shape_of(config.model)
     if config.algorithm.needs_teacher:
         write_hf(Path(config.teacher.hf_assets_path), shape)

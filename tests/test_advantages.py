@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.advantages import (
@@ -171,6 +171,7 @@ def test_soft_overlong_punishment_is_the_papers_and_verls(length: int, longest: 
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@settings(deadline=None)  # torch starts up in the first
 @given(logprobs=st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=9))
 def test_a_penalty_is_the_kernels_estimate(estimator: Estimator, logprobs: Sequence[tuple[float, float]]) -> None:
     policy, reference = (np.array(column, np.float64) for column in zip(*logprobs, strict=True))

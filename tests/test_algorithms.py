@@ -49,12 +49,12 @@ def language_model(runs: Runs, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def reward_model(runs: Runs, folder: Path) -> Run:
-    keys = STEPS | {"training__steps": 4, "eval__interval": 2, "checkpoint__interval": 2}
-    mesh = {"parallelism__data_parallel_shard_degree": 2}
-    return runs.finish(
-        folder / "reward", "reward_model_llama", cold_start__steps=0, training__global_batch_size=16, **keys, **mesh
-    )
+def reward_model(runs: Runs, folder: Path, language_model: Run) -> Run:
+    """From the sft run's policy, as the config has it, on two FSDP2 ranks."""
+    keys: dict[str, Any] = STEPS | {"training__steps": 4, "eval__interval": 2, "checkpoint__interval": 2}
+    start: dict[str, Any] = {"model__hf_assets_path": language_model.folder / "hf", "parallelism__data_parallel_shard_degree": 2}
+    batch: dict[str, Any] = {"cold_start__steps": 0, "training__global_batch_size": 16}
+    return runs.finish(folder / "reward", "reward_model_llama", **keys, **start, **batch)
 
 
 def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("mesh", ["own", "trainer"])
 def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_path: Path, mesh: str) -> None:
-    teacher = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
+    teacher: dict[str, Any] = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
     lines = steps(runs.finish(tmp_path / "run", "opd_llama", **STEPS, **teacher))
     assert len(lines) == 3
     assert all(line["advantage/min"] != line["advantage/max"] for line in lines)
@@ -89,7 +89,7 @@ def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_pat
 def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
     runs: Runs, reward_model: Run, tmp_path: Path
 ) -> None:
-    keys = {
+    keys: dict[str, Any] = {
         "reward_model__hf_assets_path": reward_model.folder / "hf",
         "critic__hf_assets_path": reward_model.folder / "hf",
     }
@@ -102,7 +102,7 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
 def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path, name: str) -> None:
     """The reference on a mesh of its own, and lent to the trainer: the same numbers."""
-    keys = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
+    keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
     own = steps(runs.finish(tmp_path / "own", f"{name}_llama", reference__mesh="own", **keys), "fit")
     first, *_, last = own
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
@@ -140,7 +140,7 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
 
 
 def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
-    keys = DENSE | {"checkpoint__interval": 2, "lr_scheduler__warmup_steps": 0, "critic__warmup_steps": 0}
+    keys: dict[str, Any] = DENSE | {"checkpoint__interval": 2, "lr_scheduler__warmup_steps": 0, "critic__warmup_steps": 0}
     whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
     runs.finish(tmp_path / "parts", "ppo_llama", training__steps=2, **keys)
     parts = steps(runs.finish(tmp_path / "parts", "ppo_llama", training__steps=4, **keys))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folders import write_hf
 
 from titan_rl import tokenizer
 from titan_rl.checks import CPU_HEAD_DIMS, host_problems, problems, visible_gpus, warnings
@@ -80,7 +81,8 @@ def test_the_defaults_run() -> None:
         ("[training]\nseq_len = 4096", "training.seq_len: expected at most the model's max_seq_len = 2048, found 4096"),
         (
             "[rollout]\ngroup_size = 1",
-            "rollout.group_size: expected at least 2, for group-relative advantages, found 1",
+            'rollout.group_size: expected at least 2 samples, which algorithm.advantage = "group" compares with each '
+            "other, found 1",
         ),
         ('[model]\nname = "qwen3"\ndim = 130', "model.dim: expected a multiple of n_heads = 4 where head_dim is 0"),
         ("[model]\ndim = 130", "model.dim: expected head_dim x n_heads"),
@@ -99,7 +101,10 @@ def test_the_defaults_run() -> None:
             "[model]\nn_layers = 64\n[training]\nseq_len = 2048\n[generator]\nkv_cache_memory_mb = 32",
             "generator.kv_cache_memory_mb: expected at least 65, which one sequence of 2048 tokens takes, found 32",
         ),
-        ('[task]\nreward = "exct"', 'task.reward: expected "exact", "last_number" or "package.module:function"'),
+        (
+            '[task]\nreward = "exct"',
+            'task.reward: expected "exact", "last_number", "model" or "package.module:function"',
+        ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
         (
@@ -111,6 +116,239 @@ def test_the_defaults_run() -> None:
 def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
     (problem,) = problems(config(tmp_path, toml))
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (
+            'name = "rloo"\n[rollout]\ngroup_size = 1',
+            'rollout.group_size: expected at least 2 samples, which algorithm.advantage = "leave_one_out" compares',
+        ),
+        (
+            'advantage = "leave_one_out"',
+            'algorithm.normalize: expected "none" or "batch", as algorithm.advantage = "leave_one_out" is not relative '
+            'to its group, found "group"',
+        ),
+        ('advantage = "return"', 'as algorithm.advantage = "return" is not relative to its group, found "group"'),
+        (
+            'name = "reinforce_pp"\ndynamic_sampling = true\n[rollout]\ngroup_size = 1',
+            "algorithm.dynamic_sampling: expected false where rollout.group_size is 1, found true",
+        ),
+        (
+            "dual_clip = 1.25\nclip_high = 0.28",
+            "algorithm.dual_clip: expected above 1 + clip_high = 1.28 (0: off), found 1.25",
+        ),
+        (
+            'name = "cispo"\ndual_clip = 6',
+            'algorithm.dual_clip: expected 0 where algorithm.clip is "cispo", found 6',
+        ),
+        ("correction_low = 2", "algorithm.correction_low: expected below algorithm.correction_high = 2, found 2"),
+        ("rejection_high = 0.25", "algorithm.rejection_low: expected below algorithm.rejection_high = 0.25, found 0.5"),
+        (
+            'correction = "token_tis"',
+            'algorithm.proximal: expected "trainer" where algorithm.correction is "token_tis"',
+        ),
+        ("minibatches = 3", "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16, found 3"),
+        (
+            "overlong_buffer = 65",
+            "algorithm.overlong_buffer: expected at most rollout.max_new_tokens = 64, found 65",
+        ),
+        (
+            'name = "reward_model"\n[cold_start]\nsteps = 5',
+            "cold_start.steps: expected 0, as a reward model writes no answers, found 5",
+        ),
+        (
+            'kl_coef = 0.5\n[reference]\nmesh = "none"',
+            'reference.mesh: expected "trainer" or "own", as algorithm.kl_coef = 0.5 needs a reference, found "none"',
+        ),
+        (
+            'name = "dpo"\n[reference]\nmesh = "none"',
+            'reference.mesh: expected "trainer" or "own", as algorithm.name = "dpo" needs a reference, found "none"',
+        ),
+        ('name = "ppo"', 'critic.lr: expected above 0, as algorithm.name = "ppo" trains a critic, found 0'),
+        (
+            'name = "opd"',
+            'teacher.hf_assets_path: expected a Hugging Face folder, as algorithm.name = "opd" needs one, found ""',
+        ),
+        (
+            'name = "opd"\n[teacher]\nhf_assets_path = "/no/such"',
+            "teacher.hf_assets_path: expected a Hugging Face folder, found none at /no/such",
+        ),
+        (
+            '[task]\nreward = "model"\neval_reward = "exact"',
+            'reward_model.hf_assets_path: expected a Hugging Face folder, as task.reward = "model" needs one, found ""',
+        ),
+        ('[task]\neval_reward = "model"', "task.eval_reward: expected a rule, as a reward model does not judge itself"),
+        ('[task]\neval_reward = "exct"', 'task.eval_reward: expected "exact", "last_number"'),
+        ('[task]\neval_reward = "no_such:f"', "task.eval_reward = 'no_such:f': No module named 'no_such'"),
+        (
+            'name = "sft"\n[task]\nreward = "model"',
+            'task.eval_reward: expected a rule to judge held-out answers by where task.reward is "model"',
+        ),
+        (
+            'kl_coef = 0.5\n[reference]\nmesh = "own"\ntensor_parallel_degree = 4',
+            "reference.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 2, found 4",
+        ),
+        (
+            'name = "ppo"\n[critic]\nlr = 1e-3\ndata_parallel_shard_degree = 15',
+            "hosts.slots: expected room for 17 processes (1 of the trainer, 1 of the generators, 15 of the critic)",
+        ),
+    ],
+)
+def test_one_problem_of_an_algorithm_or_its_roles(tmp_path: Path, toml: str, message: str) -> None:
+    (problem,) = problems(config(tmp_path, f"[algorithm]\n{toml}"))
+    assert message in problem
+
+
+def test_every_problem_of_an_algorithm_at_once(tmp_path: Path) -> None:
+    toml = """
+        [algorithm]
+        name = "ppo"
+        normalize = "group"
+        dynamic_sampling = true
+        dual_clip = 1.125
+        clip = "none"
+        correction = "token_mask"
+        correction_low = 3
+        rejection_low = 3
+        minibatches = 5
+        overlong_buffer = 100
+        kl_coef = 0.1
+        [rollout]
+        group_size = 1
+        [reference]
+        mesh = "none"
+        [task]
+        reward = "model"
+    """
+    keys = [problem.split(":")[0] for problem in problems(config(tmp_path, toml))]
+    assert keys == [
+        "algorithm.normalize",
+        "algorithm.dynamic_sampling",
+        "algorithm.dual_clip",
+        "algorithm.dual_clip",
+        "algorithm.correction_low",
+        "algorithm.rejection_low",
+        "algorithm.proximal",
+        "algorithm.minibatches",
+        "algorithm.overlong_buffer",
+        "reference.mesh",
+        "critic.lr",
+        "reward_model.hf_assets_path",
+        "task.eval_reward",
+    ]
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        'name = "ppo"\n[critic]\nlr = 1e-3\n[rollout]\ngroup_size = 1',  # its baseline is the critic
+        'name = "reinforce_pp"\n[rollout]\ngroup_size = 1',
+        'correction = "token_tis"\nproximal = "trainer"',
+        'rejection = "geometric"',
+        "dual_clip = 3",
+        "minibatches = 4\nepochs = 3",
+        "overlong_buffer = 64",
+        '[reference]\nmesh = "none"',  # nothing needs one
+        'name = "sft"\nminibatches = 3\ndual_clip = 0.5',  # keys of RL
+        'name = "reward_model"\n[task]\nreward = "model"',  # it is judged by the order of pairs
+        'name = "reward_model"\n[hosts]\nslots = 1',  # it has no generators
+        'name = "dpo"\n[eval]\nsize = 0\n[hosts]\nslots = 1',
+    ],
+)
+def test_no_problem_of_an_algorithm(tmp_path: Path, toml: str) -> None:
+    assert problems(config(tmp_path, f"[algorithm]\n{toml}")) == []
+
+
+ROLES = {
+    "teacher": '[algorithm]\nname = "opd"\n[teacher]\nhf_assets_path = "{}"\n',
+    "critic": '[algorithm]\nname = "ppo"\n[critic]\nlr = 1e-3\nhf_assets_path = "{}"\n',
+    "reward_model": '[task]\nreward = "model"\neval_reward = "exact"\n[reward_model]\nhf_assets_path = "{}"\n',
+}
+roles = pytest.mark.parametrize("role", ROLES)
+
+
+def role_folder(tmp_path: Path, role: str, **changes: Any) -> Path:
+    shape = replace(shape_of(Model()), **changes)
+    return write_hf(tmp_path / role, shape.with_value_head() if role == "reward_model" else shape)
+
+
+@roles
+def test_a_role_of_the_policys_shape_and_tokenizer_fits(tmp_path: Path, role: str) -> None:
+    assert problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, role)))) == []
+
+
+def test_a_critic_may_start_from_a_reward_model(tmp_path: Path) -> None:
+    folder = role_folder(tmp_path, "reward_model")
+    assert problems(config(tmp_path, ROLES["critic"].format(folder))) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "wanted"),
+    [("teacher", "a language model"), ("reward_model", "a reward model (*ForSequenceClassification)")],
+)
+def test_a_role_of_another_kind_is_refused(tmp_path: Path, role: str, wanted: str) -> None:
+    other = "reward_model" if role == "teacher" else "teacher"
+    (problem,) = problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, other))))
+    assert problem.startswith(f"{role}.hf_assets_path: expected {wanted}, found another kind in ")
+
+
+@roles
+def test_a_role_with_another_tokenizer_is_refused(tmp_path: Path, role: str) -> None:
+    folder = role_folder(tmp_path, role)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["+"], vocabulary["-"] = vocabulary["-"], vocabulary["+"]  # as many ids, but other texts
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    (problem,) = problems(config(tmp_path, ROLES[role].format(folder)))
+    assert problem.startswith(f"{role}.hf_assets_path: expected the policy's tokenizer, found another in {folder}")
+
+
+@roles
+def test_a_role_without_weights_or_tokenizer_is_refused(tmp_path: Path, role: str) -> None:
+    folder = role_folder(tmp_path, role)
+    found = config(tmp_path, ROLES[role].format(folder))
+    (folder / "model.safetensors").unlink()
+    assert problems(found) == [f"{role}.hf_assets_path: expected *.safetensors in {folder}, found none"]
+    (folder / "tokenizer.json").unlink()
+    (problem,) = problems(found)
+    assert problem.startswith(f"{role}.hf_assets_path: expected a tokenizer, found ")
+
+
+def test_a_role_is_held_against_the_policys_own_folder(tmp_path: Path, folder: Path) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher")) + f'[model]\nhf_assets_path = "{folder}"'
+    assert problems(config(tmp_path, toml)) == []
+
+
+def test_a_teacher_of_another_shape_needs_a_mesh_of_its_own(tmp_path: Path) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher", n_layers=9))
+    assert problems(config(tmp_path, toml)) == []
+    (problem,) = problems(config(tmp_path, toml + 'mesh = "trainer"'))
+    expected = 'teacher.mesh: expected "own" for a teacher of another shape than the policy\'s, found "trainer"'
+    assert problem == expected
+
+
+def test_a_critic_of_another_shape_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(config(tmp_path, ROLES["critic"].format(role_folder(tmp_path, "critic", n_layers=9))))
+    assert problem.startswith("critic.hf_assets_path: expected the policy's shape, found another in ")
+
+
+@pytest.mark.parametrize("role", ["teacher", "reward_model"])
+def test_a_role_is_cut_by_its_own_dimensions(tmp_path: Path, role: str) -> None:
+    """The policy has two kv heads; a larger model beside it may have more, or fewer."""
+    larger = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=4))
+    assert problems(config(tmp_path, larger + "tensor_parallel_degree = 4")) == []
+    smaller = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=1))
+    (problem,) = problems(config(tmp_path, smaller + "tensor_parallel_degree = 2"))
+    assert problem == f"{role}.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 1, found 2"
+
+
+def test_k1_in_the_loss_is_warned_of(tmp_path: Path) -> None:
+    (warning,) = warnings(config(tmp_path, '[algorithm]\nkl_coef = 0.1\nkl = "k1"'))
+    assert warning.startswith('algorithm.kl is "k1" in the loss: its gradient is zero on average')
+    for silent in ('kl = "k1"', 'kl_coef = 0.1\nkl = "k1"\nkl_in = "reward"', 'kl_coef = 0.1\nkl = "k2"'):
+        assert warnings(config(tmp_path, f"[algorithm]\n{silent}")) == []
 
 
 @pytest.mark.parametrize(
@@ -255,6 +493,16 @@ def test_good_rows(tmp_path: Path) -> None:
     assert problems(config(tmp_path, text)) == []
 
 
+def test_pairs_are_read_by_their_own_columns(tmp_path: Path) -> None:
+    pair = {"question": "1+1=", "chosen": "2", "rejected": "3"}
+    for name in ("dpo", "ipo", "reward_model"):
+        text = f'[algorithm]\nname = "{name}"\n[eval]\nsize = 0\n[task]\nname = "jsonl"\npath = '
+        good = text + f'"{rows(tmp_path / "good.jsonl", pair)}"'
+        assert problems(config(tmp_path, good)) == []
+        (problem,) = problems(config(tmp_path, text + f'"{rows(tmp_path / "bad.jsonl", pair, GOOD)}"'))
+        assert "bad.jsonl:2: expected task.chosen_key = 'chosen', found the columns" in problem
+
+
 def test_a_reward_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_reward.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
@@ -306,7 +554,12 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: 
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_shipped_configs_need_at_most_files_and_gpus(name: str) -> None:
+def test_shipped_configs_need_at_most_files_and_gpus(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # else the folders of an earlier run may be found
     found = problems(load(find(name)), gpus=8)
-    files = ("model.hf_assets_path: expected a Hugging Face folder", "task.path: ", "task.eval_path: ")
-    assert all(problem.startswith(files) for problem in found), found
+    models = tuple(
+        f"{section}.hf_assets_path: expected a Hugging Face folder" for section in ("model", "teacher", "reward_model")
+    )
+    assert all(problem.startswith((*models, "task.path: ", "task.eval_path: ")) for problem in found), found

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +74,24 @@ def test_overrides(argv: list[str], section: str, key: str, value: object) -> No
 def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     heading, problem = refused(capsys, "--config", "grpo_llama", *argv)
     assert heading == "titan_rl: 1 problem in grpo_llama"
+    assert problem.startswith(f"  - {message}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--algorithm.name=ppo"], 'critic.lr: expected above 0, as algorithm.name = "ppo" trains a critic, found 0'),
+        (["--algorithm.name=dpo", "--reference.mesh=none"], 'reference.mesh: expected "trainer" or "own"'),
+        (["--algorithm.name=gppo"], "--algorithm.name: expected one of "),
+        (["--algorithm.minibatches=3"], "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16"),
+        (["--algorithm.correction=token_mask"], 'algorithm.proximal: expected "trainer"'),
+    ],
+)
+def test_an_algorithm_that_cannot_run_leaves_with_2_and_no_traceback(argv: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "titan_rl.run", "--config", "grpo_llama", *argv]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    heading, problem = run.stderr.splitlines()
+    assert (run.returncode, run.stdout, heading) == (2, "", "titan_rl: 1 problem in grpo_llama")
     assert problem.startswith(f"  - {message}")
 
 

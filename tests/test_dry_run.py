@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from folders import write_hf, write_roles
+from folders import write_hf, write_models
 
 from titan_rl import tokenizer as characters
 from titan_rl.config import Model
@@ -61,7 +61,7 @@ def test_every_tiny_config_is_ready(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a role's folder is not that of an earlier run
     config = load(find(name))
-    write_roles(config)
+    write_models(config)
     dump = tmp_path / "dump"
     assert main(["--config", name, "--dry-run", "--job.dump_folder", str(dump)]) == 0
     out = capsys.readouterr().out
@@ -72,17 +72,21 @@ def test_every_tiny_config_is_ready(
     assert not dump.exists()
 
 
-@pytest.mark.parametrize("name", ["ppo_reward_model_llama", "opd_llama"])
-def test_a_role_that_is_yet_to_be_trained_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [("ppo_reward_model_llama", "reward_model"), ("opd_llama", "teacher"), ("reward_model_llama", "model")],
+)
+def test_a_model_that_another_config_is_yet_to_train_is_named(
+    name: str, section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(["--config", name, "--dry-run"])
     assert stop.value.code == 2
-    _, problem = capsys.readouterr().err.splitlines()
-    role = {"opd_llama": "teacher"}.get(name, "reward_model")
-    assert problem.startswith(f"  - {role}.hf_assets_path: expected a Hugging Face folder, found none at outputs/")
+    problems = capsys.readouterr().err.splitlines()[1:]
+    expected = f"  - {section}.hf_assets_path: expected a Hugging Face folder, found none at outputs/"
+    assert any(problem.startswith(expected) for problem in problems)
+    assert all(".hf_assets_path: " in problem for problem in problems)
 
 
 def test_a_reward_model_may_judge_a_run_that_evaluates_nothing(

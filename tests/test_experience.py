@@ -123,6 +123,14 @@ def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
     assert told(groups) == pytest.approx([7 / 3])
 
 
+def test_a_reward_lies_on_the_last_token_that_is_trained_on() -> None:
+    completion = Completion([5, 6, 7], [-0.5, -0.5, -math.inf], [0, 0, 0], "stop")  # the last one is not
+    groups = [group(Rollout([Turn([1], completion)], "", 2.0))]
+    a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
+    _, samples = with_advantages(groups, samples_of(groups, a), a)
+    assert advantages(samples) == [[0, 1, 2, 0]]
+
+
 def test_ppo_has_the_critics_advantages_and_returns() -> None:
     a = algorithm("ppo", normalize="none", gamma=0.9, gae_lambda=0.8)
     groups = [group(with_tool(1.0))]

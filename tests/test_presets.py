@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from folders import write_hf, write_roles
+from folders import write_hf, write_models
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,7 +128,7 @@ def test_every_preset_has_a_shipped_config() -> None:
 def test_a_shipped_config_runs_where_its_roles_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # theirs are relative to where a run is started
     config = load(find(name))
-    write_roles(config)
+    write_models(config)
     assert (problems(config), warnings(config)) == ([], [])
 
 

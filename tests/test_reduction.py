@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.actors.reduction import Reduction, derived, finish
@@ -75,6 +75,15 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
     )
 
 
+def test_a_steps_gap_is_its_first_updates() -> None:
+    """Later updates have moved away from the weights that sampled."""
+    gaps = [
+        reduced(statistics(tokens={"logprob_gap/mean": mean, "entropy": 1.0}, maxima={"logprob_gap/max": most}))
+        for mean, most in ((0.25, 0.5), (4.0, 8.0))
+    ]
+    assert one_step(*gaps).metrics == {"logprob_gap/mean": 0.25, "logprob_gap/max": 0.5, "entropy": 1.0}
+
+
 def test_an_empty_microbatch_changes_no_extremum() -> None:
     empty = statistics(maxima={"high": -math.inf}, minima={"low": math.inf})
     full = statistics(maxima={"high": 1.5}, minima={"low": 0.5})
@@ -82,8 +91,8 @@ def test_an_empty_microbatch_changes_no_extremum() -> None:
 
 
 def test_an_extremum_over_nothing_is_0() -> None:
-    empty = statistics(maxima={"high": -math.inf}, minima={"low": math.inf})
-    assert one_step(reduced(empty)).metrics == {"high": 0.0, "low": 0.0}
+    empty = statistics(maxima={"high": -math.inf, "logprob_gap/max": -math.inf}, minima={"low": math.inf})
+    assert one_step(reduced(empty)).metrics == {"high": 0.0, "logprob_gap/max": 0.0, "low": 0.0}
 
 
 def test_a_number_that_is_none_still_shows() -> None:
@@ -130,6 +139,7 @@ def told_of(places: slice, mask_T: torch.Tensor) -> Statistics:
     return policy_loss(logprob_T[places], -logprob_T[places], tokens, Surrogate())[1]
 
 
+@settings(deadline=None)  # a dozen losses an example
 @given(st.integers(1, 12), st.lists(st.integers(0, 1), min_size=12, max_size=12))
 def test_microbatching_changes_no_metric_of_the_policys_loss(size: int, on: list[int]) -> None:
     mask = torch.tensor(on, dtype=torch.float32)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ async def roles(folder: Path, weights: Path, parallelism: Parallelism) -> tuple[
 
     host = this_host()
     shape = shape_of(TINY)
-    role = {
+    role: dict[str, Any] = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "data_parallel_shard_degree": parallelism.data_parallel_shard_degree,
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,

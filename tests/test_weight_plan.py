@@ -2,9 +2,12 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.model_shape import ModelShape
-from titan_rl.weight_plan import Piece, Plan, Shard, param_shapes, pieces, plan, verify_complete
+from titan_rl.weight_plan import (
+    ROUTING_SLACK,
+    Piece,
+    Plan,
+    Run,
+    Shard,
+    param_shapes,
+    pieces,
+    plan,
+    verify_complete,
+)
 
 TINY = ModelShape(
     family="llama3",
@@ -170,13 +183,14 @@ def shapes(draw: st.DrawFn, tp: int) -> ModelShape:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> None:
-    readers = data.draw(st.sampled_from([1, 2, 4]), "generator tp")
+    readers = data.draw(st.sampled_from([1, 2, 4, 8]), "generator tp")
     shape = data.draw(shapes(readers), "shape")
     mesh = data.draw(
-        st.fixed_dictionaries({"replicate": st.integers(1, 2), "fsdp": st.integers(1, 5), "tp": st.integers(1, 3)})
+        st.fixed_dictionaries({"replicate": st.integers(1, 3), "fsdp": st.integers(1, 5), "tp": st.integers(1, 3)})
     )
     trainer = layout(shape, **mesh)
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
+    assert list(made.copies) == [(t, r) for t in range(len(trainer)) for r in range(readers)], "one run for every pair"
 
     tensors = {name: w + 1 for name, w in numbered(hf_sizes(shape)).items()}  # 0 is padding
     titan = titan_order(tensors, shape)
@@ -197,7 +211,40 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
             np.testing.assert_array_equal(live[rank][name], values, err_msg=name)
             np.testing.assert_array_equal(written[rank][name], values > 0, err_msg=f"{name}: written once, never pads")
         assert made.received(rank) == sum((values > 0).sum() for values in expected.values())
-    assert sum(map(made.sent, range(len(trainer)))) == sum(map(made.received, range(readers)))
+    sent = [made.sent(rank) for rank in range(len(trainer))]
+    assert sum(sent) == sum(map(made.received, range(readers)))
+    largest = max(shard.rows * shard.cols for shards in trainer for shard in shards)
+    for first in range(len(trainer) // mesh["replicate"]):
+        replicas = sent[first :: len(trainer) // mesh["replicate"]]
+        assert max(replicas) - min(replicas) <= largest + ROUTING_SLACK * sum(sent) / len(sent)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """(first, size) of parts of any sizes, in any order."""
+    bounds = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=5))})
+    return draw(st.permutations([(low, high - low) for low, high in pairwise(bounds)]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_cut_of_a_tensor_fills_any_rectangle_of_it(data: st.DataObject) -> None:
+    head_dim = data.draw(st.sampled_from([0, 2, 4, 6]), "head_dim")
+    rows, cols = (head_dim or 3) * data.draw(st.integers(1, 6), "rows"), data.draw(st.integers(1, 8), "cols")
+    columns = data.draw(cuts(cols), "columns")
+    shards = [Shard("w", *row, *col, head_dim) for col in columns for row in data.draw(cuts(rows), "rows by column")]
+    (row0, height), (col0, width) = data.draw(cuts(rows), "piece")[0], data.draw(cuts(cols), "piece")[0]
+    made = plan([[shard] for shard in shards], [[Piece("p", 2, 1, "w", row0, height, col0, width)]])
+
+    stored = np.arange(rows * cols).reshape(rows, cols)
+    heads = stored.reshape(-1, 2, head_dim // 2, cols).swapaxes(1, 2) if head_dim else stored
+    titan = heads.reshape(rows, cols)
+    held = [{"w": titan[s.row0 : s.row0 + s.rows, s.col0 : s.col0 + s.cols]} for s in shards]
+    live = [{"p": np.zeros((height + 3, width + 2), np.int64)}]
+    execute(made, held, live)
+    expected = np.pad(stored[row0 : row0 + height, col0 : col0 + width], ((2, 1), (1, 1)))
+    np.testing.assert_array_equal(live[0]["p"], expected)
+    assert made.received(0) == height * width
 
 
 def test_the_rotary_order_is_torchtitans() -> None:
@@ -238,6 +285,39 @@ def test_replicas_share_the_load() -> None:
     both = [Shard(name, 0, rows, 0, 1) for name, rows in (("a", 1), ("b", 1), ("c", 2))]
     small = plan([both, both], [[Piece(s.name, 0, 0, s.name, 0, s.rows, 0, 1) for s in both]])
     assert [small.sent(rank) for rank in range(2)] == [2, 2], "the largest is placed first"
+
+
+LLAMA_70B = replace(LLAMA_8B, dim=8192, n_heads=64, hidden_dim=28672)
+
+
+@pytest.mark.parametrize("replicate", [1, 8])
+def test_what_all_of_a_group_hold_comes_from_a_rank_that_sends_to_the_reader_anyway(replicate: int) -> None:
+    shape = replace(LLAMA_70B, n_layers=16)  # with fewer, two embeddings cannot be spread evenly over eight replicas
+    trainer = layout(shape, replicate=replicate, fsdp=64 // replicate, tp=8)
+    made = plan(trainer, [pieces(shape, tp=8, rank=rank) for rank in range(8)])
+    assert sum(map(bool, made.copies.values())) == len(trainer) == 512, "one run a rank, norms included"
+    sent = [made.sent(rank) for rank in range(512)]
+    assert max(sent) < 1.1 * min(sent)
+
+
+def test_planning_does_not_ask_every_shard_for_every_piece() -> None:
+    shape = replace(LLAMA_70B, n_layers=2)
+    trainer, readers = layout(shape, fsdp=64, tp=8), [pieces(shape, tp=64, rank=rank) for rank in range(64)]
+    began = time.process_time()
+    plan(trainer, readers)
+    assert time.process_time() - began < 10, "0.6 s alone; all pairs of 10752 shards and 1344 pieces took 2.1"
+
+
+def test_a_run_is_small_on_the_wire() -> None:
+    shape = replace(LLAMA_70B, n_layers=80)
+    made = plan(layout(shape, tp=8), [pieces(shape, tp=8, rank=rank) for rank in range(8)])
+    runs = [run for run in made.copies.values() if run]
+    packed = [pickle.dumps(run) for run in runs]
+    assert sum(map(len, packed)) < 10 * sum(map(len, runs)), "bytes per copy"
+    assert [pickle.loads(p) for p in packed] == runs
+    for run in (made.copies[0, 0], made.copies[0, 0][:1], ()):
+        assert type(pickle.loads(pickle.dumps(Run(run)))) is Run
+        assert pickle.loads(pickle.dumps(Run(run))) == run
 
 
 def test_a_plan_is_read_by_rank_and_by_reader() -> None:
