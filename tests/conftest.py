@@ -9,8 +9,12 @@ from titan_rl.environment import prepare_environment
 prepare_environment()  # Monarch reads its environment when it is imported
 
 import monarch.actor  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from running import Runs  # noqa: E402
+
+settings.register_profile("tests", deadline=None)  # a busy machine is no failing property
+settings.load_profile("tests")
 
 # Meshes that a test drives itself have no Watch; Monarch's default hook would interrupt pytest. Calls still fail.
 monarch.actor.unhandled_fault_hook = lambda failure: print(failure.report(), file=sys.stderr)

@@ -52,7 +52,10 @@ def language_model(runs: Runs, folder: Path) -> Run:
 def reward_model(runs: Runs, folder: Path, language_model: Run) -> Run:
     """From the sft run's policy, as the config has it, on two FSDP2 ranks."""
     keys: dict[str, Any] = STEPS | {"training__steps": 4, "eval__interval": 2, "checkpoint__interval": 2}
-    start: dict[str, Any] = {"model__hf_assets_path": language_model.folder / "hf", "parallelism__data_parallel_shard_degree": 2}
+    start: dict[str, Any] = {
+        "model__hf_assets_path": language_model.folder / "hf",
+        "parallelism__data_parallel_shard_degree": 2,
+    }
     batch: dict[str, Any] = {"cold_start__steps": 0, "training__global_batch_size": 16}
     return runs.finish(folder / "reward", "reward_model_llama", **keys, **start, **batch)
 
@@ -140,7 +143,11 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
 
 
 def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = DENSE | {"checkpoint__interval": 2, "lr_scheduler__warmup_steps": 0, "critic__warmup_steps": 0}
+    keys: dict[str, Any] = DENSE | {
+        "checkpoint__interval": 2,
+        "lr_scheduler__warmup_steps": 0,
+        "critic__warmup_steps": 0,
+    }
     whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
     runs.finish(tmp_path / "parts", "ppo_llama", training__steps=2, **keys)
     parts = steps(runs.finish(tmp_path / "parts", "ppo_llama", training__steps=4, **keys))

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folders import write_hf
 
+from folders import write_hf
 from titan_rl import tokenizer
 from titan_rl.checks import CPU_HEAD_DIMS, host_problems, problems, visible_gpus, warnings
 from titan_rl.config import Config, Model, Rollout

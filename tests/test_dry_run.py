@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from folders import write_hf, write_models
 
+from folders import write_hf, write_models
 from titan_rl import tokenizer as characters
 from titan_rl.config import Model
 from titan_rl.config_file import find, load, shipped

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from policy_cases import (
     CLIPS,
     ESTIMATORS,
@@ -21,7 +22,6 @@ from policy_cases import (
     outcome,
     soiled,
 )
-
 from titan_rl.kernels import fused_policy_loss as fused
 from titan_rl.kernels.fused_policy_loss import fused_policy_loss
 from titan_rl.kernels.policy_loss import OffPolicy, Surrogate, policy_loss

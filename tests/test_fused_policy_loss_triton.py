@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from policy_cases import SURROGATES, Case, Outcome, assert_same, case, name, outcome, soiled
 
+from policy_cases import SURROGATES, Case, Outcome, assert_same, case, name, outcome, soiled
 from titan_rl.kernels import fused_policy_loss as fused
 from titan_rl.kernels.fused_policy_loss import fused_policy_loss
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from golden.replay import (
     GROUP,
     PROMPT,
@@ -36,7 +37,6 @@ from golden.replay import (
     verl_off_policy,
     verl_setup,
 )
-
 from titan_rl.advantages import (
     discounted,
     gae,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from golden.replay import (
     PROMPT,
     Case,
@@ -21,7 +22,6 @@ from golden.replay import (
     verl_gae_inputs,
     verl_setup,
 )
-
 from titan_rl.advantages import gae, whiten
 from titan_rl.kernels.policy_loss import policy_loss
 from titan_rl.kernels.token_logprob import reference_token_logprob

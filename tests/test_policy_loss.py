@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_cases import CLIPS, ESTIMATORS, LEVELS, SURROGATES, Case, assert_same, case, name, outcome, soiled
 
+from policy_cases import CLIPS, ESTIMATORS, LEVELS, SURROGATES, Case, assert_same, case, name, outcome, soiled
 from titan_rl.kernels.policy_loss import Clip, OffPolicy, Surrogate, Tokens, policy_loss, supervised_loss
 
 EVERY_SURROGATE = pytest.mark.parametrize("surrogate", SURROGATES, ids=name)

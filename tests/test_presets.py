@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from folders import write_hf, write_models
 from hypothesis import given
 from hypothesis import strategies as st
 
+from folders import write_hf, write_models
 from titan_rl.checks import problems, warnings
 from titan_rl.config import Algorithm, AlgorithmName, Config, Model
 from titan_rl.config_file import find, load, schema, shipped, to_toml

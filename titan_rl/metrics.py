@@ -65,7 +65,6 @@ DOCS: dict[str, str] = {
     "kl/k1": "k1 estimate of the KL to the reference.",
     "kl/k2": "k2 estimate of the KL to the reference.",
     "kl/k3": "k3 estimate of the KL to the reference.",
-    "teacher_kl": "Mean sampling log-prob - teacher log-prob: the reverse KL that distillation lowers.",
     "value/loss": "The critic's loss.",
     "value/mean": "Mean value over trained tokens.",
     "value/clipped": "Share of trained tokens whose value is clipped.",
