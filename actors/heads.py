@@ -27,7 +27,10 @@ from titan_rl.model_shape import Head
 
 
 class TokenHead(Linear):
-    """The vocabulary projection, asked for the log-probs of given targets. Under TP each rank has its rows of it."""
+    """The vocabulary projection, asked for the log-probs of given targets. Under TP each rank has its rows of it.
+
+    Only places that count are projected: prompts, tool output and padding cost nothing here, and answer 0.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -35,12 +38,14 @@ class TokenHead(Linear):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._question: tuple[torch.Tensor, float, bool] | None = None
+        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
 
     @contextmanager
-    def asked(self, targets_BL: torch.Tensor, temperature: float, with_entropy_grad: bool) -> Iterator[None]:
+    def asked(
+        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
+    ) -> Iterator[None]:
         """The decoder's forward hands over hidden states only: what is asked of them is set around it."""
-        self._question = (targets_BL, temperature, with_entropy_grad)
+        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
         try:
             yield
         finally:
@@ -48,7 +53,7 @@ class TokenHead(Linear):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        targets_BL, temperature, with_entropy_grad = self._question
+        targets_BL, on_BL, temperature, with_entropy_grad = self._question
         hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
@@ -57,15 +62,16 @@ class TokenHead(Linear):
             weight_VD = weight_VD.to_local()
         if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
-        return token_logprob(
-            hidden_BLD,
+        answers_T = token_logprob(
+            hidden_BLD[on_BL],
             weight_VD,
-            targets_BL,
+            targets_BL[on_BL],
             temperature,
             group=group,
             vocab_start=start,
             with_entropy_grad=with_entropy_grad,
         )
+        return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
 
 
 class ValueHead(Linear):

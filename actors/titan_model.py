@@ -151,9 +151,9 @@ class TitanModel:
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-prob of each target and the entropy of its distribution, [B, L] float32 each."""
+        """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
         head: TokenHead = self.model.lm_head
-        with head.asked(rows.targets, temperature, with_entropy_grad), self.context():
+        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
             return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
