@@ -1,5 +1,6 @@
 """The trained policy as a Hugging Face folder: loads in transformers and in vLLM as it is."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,8 @@ async def export(setup: Setup, trainers: TrainerMesh, final: Path) -> Path:
     for name in ASSETS:
         if (setup.model_folder / name).exists():
             shutil.copyfile(setup.model_folder / name, partial / name)
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8")) | setup.shape.hf_head
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if final.exists():
         final.rename(aside(final))
     partial.rename(final)

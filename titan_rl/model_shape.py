@@ -58,12 +58,18 @@ class ModelShape:
         """The same body with one number a place at its end. There is no vocabulary projection to tie."""
         return replace(self, head="value", tied=False)
 
+    @property
+    def hf_head(self) -> dict[str, Any]:
+        """The keys of config.json that say what stands at the end. A reward model may have grown on a language model's
+        folder, whose config.json is otherwise its own."""
+        labels = {"num_labels": 1} if self.head == "value" else {}
+        return {"architectures": [ARCHITECTURES[self.family, self.head]], "tie_word_embeddings": self.tied, **labels}
+
     def hf_config(
         self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
     ) -> dict[str, Any]:
         """The config.json of this model for transformers 5 and vLLM."""
         return {
-            "architectures": [ARCHITECTURES[self.family, self.head]],
             "model_type": MODEL_TYPES[self.family],
             "dtype": dtype,
             "vocab_size": self.vocab_size,
@@ -77,14 +83,13 @@ class ModelShape:
             "max_position_embeddings": self.max_seq_len,
             "rms_norm_eps": self.norm_eps,
             "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
-            "tie_word_embeddings": self.tied,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": bos,
             "eos_token_id": eos,
             "pad_token_id": pad,
             "use_cache": True,
-            **({"num_labels": 1} if self.head == "value" else {}),
+            **self.hf_head,
         }
 
     @classmethod
