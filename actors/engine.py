@@ -185,9 +185,13 @@ class Engine:
         return list(aborted)
 
     def params(self) -> "dict[str, Tensor]":
-        """The memory of the live parameters, to be overwritten between two steps; then comes set_version."""
+        """The memory of the live parameters, to be overwritten between withdraw and set_version."""
         model = self._llm.model_executor.driver_worker.get_model()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def withdraw(self) -> None:
+        """The parameters are about to change: nobody samples before set_version."""
+        self.version = None
 
     def set_version(self, version: int) -> None:
         """The weights are now those of `version`. Keys and values computed with older weights go, those of unfinished

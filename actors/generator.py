@@ -2,10 +2,11 @@
 
     submit ─> requests ─┐                         ┌─> step ─> done ─> take
     switch ─> version ──┴─ decide ── broadcast ───┤
-                           rank 0     all ranks   └─> write the landed weights, serve the version
+                           rank 0     all ranks   └─> write the landed weights, verify, agree, serve the version
 
 Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps: so all of them add
-the same requests and change weights before the same step. Only reading weights (`read`) needs no such agreement.
+the same requests and change weights before the same step, or none serves the new ones. Only reading weights (`read`)
+needs no such agreement. Refused weights leave an engine that samples nothing until good ones come.
 
 The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
 """
@@ -19,11 +20,13 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from titan_rl.actors.engine import Done, Engine, EngineInfo, EngineSettings, EngineStats
+from titan_rl.config import WeightSync
+from titan_rl.manifest import Manifest
 from titan_rl.types import Request
 
 if TYPE_CHECKING:
@@ -32,12 +35,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Arrived(NamedTuple):
+    """What reading cost one rank."""
+
+    seconds: float
+    verify: float  # of those
+    bytes: int
+    changed: int  # blocks
+    blocks: int  # of all
+
+
+class Switched(NamedTuple):
+    """What a switch cost one engine: seconds of its slowest rank."""
+
+    write: float
+    verify: float
+    pause: float  # between two steps
+    busy: float  # that it sampled since the switch before
+
+
 @dataclass(slots=True)
 class Decision:
     """What every rank does next."""
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
-    version: int | None = None  # the landed weights become this version
+    version: int | None = None  # the landed weights become this version,
+    timeout: float = 0.0  # fetched anew within so many seconds, should they be damaged
     close: bool = False
 
 
@@ -48,7 +71,8 @@ class Generator(Actor):
         self._next = Decision()  # rank 0's, collecting until the engine is between steps
         self._wake = asyncio.Event()  # there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
-        self._switched: asyncio.Future[tuple[float, float]] | None = None
+        self._switched: asyncio.Future[Switched] | None = None
+        self._drains = False  # running requests finish before a switch
         self._busy = 0.0  # the engine's seconds, up to the last switch
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
@@ -86,28 +110,36 @@ class Generator(Actor):
         return await self._or_end(drain(self._done))
 
     @concurrent_endpoint
-    async def connect(self, sources: "list[Source]") -> None:
-        """Where this rank's weights are read from; the memory to read them into is allocated here."""
+    async def place(self) -> str:
+        from titan_rl.actors.transport import here
+
+        return here()
+
+    @concurrent_endpoint
+    async def connect(self, sources: "list[Source]", sync: WeightSync) -> list[str]:
+        """Where this rank's weights are read from; any memory to read them into is allocated here. Answers with the
+        transport of each source."""
         from titan_rl.actors.landing import Landing
         from titan_rl.actors.quiet import quiet_rdma
 
         with quiet_rdma():
-            self._landing = Landing(self._engine.params(), sources)
-        self._nbytes = sum(source.nbytes for source in sources)
+            self._landing = Landing(self._engine.params(), sources, sync, f"generator rank {self._rank}")
+        self._drains = sync.in_flight == "drain"
+        return self._landing.transports
 
     @concurrent_endpoint
-    async def read(self, timeout: float) -> tuple[float, int]:
-        """Bring this rank's weights over, beside the sampling. The seconds that took, and the bytes."""
+    async def read(self, manifests: list[Manifest], timeout: float) -> Arrived:
+        """Bring this rank's weights within reach, beside the sampling."""
         began = time.perf_counter()
-        await self._landing.read(timeout)
-        return time.perf_counter() - began, self._nbytes
+        read = await self._landing.read(manifests, timeout)
+        return Arrived(time.perf_counter() - began, read.verify, read.bytes, read.changed, read.blocks)
 
     @concurrent_endpoint
-    async def switch(self, version: int) -> tuple[float, float]:
-        """Rank 0, once every rank has read: all of them write what they read, between the same two steps, and serve it
-        as `version`. The seconds that took."""
+    async def switch(self, version: int, timeout: float) -> Switched:
+        """Rank 0, once every rank has read: all of them write what they read between the same two steps, verify it, and
+        serve it as `version`; or this raises, and they serve nothing."""
         self._switched = asyncio.get_running_loop().create_future()
-        self._next.version = version
+        self._next.version, self._next.timeout = version, timeout
         self._wake.set()
         return await self._or_end(self._switched)
 
@@ -130,40 +162,76 @@ class Generator(Actor):
         with _fatal():
             while not (decision := await self._decide()).close:
                 if decision.version is not None:
-                    self._switch(decision.version)
+                    await self._switch(decision.version, decision.timeout)
                 if decision.requests:
                     self._engine.add(decision.requests)
-                if self._engine.busy:
+                if self._samples:
                     done = self._engine.step()
                     if self._rank == 0:
                         for request in done:
                             self._done.put_nowait(request)
                 await asyncio.sleep(0)  # the other endpoints' turn
 
+    @property
+    def _samples(self) -> bool:
+        """There is something to sample, and weights to sample it with."""
+        return self._engine.busy and self._engine.version is not None
+
     async def _decide(self) -> Decision:
         """Rank 0 waits for something to do; the other ranks wait for rank 0."""
         if self._rank == 0:
-            if not self._engine.busy:
+            while not self._samples and self._next == Decision():
+                self._wake.clear()
                 await self._wake.wait()
-            self._wake.clear()
-        box, self._next = [self._next], Decision()
+        box = [self._due()]
         if self._group is not None:
             from torch import distributed as dist
 
-            if self._engine.busy:
+            if self._samples:
                 dist.broadcast_object_list(box, 0, self._group)
             else:  # may last as long as the engine idles: the rank must go on answering its endpoints
                 await asyncio.to_thread(dist.broadcast_object_list, box, 0, self._group)
         return box[0]
 
-    def _switch(self, version: int) -> None:
+    def _due(self) -> Decision:
+        """What has come together. A switch that drains waits for the running requests, and new ones wait for it."""
+        if self._next.version is not None and self._drains and self._samples and not self._next.close:
+            return Decision()
+        due, self._next = self._next, Decision()
+        return due
+
+    async def _switch(self, version: int, timeout: float) -> None:
+        from titan_rl.actors.landing import Refused, Written
+
         began = time.perf_counter()
-        self._landing.write()
-        self._engine.set_version(version)
+        self._engine.withdraw()
+        try:
+            outcome: Written | Refused = await self._landing.write(timeout)
+        except Refused as error:
+            outcome = error
+        outcomes = self._gather(outcome)
+        refusal = next((outcome for outcome in outcomes if isinstance(outcome, Refused)), None)
+        if refusal is None:
+            self._engine.set_version(version)
+        if self._switched is None or self._switched.done():  # another rank's to answer, or nobody waits any more
+            return
+        if refusal is not None:
+            self._switched.set_exception(refusal)
+            return
+        written = [outcome for outcome in outcomes if isinstance(outcome, Written)]
         busy, self._busy = self._engine.stats().seconds - self._busy, self._engine.stats().seconds
-        if self._switched is not None:
-            self._switched.set_result((time.perf_counter() - began, busy))
-            self._switched = None
+        write, verify = max(each.write for each in written), max(each.verify for each in written)
+        self._switched.set_result(Switched(write, verify, time.perf_counter() - began, busy))
+
+    def _gather(self, outcome: T) -> list[T]:
+        """Every rank's outcome, on every rank."""
+        if self._group is None:
+            return [outcome]
+        from torch import distributed as dist
+
+        outcomes: list[Any] = [None] * self._settings.tensor_parallel_degree
+        dist.all_gather_object(outcomes, outcome, self._group)
+        return outcomes
 
     async def _or_end(self, outcome: Awaitable[T]) -> T:
         """Await an outcome that the loop brings about, or raise what ended the loop: nobody waits on a dead engine."""

@@ -1,29 +1,43 @@
-"""The generator's side of a weight sync: one-sided reads into host memory, then in-place writes into vLLM's parameters.
+"""The generator's side of a weight sync: bring a publication within reach, write it into vLLM's parameters, and make
+sure that they hold it.
 
-read() may overlap with sampling, for it touches no parameter; write() must not. Replicated engines, tensor-parallel
+    read  -> layout, slot and (verify = "transfer") every byte are those of the manifests    beside the sampling
+    write -> in place; (verify = "live") the parameters are gathered back and compared       between two engine steps
+
+Whatever is wrong is fetched and written a second time, and then refused by name. Replicated engines, tensor-parallel
 ranks and restarted processes all land alike: a Landing knows one rank's parameters and the runs that it reads.
 """
 
-import math
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from monarch.rdma import RDMAAction, RDMABuffer
+import xxhash
 from torch import Tensor
 
-from titan_rl.actors.staging import window
+from titan_rl.actors.staging import octets, parts, window
+from titan_rl.actors.transport import Offer, choose
+from titan_rl.config import WeightSync
+from titan_rl.manifest import Manifest, blocks, checksum, layout
 from titan_rl.weight_plan import Copy
+
+
+class Refused(RuntimeError):
+    """These weights are not those that were announced: nobody may be served them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one trainer rank offers to one reader: its registered run, and what lies in it in which order."""
+    """What one trainer rank offers to one reader, and what lies in it in which order."""
 
     trainer_rank: int
-    buffers: list[RDMABuffer]
+    offer: Offer
     copies: tuple[Copy, ...]
     dtype: str  # torch's name of it, "bfloat16"
+    block_bytes: int
 
     @property
     def elements(self) -> int:
@@ -34,48 +48,205 @@ class Source:
         return self.elements * getattr(torch, self.dtype).itemsize
 
 
+class Read(NamedTuple):
+    bytes: int  # brought within reach
+    changed: int  # blocks of all that the publication has
+    blocks: int
+    verify: float  # seconds
+
+
+class Written(NamedTuple):
+    write: float  # seconds
+    verify: float
+
+
 class Landing:
-    """Reads every source's run at once into memory allocated here, once, and writes it where the plan says."""
+    """Makes the parameters of one rank those of a publication. read() may overlap with sampling; write() must not."""
 
-    def __init__(self, params: Mapping[str, Tensor], sources: Sequence[Source]) -> None:
-        self._params = params
-        self._sources = sources
-        pinned = any(param.is_cuda for param in params.values())
-        self._runs = [_run(params, source, pinned) for source in sources]
-        self._reads = RDMAAction()  # resubmitted for every version: addresses never change
-        for source, run in zip(sources, self._runs, strict=True):
-            parts = run.view(torch.uint8).split([buffer.size() for buffer in source.buffers])
-            for buffer, part in zip(source.buffers, parts, strict=True):
-                self._reads.read_remote(part, buffer)
-        self._whole = False  # the runs hold one version, completely
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        sources: Sequence[Source],
+        sync: WeightSync | None = None,
+        reader: str = "reader",
+    ) -> None:
+        """`reader` names this rank in errors."""
+        self._sync = sync or WeightSync()
+        self._reader = reader
+        self._runs = [_Run(params, source, self._sync) for source in sources]
+        self._announced: list[Manifest] | None = None  # read completely, to be written
+        self._wanted: list[list[int]] = []  # of each run, the blocks that differ from what the parameters hold
+        self._held: list[tuple[int, ...]] | None = None  # checksums of what they hold; None is unknown
 
-    async def read(self, timeout: float) -> None:
-        """Bring every run over, all slices in flight together. Fails within `timeout` seconds if a source is gone."""
-        self._whole = False
-        await self._reads.submit(timeout=math.ceil(timeout))
-        self._whole = True
+    @property
+    def transports(self) -> list[str]:
+        """By source."""
+        return [run.transport.name for run in self._runs]
+
+    async def read(self, manifests: Sequence[Manifest], timeout: float) -> Read:
+        """Bring every run within reach. Fails within `timeout` seconds if a source is gone."""
+        self._announced = None
+        if len(manifests) != len(self._runs):
+            raise Refused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
+        for run, manifest in zip(self._runs, manifests, strict=True):
+            run.check(manifest, sums=self._sync.verify != "off" or self._sync.delta)
+        self._wanted = self._changed(manifests)
+        await self._fetch(manifests, self._wanted, timeout)
+        began = time.perf_counter()
+        if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
+            await self._fetch(manifests, wrong, timeout)
+            self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
+        self._announced = list(manifests)
+        return Read(
+            bytes=sum(run.nbytes(wanted) for run, wanted in zip(self._runs, self._wanted, strict=True)),
+            changed=sum(map(len, self._wanted)),
+            blocks=sum(len(run.blocks) for run in self._runs),
+            verify=time.perf_counter() - began,
+        )
+
+    async def write(self, timeout: float) -> Written:
+        """Overwrite the live parameters with what was read. Until this returns they hold no version."""
+        if self._announced is None:
+            raise RuntimeError("expected a completed read() before write(): there is no whole version at hand")
+        manifests, self._announced, self._held = self._announced, None, None
+        began = time.perf_counter()
+        self._put(manifests, self._wanted)
+        written = time.perf_counter()
+        if any(wrong := self._strange(manifests)):
+            await self._fetch(manifests, wrong, timeout)
+            self._put(manifests, wrong)
+            self._refuse(manifests, self._strange(manifests), "in the live parameters")
+        self._held = [manifest.checksums for manifest in manifests]
+        return Written(written - began, time.perf_counter() - written)
+
+    def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
+        """Of each run, the blocks to bring over: all of them, if the parameters hold nothing known or most changed."""
+        everything = [list(range(len(run.blocks))) for run in self._runs]
+        if not self._sync.delta or self._held is None:
+            return everything
+        changed = [
+            [i for i, (old, new) in enumerate(zip(held, manifest.checksums, strict=True)) if old != new]
+            for held, manifest in zip(self._held, manifests, strict=True)
+        ]
+        return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
+
+    async def _fetch(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]], timeout: float) -> None:
+        runs = zip(self._runs, manifests, wanted, strict=True)
+        await asyncio.gather(*(run.fetch(manifest, indices, timeout) for run, manifest, indices in runs if indices))
+        self._check_stamps(manifests, wanted)
 
     @torch.no_grad()
-    def write(self) -> int:
-        """Overwrite the live parameters with what was read; returns the bytes."""
-        if not self._whole:
-            raise RuntimeError("expected a completed read() before write(): the memory holds no whole version")
-        for source, run in zip(self._sources, self._runs, strict=True):
-            parts = run.split([copy.elements for copy in source.copies])
-            for part, copy in zip(parts, source.copies, strict=True):
-                target = window(self._params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1)
-                target.copy_(part.view(copy.blocks, copy.rows, copy.cols))
-        return sum(source.nbytes for source in self._sources)
+    def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+            run.put(manifest.slot, indices)
+        self._check_stamps(manifests, wanted)  # mapped memory is read by writing: its stamp vouches for that only now
+
+    def _check_stamps(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+            if indices and (found := run.transport.stamp(manifest.slot)) != manifest.serial:
+                raise Refused(
+                    f"trainer rank {run.source.trainer_rank} -> {self._reader}, version {manifest.version}: expected "
+                    f"publication {manifest.serial} in slot {manifest.slot}, found {found or 'it being packed'}"
+                )
+
+    def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
+        """Of each run, those of the wanted blocks that are not what was packed, if that is to be verified."""
+        if self._sync.verify != "transfer":
+            return []
+        return [
+            [i for i in indices if run.transferred(manifest.slot, i) != manifest.checksums[i]]
+            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
+        ]
+
+    def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
+        """Of each run, the blocks that the parameters do not hold as packed, be they old, if that is to be verified."""
+        if self._sync.verify != "live":
+            return []
+        return [
+            [i for i, expected in enumerate(manifest.checksums) if run.live(i) != expected]
+            for run, manifest in zip(self._runs, manifests, strict=True)
+        ]
+
+    def _refuse(self, manifests: Sequence[Manifest], wrong: Sequence[list[int]], where: str) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wrong, strict=True):
+            for i in indices:
+                raise Refused(
+                    f"trainer rank {run.source.trainer_rank} -> {self._reader}, version {manifest.version}: expected "
+                    f"checksum {manifest.checksums[i]:016x} of block {i} ({run.place(i)}) {where}, found another one "
+                    f"twice; {sum(map(len, wrong))} blocks are wrong"
+                )
 
 
-def _run(params: Mapping[str, Tensor], source: Source, pinned: bool) -> Tensor:
-    """Memory for a source's run, after checking that it will fit.  # [elements]"""
+class _Run:
+    """One source's run, its transport, and the live parameters' places that it fills."""
+
+    def __init__(self, params: Mapping[str, Tensor], source: Source, sync: WeightSync) -> None:
+        _check_fit(params, source)
+        self.source = source
+        dtype = getattr(torch, source.dtype)
+        self.blocks = blocks(source.copies, source.block_bytes // dtype.itemsize)
+        self._layout = layout(source.copies, source.dtype, source.block_bytes)
+        if source.offer.layout != self._layout:
+            raise ValueError(
+                f"trainer rank {source.trainer_rank}: expected layout {self._layout:016x}, as planned for this reader, "
+                f"found {source.offer.layout:016x}"
+            )
+        pinned = any(param.is_cuda for param in params.values())
+        self.transport = choose(source.offer, sync.transport, pinned)
+        self._runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
+        self._parts = [[parts(run, block) for block in self.blocks] for run in self._runs]  # views, made once
+        self._places = [
+            [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in block.copies]
+            for block in self.blocks
+        ]
+
+    def check(self, manifest: Manifest, *, sums: bool) -> None:
+        who = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
+        if not manifest.intact:
+            raise Refused(f"{who}: expected a manifest with digest {manifest.digest:016x}, found another one")
+        if manifest.layout != self._layout:
+            raise Refused(f"{who}: expected layout {self._layout:016x}, found {manifest.layout:016x}")
+        if sums and len(manifest.checksums) != len(self.blocks):
+            raise Refused(f"{who}: expected checksums of {len(self.blocks)} blocks, found {len(manifest.checksums)}")
+
+    async def fetch(self, manifest: Manifest, wanted: Sequence[int], timeout: float) -> None:
+        spans = None if len(wanted) == len(self.blocks) else [self._span(i) for i in wanted]
+        await self.transport.read(manifest.slot, spans, timeout)
+
+    def put(self, slot: int, wanted: Sequence[int]) -> None:
+        for i in wanted:
+            for place, part in zip(self._places[i], self._parts[slot][i], strict=True):
+                place.copy_(part)
+
+    def transferred(self, slot: int, block: int) -> int:
+        return checksum(octets(self._runs[slot], self.blocks[block]))
+
+    def live(self, block: int) -> int:
+        """The checksum of what the parameters hold, hashed where it lies if that is host memory in one piece."""
+        hashed = xxhash.xxh3_64()
+        for place in self._places[block]:
+            hashed.update(place.contiguous().cpu().view(torch.uint8).numpy().data)
+        return hashed.intdigest()
+
+    def nbytes(self, wanted: Sequence[int]) -> int:
+        return sum(self.blocks[i].elements for i in wanted) * self._runs[0].itemsize
+
+    def place(self, block: int) -> str:
+        start, end = self._span(block)
+        return f"bytes {start} to {end - 1} of its run: {self.blocks[block].params}"
+
+    def _span(self, block: int) -> tuple[int, int]:
+        """Its bytes in the run, [start, end)."""
+        start = self.blocks[block].start * self._runs[0].itemsize
+        return start, start + self.nbytes([block])
+
+
+def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
     dtype = getattr(torch, source.dtype)
-    registered = sum(buffer.size() for buffer in source.buffers)
-    if registered != source.nbytes:
+    if source.offer.nbytes != source.nbytes:
         raise ValueError(
-            f"trainer rank {source.trainer_rank}: expected {source.nbytes} registered bytes for its copies in "
-            f"{source.dtype}, found {registered}"
+            f"trainer rank {source.trainer_rank}: expected {source.nbytes} bytes for its copies in {source.dtype}, "
+            f"found {source.offer.nbytes}"
         )
     for copy in source.copies:
         if copy.param not in params:
@@ -88,4 +259,3 @@ def _run(params: Mapping[str, Tensor], source: Source, pinned: bool) -> Tensor:
             raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
         if param.dtype != dtype:
             raise ValueError(f"{copy.param}: expected {source.dtype} as staged by the trainer, found {param.dtype}")
-    return torch.empty(source.elements, dtype=dtype, pin_memory=pinned)

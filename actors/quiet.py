@@ -12,6 +12,7 @@ from contextlib import contextmanager
 def quiet() -> None:
     """Call once the engine is imported: libraries set levels and filters of their own on import."""
     logging.getLogger().setLevel(logging.ERROR)  # TorchTitan logs to the root logger
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # two all-reduces of one number, it warns
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
 

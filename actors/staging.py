@@ -1,14 +1,14 @@
-"""The trainer's side of a weight sync: what this rank holds, and its bytes packed for one-sided reads.
+"""The trainer's side of a weight sync: what this rank holds, and its bytes packed for its readers.
 
-    parameters -> shards_of -> (plan) -> Staging.register, once: RDMA buffers for the readers
-    every version:                       Staging.pack: cast, undo the rotary order, lay out each reader's run
+    parameters -> shards_of -> (plan) -> Staging.offer, once: where each reader finds its run
+    every version:                       Staging.pack: cast, undo the rotary order, lay out and sum up each run
 
-A reader finds its whole run in one place, so its reads are as large as `slice_bytes` allows. The buffer is rewritten
-in place: nobody may read while pack() runs.
+There are two slots: a version is packed into one while readers may still be busy with the other. Nobody may read the
+slot that pack() is given; who does is known to titan_rl.weights alone.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from monarch.rdma import RDMABuffer
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titan_rl.actors.transport import PACKING, SLOTS, Memory, Offer, Registered
+from titan_rl.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.weight_plan import Copy, Shard
 
 
@@ -69,54 +71,106 @@ def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
 
 
 class Staging:
-    """One host buffer with a contiguous run for every reader, rewritten by pack() for each version.
+    """Host memory with a contiguous run for every reader in each of two slots, rewritten by pack().
 
     Parameters are keyed by Hugging Face names; sharded ones are looked up anew at every pack, because FSDP may swap
     their storage.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], copies: Mapping[int, tuple[Copy, ...]], dtype: torch.dtype, slice_bytes: int
+        self,
+        params: Mapping[str, Tensor],
+        copies: Mapping[int, tuple[Copy, ...]],
+        dtype: torch.dtype,
+        *,
+        slice_bytes: int,
+        block_bytes: int,
+        checksums: bool = True,
     ) -> None:
-        if slice_bytes < dtype.itemsize:
-            raise ValueError(f"slice_bytes: expected at least one element of {dtype}, found {slice_bytes} bytes")
+        for key, nbytes in {"slice_bytes": slice_bytes, "block_bytes": block_bytes}.items():
+            if nbytes < dtype.itemsize:
+                raise ValueError(f"{key}: expected at least one element of {dtype}, found {nbytes} bytes")
         if absent := sorted({copy.name for run in copies.values() for copy in run} - set(params)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
         self._params = params
-        self._copies = copies
-        self._slice = slice_bytes // dtype.itemsize
-        sizes = [sum(copy.elements for copy in run) for run in copies.values()]
-        pinned = any(param.is_cuda for param in params.values())
-        self._buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=pinned)  # [elements]
-        self.runs = dict(zip(copies, self._buffer.split(sizes), strict=True))  # by reader, parts of the buffer
-        self._registered: dict[int, list[RDMABuffer]] = {}
+        self._slice_bytes = slice_bytes
+        self._checksums = checksums
+        named = str(dtype).removeprefix("torch.")
+        self._blocks = {reader: blocks(run, block_bytes // dtype.itemsize) for reader, run in copies.items()}
+        self._layouts = {reader: layout(run, named, block_bytes) for reader, run in copies.items()}
+        sizes = [dtype.itemsize * sum(copy.elements for copy in run) for run in copies.values()]
+        self._memory = Memory(sizes, pinned=any(param.is_cuda for param in params.values()))
+        self.runs = [  # by slot and reader: parts of the memory
+            {
+                reader: self._memory.bytes[starts[slot] : starts[slot] + nbytes].view(dtype)
+                for reader, starts, nbytes in zip(copies, self._memory.starts, sizes, strict=True)
+            }
+            for slot in range(SLOTS)
+        ]
+        self._parts = [  # views are made once: packing many small tensors is mostly the making of views
+            {reader: [parts(run, block) for block in self._blocks[reader]] for reader, run in runs.items()}
+            for runs in self.runs
+        ]
+        self._registered: dict[int, Registered] = {}
 
     @torch.no_grad()
-    def pack(self) -> int:
-        """Bring the parameters' present values into the buffer; returns its bytes."""
+    def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
+        """Bring the parameters' present values into a slot; answers with what each run now holds."""
+        self._memory.stamps[slot] = PACKING
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
-        for reader, run in self.runs.items():
-            parts = run.split([copy.elements for copy in self._copies[reader]])
-            for part, copy in zip(parts, self._copies[reader], strict=True):
-                source = window(local[copy.name], copy, copy.src_row0, copy.src_col0, copy.src_step)
-                part.view(copy.blocks, copy.rows, copy.cols).copy_(source)
-        return self._buffer.nbytes
+        manifests = {}
+        for reader, parts in self._parts[slot].items():
+            checksums = []
+            for block, targets in zip(self._blocks[reader], parts, strict=True):
+                for target, copy in zip(targets, block.copies, strict=True):
+                    target.copy_(window(local[copy.name], copy, copy.src_row0, copy.src_col0, copy.src_step))
+                if self._checksums:  # while the block is in the cache
+                    checksums.append(checksum(octets(self.runs[slot][reader], block)))
+            manifests[reader] = Manifest.of(version, serial, slot, self._layouts[reader], tuple(checksums))
+        self._memory.stamps[slot] = serial
+        return manifests
 
-    def register(self) -> dict[int, list[RDMABuffer]]:
-        """The runs as RDMA buffers of at most slice_bytes, in order. They outlive any number of packs."""
-        if not self._registered:
+    def offer(self, *, remote: bool) -> dict[int, Offer]:
+        """Where each reader finds its run; registered for one-sided reads, once, if somebody is `remote`."""
+        if remote and not self._registered:
+            stamps = RDMABuffer(self._memory.stamps.view(torch.uint8))
             self._registered = {
-                reader: [RDMABuffer(part) for part in run.split(self._slice) if part.numel()]
-                for reader, run in self.runs.items()
+                reader: Registered(
+                    stamps, tuple([RDMABuffer(part) for part in self._slices(runs[reader])] for runs in self.runs)
+                )
+                for reader in self._blocks
             }
-        return self._registered
+        return {
+            reader: self._memory.offer(i, run.nbytes, self._layouts[reader], self._registered.get(reader))
+            for i, (reader, run) in enumerate(self.runs[0].items())
+        }
 
     async def drop(self) -> None:
-        """Make the buffers unreadable; a read under way fails within its timeout."""
-        for buffers in self._registered.values():
-            for buffer in buffers:
+        """Make the memory unreachable. Who has mapped it keeps it; a remote read under way fails within its timeout."""
+        for registered in self._registered.values():
+            for buffer in (buffer for slices in registered.slices for buffer in slices):
                 await buffer.drop()
+        for stamps in {id(r.stamps): r.stamps for r in self._registered.values()}.values():
+            await stamps.drop()
         self._registered = {}
+        self._memory.close()
+
+    def _slices(self, run: Tensor) -> Iterator[Tensor]:
+        return (part for part in run.view(torch.uint8).split(self._slice_bytes) if len(part))
+
+
+def octets(run: Tensor, block: Block) -> memoryview:
+    """A block's bytes in a run on the host, to be hashed without a copy."""
+    return run[block.start : block.start + block.elements].view(torch.uint8).numpy().data
+
+
+def parts(run: Tensor, block: Block) -> list[Tensor]:
+    """Where a block's copies lie in the run.  # [blocks, rows, cols] each"""
+    found, start = [], block.start
+    for copy in block.copies:
+        found.append(run[start : start + copy.elements].view(copy.blocks, copy.rows, copy.cols))
+        start += copy.elements
+    return found
 
 
 def window(tensor: Tensor, copy: Copy, row0: int, col0: int, step: int) -> Tensor:

@@ -4,20 +4,22 @@ The controller imports this module to spawn the actor, so torch and TorchTitan a
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.fallible import fallible
-from titan_rl.config import Config
+from titan_rl.config import Config, WeightSync
+from titan_rl.manifest import Manifest
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
     import numpy as np
-    from monarch.rdma import RDMABuffer
+
+    from titan_rl.actors.transport import Offer
 
 
 class Trainer(Actor):
@@ -83,27 +85,36 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def stage(self, copies: Mapping[int, tuple[Copy, ...]]) -> "dict[int, list[RDMABuffer]]":
-        """Allocate and register this rank's staging buffer: per reader, the slices of its run."""
+    async def stage(
+        self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSync
+    ) -> "dict[int, Offer]":
+        """Allocate this rank's staging memory for readers at these places; answers where each finds its run."""
         import torch
 
         from titan_rl.actors.quiet import quiet_rdma
         from titan_rl.actors.staging import Staging
+        from titan_rl.actors.transport import is_remote
 
         policy = self._policy
         parameters = {policy.names[name]: p for name, p in policy.model.named_parameters()}
-        dtype = getattr(torch, self._config.generator.dtype)
-        self._staging = Staging(parameters, copies, dtype, self._config.weight_sync.slice_mb << 20)
+        self._staging = Staging(
+            parameters,
+            copies,
+            getattr(torch, self._config.generator.dtype),
+            slice_bytes=sync.slice_mb << 20,
+            block_bytes=sync.block_kb << 10,
+            checksums=sync.verify != "off" or sync.delta,
+        )
         with quiet_rdma():
-            return self._staging.register()
+            return self._staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
 
     @endpoint
     @fallible
-    async def publish(self) -> float:
-        """Pack this rank's shards for the readers; answers with the seconds it took."""
+    async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float]:
+        """Pack this rank's shards into a slot: what each reader's run now is, and the seconds it took."""
         began = time.perf_counter()
-        self._staging.pack()
-        return time.perf_counter() - began
+        manifests = self._staging.pack(version, slot, serial)
+        return manifests, time.perf_counter() - began
 
     @endpoint
     @fallible

@@ -5,10 +5,7 @@
 A copy takes rows src_row0 + b * block_stride + i * src_step of a shard: with a step of two rows, one strided copy
 undoes the rotary order of all heads. On a CPU each of the plan's copies is one strided `copy_`, which casts, and which
 torch spreads over its threads. A GPU would launch hundreds of such kernels for a few megabytes each, so there
-`pack_weights_triton.py` makes all of a run's copies in one launch, straight into pinned host memory if the run lies in it.
-
-Measured on one core (Llama and Qwen3 of 160M parameters; FSDP 1 and 3, FSDP 2 x TP 2; readers at TP 1 and 2), as
-multiples of a `copy_` of as many contiguous elements: see `scripts/bench_weight_sync.py --pack`.
+`pack_weights_triton.py` makes all of a run's copies in one launch, straight into pinned memory if the run lies there.
 """
 
 import warnings

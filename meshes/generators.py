@@ -2,19 +2,22 @@
 
     generate ── route ──> replica ── write ──> submit ─> engine ─> take ── read ──> the awaiting generate
 
-A pull has two phases: every rank of every replica reads, then every engine switches. None serves a version before all
-hold it.
+A pull has two phases: every rank of every replica reads, then every engine switches. None takes a version before all
+have it within reach, and none serves it before it has passed the check that weight_sync.verify asks for.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch.actor import HostMesh, ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.engine import ENV, Done, EngineInfo, EngineSettings, EngineStats
-from titan_rl.actors.generator import Generator, drain
+from titan_rl.actors.generator import Arrived, Generator, Switched, drain
+from titan_rl.config import WeightSync
+from titan_rl.manifest import Manifest
 from titan_rl.meshes.faults import RunError, ask, ask_all, label
 from titan_rl.meshes.procs import spawn
 from titan_rl.types import Completion, Request
@@ -22,6 +25,7 @@ from titan_rl.types import Completion, Request
 if TYPE_CHECKING:
     from titan_rl.actors.landing import Source
 
+DEFAULTS = WeightSync()
 SUBMIT_SECONDS = 60  # a submit waits for one engine step at most
 GRACE_SECONDS = 5  # the rank's own deadline passes first: its error says what it was reading
 
@@ -32,7 +36,10 @@ class Pulled(NamedTuple):
 
     read: float
     write: float
+    verify: float
+    pause: float
     bytes: int
+    changed: float  # share of the blocks that were transferred
     busy: float
 
 
@@ -40,6 +47,7 @@ class Replica:
     """One engine: its processes, its open requests, and the tasks that carry those back and forth."""
 
     def __init__(self, name: str, procs: ProcMesh, settings: EngineSettings) -> None:
+        self.name = name
         self.load = 0  # samples x their most new tokens, over the open requests
         self.error: Exception | None = None  # once set, it stays: a replica does not come back
         self._procs = procs
@@ -59,12 +67,17 @@ class Replica:
         name, rank = next(iter(self._ranks.items()))
         return await ask(getattr(rank, verb).call_one(*arguments), actor=name, verb=verb, seconds=seconds)
 
-    async def scatter(self, verb: str, arguments: Sequence[Any], seconds: float) -> list[Any]:
-        """A call on every rank, each with its own argument."""
-        calls = {
-            name: getattr(r, verb).call_one(a) for (name, r), a in zip(self._ranks.items(), arguments, strict=True)
-        }
+    async def scatter(self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float) -> list[Any]:
+        """A call on every rank, each with its own first argument."""
+        ranks = zip(self._ranks.items(), each, strict=True)
+        calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
         return await ask_all(calls, verb=verb, seconds=seconds)
+
+    async def read(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> "list[Arrived]":
+        """Every rank brings a version within its reach; no manifests, nothing to read."""
+        return await self.scatter(
+            "read", manifests or [[]] * len(self._ranks), seconds, seconds=seconds + GRACE_SECONDS
+        )
 
     def serve(self) -> None:
         """The engine is built: watch it, and carry requests."""
@@ -166,27 +179,52 @@ class GeneratorMesh:
             replica.serve()
         return info
 
-    async def connect(self, sources: "Sequence[list[Source]]") -> None:
-        """Scatter, by tensor-parallel rank, where the weights are read from; every replica reads the same."""
-        await asyncio.gather(*(r.scatter("connect", sources, self._init_seconds) for r in self.replicas))
+    async def places(self) -> list[str]:
+        """Gather where each rank is: ranks of equal places can map each other's memory."""
+        return await self._all("place", seconds=self._seconds)
+
+    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSync = DEFAULTS) -> list[str]:
+        """Scatter, by tensor-parallel rank, where the weights are read from; every replica reads the same. Answers with
+        the transport of every run that is read."""
+        connecting = (r.scatter("connect", sources, sync, seconds=self._init_seconds) for r in self.replicas)
+        return [name for ranks in await asyncio.gather(*connecting) for names in ranks for name in names]
 
     async def generate(self, request: Request) -> list[Completion]:
         """Route: to the replica with the least to do, the first among equals."""
         self._check()
         return await min(self.replicas, key=lambda replica: replica.load).generate(request)
 
-    async def pull(self, version: int) -> Pulled:
-        """Every rank reads its weights while sampling goes on; then every engine writes them and serves `version`."""
+    async def pull(
+        self,
+        version: int,
+        manifests: Sequence[list[Manifest]] | None = None,
+        lease: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    ) -> Pulled:
+        """Every rank reads its weights while sampling goes on; then every engine writes them, checks them, and serves
+        `version`. `manifests` are by tensor-parallel rank; a replica holds its lease as long as it may read."""
         self._check()
-        reads: list[tuple[float, int]] = await self._all("read", self._seconds, seconds=self._seconds + GRACE_SECONDS)
-        writes: list[tuple[float, float]] = await asyncio.gather(
-            *(r.head("switch", version, seconds=self._seconds) for r in self.replicas)
-        )
+        all_read = asyncio.Barrier(len(self.replicas))
+
+        async def pulled(replica: Replica) -> tuple[list[Arrived], Switched]:
+            with lease(replica.name):
+                try:
+                    arrived = await replica.read(manifests, self._seconds)
+                except BaseException:
+                    await all_read.abort()  # the others' turn never comes
+                    raise
+                await all_read.wait()
+                return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
+
+        answers = await asyncio.gather(*map(pulled, self.replicas))
+        ranks, switched = [rank for arrived, _ in answers for rank in arrived], [switch for _, switch in answers]
         return Pulled(
-            read=max(seconds for seconds, _ in reads),
-            write=max(seconds for seconds, _ in writes),
-            bytes=sum(nbytes for _, nbytes in reads),
-            busy=max(seconds for _, seconds in writes),
+            read=max(rank.seconds - rank.verify for rank in ranks),
+            write=max(engine.write for engine in switched),
+            verify=max(rank.verify for rank in ranks) + max(engine.verify for engine in switched),
+            pause=max(engine.pause for engine in switched),
+            bytes=sum(rank.bytes for rank in ranks),
+            changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
+            busy=max(engine.busy for engine in switched),
         )
 
     async def fingerprint(self) -> list[dict[str, str]]:

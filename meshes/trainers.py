@@ -1,20 +1,21 @@
 """The trainer mesh: the policy, its optimizer, and the frozen weights that it may be lent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from monarch.actor import HostMesh
 
 from titan_rl.actors.trainer import Trainer
-from titan_rl.config import Config
+from titan_rl.config import Config, WeightSync
+from titan_rl.manifest import Publication
 from titan_rl.meshes.models import ModelMesh
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
-    from monarch.rdma import RDMABuffer
+    from titan_rl.actors.transport import Offer
 
 
 class TrainerMesh(ModelMesh):
@@ -49,13 +50,16 @@ class TrainerMesh(ModelMesh):
         """Gather the layout, by rank."""
         return await self._all("shards", seconds=self._comm.train_timeout_seconds)
 
-    async def stage(self, copies: list[dict[int, tuple[Copy, ...]]]) -> "list[dict[int, list[RDMABuffer]]]":
-        """Scatter each rank's part of the weight plan; gather the handles of its registered buffers."""
-        return await self._scatter("stage", copies)
+    async def stage(
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSync
+    ) -> "list[dict[int, Offer]]":
+        """Scatter each rank's part of the weight plan, and say where its readers are; gather where those find it."""
+        return await self._scatter("stage", copies, places, sync)
 
-    async def publish(self) -> float:
-        """Every rank packs its shards; the seconds of the slowest."""
-        return max(await self._all("publish", seconds=self._comm.train_timeout_seconds))
+    async def publish(self, version: int, slot: int, serial: int) -> Publication:
+        """Every rank packs its shards into a slot."""
+        packed = await self._all("publish", version, slot, serial, seconds=self._comm.train_timeout_seconds)
+        return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
 
     async def save(self, step: int, controller: str) -> None:
         await self._all("save", step, controller, seconds=self._comm.train_timeout_seconds)

@@ -160,11 +160,11 @@ def test_an_error_between_steps_fails_every_call(running: Running) -> None:
         await asyncio.sleep(0.05)
         await running.mesh.connect([[]])
         with pytest.raises(RunError, match="failed in switch: RuntimeError") as failure:
-            await replica.head("switch", 1, seconds=5)
+            await replica.head("switch", 1, 5, seconds=5)
         assert "expected a completed read() before write()" in failure.value.details
         with pytest.raises(RunError, match="RuntimeError"):
             await waiting
-        for verb, arguments in {"submit": [[late]], "take": [], "switch": [2], "watch": []}.items():
+        for verb, arguments in {"submit": [[late]], "take": [], "switch": [2, 5], "watch": []}.items():
             with pytest.raises(RunError, match=rf"generator0\[tp=0\] failed in {verb}: RuntimeError"):
                 await replica.head(verb, *arguments, seconds=5)
         for call in (running.mesh.generate(late), running.mesh.pull(2)):

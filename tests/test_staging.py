@@ -2,9 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # before monarch is imported
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure
-from monarch.rdma import RDMABuffer
 from monarch.spmd import setup_torch_elastic_env_async
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +23,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_rl.actors.landing import Landing, Source
-from titan_rl.actors.staging import Staging, shards_of, window
+from titan_rl.actors.staging import Staging, octets, shards_of, window
+from titan_rl.actors.transport import How, Offer, here
+from titan_rl.config import WeightSync
+from titan_rl.manifest import Manifest, blocks, checksum, layout
 from titan_rl.model_shape import ModelShape
 from titan_rl.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
 
@@ -136,10 +137,14 @@ def test_every_layout_is_described_exactly_and_packs_into_the_generators_paramet
     live = [{name: torch.zeros(size) for name, size in param_shapes(SHAPE, 2).items()} for _ in READERS]
     for rank, shards in enumerate(held):
         runs = {reader: made.copies[rank, reader] for reader in range(2)}  # some are empty
-        staging = Staging(shards, runs, torch.float32, slice_bytes=64)
-        assert staging.pack() == 4 * made.sent(rank)
+        staging = Staging(shards, runs, torch.float32, slice_bytes=64, block_bytes=48)
+        manifests = staging.pack(version=5, slot=1, serial=1)
+        assert sum(run.nbytes for run in staging.runs[1].values()) == 4 * made.sent(rank)
         for reader, copies in runs.items():
-            for part, c in zip(staging.runs[reader].split([c.elements for c in copies]), copies, strict=True):
+            assert manifests[reader].checksums == tuple(
+                checksum(octets(staging.runs[1][reader], block)) for block in blocks(copies, 12)
+            )
+            for part, c in zip(staging.runs[1][reader].split([c.elements for c in copies]), copies, strict=True):
                 window(live[reader][c.param], c, c.dst_row0, c.dst_col0, step=1).copy_(
                     part.view(c.blocks, c.rows, c.cols)
                 )
@@ -161,13 +166,13 @@ class TrainerRank(Actor):
         return self.weights.shards()
 
     @endpoint
-    async def stage(self, copies: dict[int, tuple[Copy, ...]]) -> dict[int, list[RDMABuffer]]:
-        self.staging = Staging(self.weights.by_hf_name(), copies, torch.bfloat16, slice_bytes=100)
-        return self.staging.register()
+    async def stage(self, copies: Mapping[int, tuple[Copy, ...]]) -> dict[int, Offer]:
+        self.staging = Staging(self.weights.by_hf_name(), copies, torch.bfloat16, slice_bytes=100, block_bytes=64)
+        return self.staging.offer(remote=True)
 
     @endpoint
-    async def publish(self) -> int:
-        return self.staging.pack()
+    async def publish(self, slot: int, serial: int) -> dict[int, Manifest]:
+        return self.staging.pack(7, slot, serial)
 
     @endpoint
     async def scale(self, factor: float) -> None:
@@ -184,26 +189,32 @@ class GeneratorRank(Actor):
     """Both readers in one process, which is nothing to them."""
 
     @endpoint
-    async def connect(self, sources: list[list[Source]]) -> None:
+    async def connect(self, sources: list[list[Source]], how: How) -> list[str]:
         sizes = param_shapes(SHAPE, 2)
         self.params = [{name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()} for _ in READERS]
         verify_complete(sizes, SHAPE, 2)
-        self.landings = [Landing(p, offered) for p, offered in zip(self.params, sources, strict=True)]
+        sync = WeightSync(transport=how)
+        self.landings = [Landing(p, offered, sync) for p, offered in zip(self.params, sources, strict=True)]
+        return [name for landing in self.landings for name in landing.transports]
 
     @endpoint
-    async def pull(self, timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
-        await asyncio.gather(*(landing.read(timeout) for landing in self.landings))
-        return sum(landing.write() for landing in self.landings), self.params
+    async def pull(self, manifests: list[list[Manifest]], timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
+        self.manifests = manifests
+        landings = list(zip(self.landings, manifests, strict=True))
+        read = await asyncio.gather(*(landing.read(announced, timeout) for landing, announced in landings))
+        for landing in self.landings:
+            await landing.write(timeout)
+        return sum(each.bytes for each in read), self.params
 
     @endpoint
     async def write_after_a_failed_read(self) -> None:
         with pytest.raises(Exception, match=r"."):
-            await self.landings[0].read(2)
+            await self.landings[0].read(self.manifests[0], 2)
         with pytest.raises(RuntimeError, match="expected a completed read"):
-            self.landings[0].write()
+            await self.landings[0].write(2)
 
 
-def test_two_versions_arrive_bit_for_bit_by_rdma() -> None:
+def test_two_versions_arrive_bit_for_bit_by_either_transport() -> None:
     configure(rdma_allow_tcp_fallback=True)
     asyncio.run(asyncio.wait_for(sync_twice(), 110))
 
@@ -220,15 +231,18 @@ async def sync_twice() -> None:
             sources: list[list[Source]] = [[] for _ in READERS]
             for rank in range(2):
                 staged = await done(trainers.slice(trainer=rank).stage.call_one(made.outgoing(rank)))
-                assert max(map(len, staged.values())) > 1, "runs of several slices"
-                for reader, buffers in staged.items():
-                    assert all(buffer.size() <= 100 for buffer in buffers)
-                    sources[reader].append(Source(rank, buffers, made.copies[rank, reader], "bfloat16"))
-            await done(generator.connect.call_one(sources))
+                slices = [s for offer in staged.values() if offer.registered for s in offer.registered.slices[0]]
+                assert len(slices) > len(staged), "runs of several slices"
+                assert all(slice.size() <= 100 for slice in slices)
+                for reader, offer in staged.items():
+                    sources[reader].append(Source(rank, offer, made.copies[rank, reader], "bfloat16", 64))
             total = 2 * sum(made.received(reader) for reader in range(2))
-            for scale in (1.0, -0.375):
-                assert sum((await done(trainers.publish.call())).values()) == total
-                nbytes, params = await done(generator.pull.call_one(20.0))
+            ways: list[tuple[How, str]] = [("auto", "shared memory"), ("rdma", "RDMABuffer (TCP fallback)")]
+            for serial, ((how, name), scale) in enumerate(zip(ways, (1.0, -0.375), strict=True), start=1):
+                assert set(await done(generator.connect.call_one(sources, how))) == {name}
+                packed = list((await done(trainers.publish.call(serial % 2, serial))).values())
+                manifests = [[runs[reader] for runs in packed if reader in runs] for reader in range(2)]
+                nbytes, params = await done(generator.pull.call_one(manifests, 20.0))
                 assert nbytes == total
                 for reader in range(2):
                     expected = generator_parameters(reader, torch.bfloat16, scale)
@@ -247,7 +261,8 @@ async def done(future: Any, seconds: float = 30) -> Any:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     copy = Copy("a", 0, 0, 4, 2, "p", 1, 0)
-    source = Source(3, [SimpleNamespace(size=lambda: 32)], (copy,), "float32")  # pyright: ignore[reportArgumentType]
+    elsewhere = Offer("another host", 1, 1, 1 << 20, (4096, 8192), 32, layout((copy,), "float32", 8), None)
+    source = Source(3, elsewhere, (copy,), "float32", 8)
     for params, message in [
         ({}, "p: expected in the live model"),
         ({"p": torch.zeros(4, 2)}, r"p: expected at least 5 x 2, found shape \(4, 2\)"),
@@ -256,13 +271,21 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Landing(params, [source])
-    Landing({}, [Source(4, [], (), "float32")])  # a rank that has nothing for this reader
-    with pytest.raises(ValueError, match=r"trainer rank 3: expected 64 registered bytes .* found 32"):
+    fits = {"p": torch.zeros(5, 2)}
+    with pytest.raises(ValueError, match=r"trainer rank 3: expected 64 bytes .* found 32"):
         Landing({}, [replace(source, copies=(copy, copy))])
+    with pytest.raises(ValueError, match=r"trainer rank 3: expected layout .*, as planned"):
+        Landing(fits, [replace(source, copies=(replace(copy, src_row0=1),))])
+    with pytest.raises(ValueError, match=r'weight_sync\.transport: expected "auto" or "rdma"'):
+        Landing(fits, [source], WeightSync(transport="shm"))
+    with pytest.raises(RuntimeError, match="expected registered slices from the trainer process 1, found none"):
+        Landing(fits, [source])
+    with pytest.raises(RuntimeError, match=r"at /proc/\d+/fd/9999, found No such file"):
+        Landing(fits, [replace(source, offer=replace(elsewhere, place=here(), pid=os.getpid(), fd=9999))])
     with pytest.raises(ValueError, match="found none for a"):
-        Staging({}, {0: (copy,)}, torch.float32, slice_bytes=64)
+        Staging({}, {0: (copy,)}, torch.float32, slice_bytes=64, block_bytes=64)
     with pytest.raises(ValueError, match="slice_bytes: expected at least one element"):
-        Staging({}, {}, torch.float32, slice_bytes=3)
+        Staging({}, {}, torch.float32, slice_bytes=3, block_bytes=64)
 
 
 def test_parameters_that_cannot_be_described_are_refused() -> None:

@@ -75,7 +75,8 @@ async def generators(config: c.Config, folder: str, *, load: bool) -> GeneratorM
 
 def batches(shards: int) -> list[Sample]:
     random = np.random.default_rng(0)
-    return [Sample(random.integers(3, 90, 20).tolist(), [1] * 20, [-4.0] * 20, 1.0) for _ in range(8)]
+    columns = {"behaviour": np.full(20, -4.0), "advantage": np.ones(20)}
+    return [Sample(random.integers(3, 90, 20).tolist(), [1] * 20, {}).with_columns(**columns) for _ in range(8)]
 
 
 def made_by_transformers(folder: Path, model: c.Model) -> c.Model:
@@ -106,7 +107,7 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
         model = made_by_transformers(folder / "assets", model)
     config = run_config(folder, model, parallelism, tp, dtype)
     shape, clock = shape_of(model), Clock()
-    trainers = await TrainerMesh.spawn(this_host(), config, shape, {}, clock)
+    trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
     live, _ = await asyncio.gather(
         generators(config, model_folder(folder / "model", shape), load=False), trainers.start()
     )
@@ -117,7 +118,7 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
     first = await weights.sync(0)
     before = await live.fingerprint()
     samples = batches(trainers.dp)
-    await trainers.step(pack(samples, shards=trainers.dp, seq_len=64, rows_per_microbatch=2, pad_id=0))
+    await trainers.step([pack(samples, shards=trainers.dp, seq_len=64, rows_per_microbatch=2, pad_id=0)])
     second = await weights.sync(1)
     after = await live.fingerprint()
     assert first.bytes == second.bytes == sum(shape_bytes(shape, tp, dtype))

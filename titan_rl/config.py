@@ -426,10 +426,18 @@ class Generator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSync:
-    transport: Literal["rdma"] = "rdma"
-    """One-sided reads of registered staging buffers (ibverbs where there is one, else Monarch's TCP fallback)."""
+    transport: Literal["auto", "shm", "rdma"] = "auto"
+    """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": the first on one host."""
     slice_mb: int = bounds(8, ge=1, le=64)
-    """Size of one read; 4 to 8 measured best over TCP."""
+    """Size of one RDMA read; 4 to 8 measured best over Monarch's TCP fallback."""
+    block_kb: int = bounds(1024, ge=1, le=65536)
+    """What has a checksum of its own; it is computed right after packing, so it should fit in a core's cache."""
+    verify: Literal["off", "transfer", "live"] = "live"
+    """What must match the trainer's checksums before it is served: nothing, the bytes received, the live parameters."""
+    in_flight: Literal["swap", "drain"] = "swap"
+    """Unfinished requests go on with the new weights (each token has its version), or finish on the old ones first."""
+    delta: bool = False
+    """Transfer and write only the blocks that changed, unless that is most of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,12 +55,15 @@ DOCS: dict[str, str] = {
     "sync/seconds": "Wall seconds of the weight sync, seen from the controller.",
     "sync/bytes": "Bytes that all generator ranks read.",
     "sync/publish_seconds": "Slowest trainer rank: casting and staging its shard.",
-    "sync/read_seconds": "Slowest generator rank: one-sided reads.",
+    "sync/read_seconds": "Slowest generator rank: one-sided reads, beside the sampling; nothing over shared memory.",
     "sync/write_seconds": "Slowest generator rank: staged bytes into the engine's parameters.",
+    "sync/verify_seconds": "Slowest generator rank: comparing checksums with the trainer's (weight_sync.verify).",
+    "sync/pause_seconds": "Slowest engine: seconds between two steps that went to the new weights.",
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples; of a reward model, pairs in the right order.",
     "time/eval": "Seconds of the evaluation that followed the step; not in time/step.",
     "time/save": "Seconds of the checkpoint that followed the step; not in time/step.",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
+    "sync/blocks_changed": "Share of the weights' blocks transferred and written, under weight_sync.delta.",
     "reward/penalty": "Mean soft overlong punishment; not in reward/mean.",
     "kl/k1": "k1 estimate of the KL to the reference.",
     "kl/k2": "k2 estimate of the KL to the reference.",
@@ -164,7 +167,11 @@ def step_metrics(
         "sync/publish_seconds": sync.publish,
         "sync/read_seconds": sync.read,
         "sync/write_seconds": sync.write,
+        "sync/verify_seconds": sync.verify,
+        "sync/pause_seconds": sync.pause,
     }
+    if sync.changed is not None:
+        metrics["sync/blocks_changed"] = sync.changed
     if penalties := [r.penalty for r in rollouts if r.penalty]:
         metrics["reward/penalty"] = sum(penalties) / len(rollouts)
     if score is not None:

@@ -28,7 +28,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 weights = WeightSync(meshes.trainers, meshes.generators, clock)
                 with terminal.phase("weights: plan, stage, connect"):
                     plan = await weights.connect(config, setup.shape)
-                terminal.note(plan.describe(BYTES[config.generator.dtype]))
+                terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")
             with RunLog(
                 setup.folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
             ) as log:

@@ -212,3 +212,6 @@ class SyncStats:
     write: float
     seconds: float  # wall time in the controller
     sampling: float = 0.0  # seconds that the busiest engine sampled since the sync before
+    verify: float = 0.0  # seconds of comparing checksums
+    pause: float = 0.0  # seconds that an engine stood still
+    changed: float | None = None  # under weight_sync.delta: share of the weights' blocks that were transferred

@@ -1,0 +1,218 @@
+"""How the bytes that a trainer rank packed reach a reader, chosen for each pair of them.
+
+    same host                Shared: the reader maps the trainer's memory, and writes from there into its parameters
+    anywhere else            Remote: one-sided RDMABuffer reads into memory of the reader's own
+
+A trainer rank's memory holds two slots, so that a version can be packed while its predecessor is read:
+
+    [ stamps | slot 0: a run for every reader | slot 1: a run for every reader ]
+
+A slot's stamp is the serial number of the publication that it holds, and PACKING while it changes. Bytes that were
+read belong to a publication if its stamp stands there afterwards. The memory is anonymous (memfd): readers find it
+through /proc, nothing has a name in /dev/shm, and nothing is left behind by any end of any process.
+"""
+
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+from weakref import finalize
+
+import torch
+from monarch.rdma import RDMAAction, RDMABuffer
+from torch import Tensor
+
+How = Literal["auto", "shm", "rdma"]
+
+SLOTS = 2
+PACKING = 0  # serial numbers count from 1
+PAGE = 4096  # runs begin on one; the stamps have one to themselves
+
+
+def here() -> str:
+    """Equal for processes that can map each other's memory: one boot of one host, and one PID namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A reader's run, registered for one-sided reads."""
+
+    stamps: RDMABuffer
+    slices: tuple[list[RDMABuffer], ...]  # by slot: consecutive parts of the run
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Where one reader finds its run."""
+
+    place: str  # here(), at the trainer rank
+    pid: int
+    fd: int
+    size: int  # bytes of the whole memory
+    starts: tuple[int, ...]  # by slot: the run's first byte
+    nbytes: int  # of the run
+    layout: int  # of what is packed there, see manifest.layout()
+    registered: Registered | None  # only where somebody reads from afar
+
+
+class Memory:
+    """A trainer rank's: the stamps and both slots."""
+
+    def __init__(self, runs: Sequence[int], pinned: bool) -> None:
+        """`runs` are the bytes of each."""
+        ends = PAGE
+        self.starts: list[tuple[int, ...]] = [()] * len(runs)
+        for _ in range(SLOTS):
+            for i, nbytes in enumerate(runs):
+                self.starts[i] += (ends,)
+                ends += -(-nbytes // PAGE) * PAGE
+        self._fd = os.memfd_create("titan_rl weights")
+        self._close = finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, ends)
+        self.bytes = _mapped(self._fd, ends, write=True)
+        if pinned:
+            _pin(self.bytes)
+        self.stamps = _stamps(self.bytes)
+
+    def offer(self, run: int, nbytes: int, layout: int, registered: Registered | None) -> Offer:
+        return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered)
+
+    def close(self) -> None:
+        """Nobody new may map it; it is freed when the last who did is gone."""
+        self._close()
+
+
+class Transport(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def run(self, slot: int) -> Tensor:
+        """The run's bytes, as the last read() left them.  # [nbytes]"""
+        ...
+
+    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+        """Bring the bytes over, or at least those `wanted` [start, end)."""
+        ...
+
+    def stamp(self, slot: int) -> int:
+        """What the slot held after read(), or holds now if its bytes are still the trainer's own."""
+        ...
+
+
+class Shared:
+    """The trainer's memory itself. There is nothing to read: the first touch is the write into the parameters."""
+
+    name = "shared memory"
+
+    def __init__(self, offer: Offer, pinned: bool) -> None:
+        path = f"/proc/{offer.pid}/fd/{offer.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR if pinned else os.O_RDONLY)
+        except OSError as error:
+            raise RuntimeError(
+                f"expected a trainer rank's weights at {path}, found {error.strerror}; "
+                'weight_sync.transport = "rdma" reads them without mapping them'
+            ) from None
+        try:
+            if (found := os.fstat(fd).st_size) != offer.size:
+                raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {found}")
+            self._bytes = _mapped(fd, offer.size, write=pinned)
+        finally:
+            os.close(fd)  # the mapping stays
+        if pinned:
+            _pin(self._bytes)
+        self._stamps = _stamps(self._bytes)
+        self._runs = [self._bytes[start : start + offer.nbytes] for start in offer.starts]
+
+    def run(self, slot: int) -> Tensor:
+        return self._runs[slot]
+
+    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+        pass
+
+    def stamp(self, slot: int) -> int:
+        return int(self._stamps[slot])
+
+
+class Remote:
+    """Slices of the run, all in flight together, into memory allocated here, once."""
+
+    def __init__(self, registered: Registered, nbytes: int, pinned: bool) -> None:
+        backend = registered.stamps.backend
+        self.name = f"RDMABuffer ({'TCP fallback' if backend == 'tcp' else backend})"
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._stamps = torch.empty(SLOTS, dtype=torch.int64)
+        self._parts = [
+            list(zip(slices, self._bytes.split([s.size() for s in slices]), strict=True))
+            for slices in registered.slices
+        ]
+        self._whole = [_reads(parts) for parts in self._parts]  # resubmitted: addresses never change
+        self._stamp = _reads([(registered.stamps, self._stamps.view(torch.uint8))])
+
+    def run(self, slot: int) -> Tensor:
+        return self._bytes
+
+    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+        reads = self._whole[slot] if wanted is None else _reads(self._touching(slot, wanted))
+        await reads.submit(timeout=math.ceil(timeout))
+        await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
+
+    def stamp(self, slot: int) -> int:
+        return int(self._stamps[slot])
+
+    def _touching(self, slot: int, wanted: Sequence[tuple[int, int]]) -> list[tuple[RDMABuffer, Tensor]]:
+        """The slices that hold any of these bytes. Both are sorted."""
+        found, start, left = [], 0, list(reversed(wanted))
+        for slice, part in self._parts[slot]:
+            end = start + len(part)
+            while left and left[-1][1] <= start:
+                left.pop()
+            if left and left[-1][0] < end:
+                found.append((slice, part))
+            start = end
+        return found
+
+
+def is_remote(place: str, how: How) -> bool:
+    """Whether processes here and there have to copy each other's memory."""
+    if how == "shm" and place != here():
+        raise ValueError('weight_sync.transport: expected "auto" or "rdma" for meshes on different hosts, found "shm"')
+    return how == "rdma" or place != here()
+
+
+def choose(offer: Offer, how: How, pinned: bool) -> Transport:
+    if not is_remote(offer.place, how):
+        return Shared(offer, pinned)
+    if offer.registered is None:
+        raise RuntimeError(f"expected registered slices from the trainer process {offer.pid}, found none")
+    return Remote(offer.registered, offer.nbytes, pinned)
+
+
+def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
+    action = RDMAAction()
+    for source, target in parts:
+        action.read_remote(target, source)
+    return action
+
+
+def _mapped(fd: int, size: int, *, write: bool) -> Tensor:
+    """The file's bytes, whose mapping lives as long as the tensor.  # [size]"""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
+        access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
+        return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
+
+
+def _stamps(memory: Tensor) -> Tensor:
+    return memory[: SLOTS * 8].view(torch.int64)  # [SLOTS]
+
+
+def _pin(memory: Tensor) -> None:
+    """So that copies between it and a GPU are DMA."""
+    cuda: Any = torch.cuda.cudart()
+    if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise RuntimeError(f"expected to pin {memory.nbytes} bytes for CUDA, found cudaHostRegister error {error}")

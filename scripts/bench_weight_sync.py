@@ -1,0 +1,623 @@
+#!/usr/bin/env python3
+"""What a weight sync costs, part by part and beside what else could move the weights. Appends rows to a CSV.
+
+    .venv/bin/python scripts/bench_weight_sync.py                    # all parts
+    .venv/bin/python scripts/bench_weight_sync.py sync --quick       # 50 MB, about a minute
+    .venv/bin/python scripts/bench_weight_sync.py sync --megabytes 1000 --layouts 2x2
+
+plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 generator ranks, and bytes on the wire
+pack   one process: a rank's shards into its readers' runs, beside a plain copy of as many elements
+sync   real processes: trainer ranks (FSDP, fp32) to readers (tensor parallelism, bf16), each way of moving in turn
+
+A machine that others use slows everything, so that seconds mean little there: `ratio` compares with a copy of as many
+bytes made just before, in the same process (`pack`: CPU seconds of one thread), and ways are compared by their ratios.
+"""
+
+import argparse
+import asyncio
+import csv
+import gc
+import mmap
+import os
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from monarch.actor import Actor, endpoint, this_host
+from monarch.config import configure
+from monarch.rdma import RDMAAction, RDMABuffer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from titan_rl.actors.landing import Landing, Source
+from titan_rl.actors.staging import Staging
+from titan_rl.kernels.pack_weights import pack, window
+from titan_rl.model_shape import ModelShape
+from titan_rl.run_log import git_commit, machine, versions
+from titan_rl.weight_plan import Copy, Piece, Plan, Shard, param_shapes, pieces, plan
+
+CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
+SLICE_BYTES = 8 << 20  # as weight_sync.slice_mb
+TIMEOUT = 300.0
+
+LLAMA_70B = ModelShape(
+    family="llama3",
+    vocab_size=128256,
+    dim=8192,
+    n_layers=80,
+    n_heads=64,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=28672,
+    max_seq_len=8192,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    tied=False,
+)
+SMALL = replace(LLAMA_70B, vocab_size=8192, dim=1024, n_heads=16, head_dim=64, hidden_dim=2816, n_layers=1)
+
+
+@dataclass
+class Row:
+    part: str
+    case: str
+    measure: str
+    values: list[float]
+    ratios: list[float] = field(default_factory=list)  # over a plain copy, each beside its own
+    note: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["plan", "pack", "sync", []], default=[])
+    parser.add_argument("--quick", action="store_true", help="50 MB, two ranks to two readers, 8 layers on paper")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000, 2000])
+    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x2", "4x1", "1x4", "4x4"], help="ranks x readers")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    arguments = parser.parse_args()
+    sizes, layouts = ([50], ["2x2"]) if arguments.quick else (arguments.megabytes, arguments.layouts)
+    parts = arguments.parts or ["plan", "pack", "sync"]
+    if "plan" in parts:
+        report(arguments.csv, planning(8 if arguments.quick else 80))
+    if "pack" in parts:
+        report(arguments.csv, packing(arguments.repeats))
+    if "sync" in parts:
+        configure(rdma_allow_tcp_fallback=True)
+        for megabytes in sizes:
+            for layout in layouts:
+                ranks, readers = map(int, layout.split("x"))
+                report(arguments.csv, asyncio.run(syncing(megabytes, ranks, readers, arguments.repeats)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- plan
+
+
+def shards(shape: ModelShape, rank: int, *, fsdp: int, tp: int = 1) -> list[Shard]:
+    """What FSDP2 leaves to a rank of what tensor parallelism leaves to its group; replicas repeat the ranks."""
+    held = []
+    for p in pieces(shape, tp=1, rank=0):
+        row, col = (0, p.rows), (0, p.cols)
+        if any(name in p.name for name in ("o_proj", "down_proj")):
+            col = chunk(*col, tp, rank % tp)
+        elif p.cols > 1:
+            row = chunk(*row, tp, rank % tp)
+        row = chunk(*row, fsdp, rank // tp % fsdp)
+        rotary = shape.family == "llama3" and any(name in p.name for name in ("q_proj", "k_proj"))
+        held.append(Shard(p.name, *row, *col, shape.head_dim if rotary else 0))
+    return held
+
+
+def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
+    """torch.chunk's arithmetic."""
+    each = -(-size // parts)
+    skip = min(index * each, size)
+    return start + skip, min(each, size - skip)
+
+
+def planning(layers: int) -> Iterator[Row]:
+    shape = replace(LLAMA_70B, n_layers=layers)
+    for name, replicate, fsdp, readers in (("FSDP 64", 1, 64, 8), ("HSDP 8x8", 8, 8, 8), ("FSDP 64", 1, 64, 64)):
+        case = f"70B shapes, {layers} layers: {name} x TP 8 to TP {readers} x {64 // readers} replicas"
+        trainer = [shards(shape, rank, fsdp=fsdp, tp=8) for rank in range(replicate * fsdp * 8)]
+        wanted = [pieces(shape, tp=readers, rank=rank) for rank in range(readers)]
+        began = time.process_time()
+        made = plan(trainer, wanted)
+        seconds = time.process_time() - began
+        runs = [run for run in made.copies.values() if run]
+        once = sum(len(pickle.dumps(run)) for run in runs)
+        sent = [made.sent(rank) for rank in range(len(trainer))]
+        yield Row("plan", case, "planning, CPU s", [seconds], note=f"{len(runs)} runs, {sum(map(len, runs))} copies")
+        layout = sum(len(pickle.dumps(held)) for held in trainer)
+        yield Row("plan", case, "layouts to the controller, MB", [layout / 1e6])
+        yield Row("plan", case, "plan to 512 trainer ranks, MB", [once / 1e6])
+        yield Row("plan", case, "plan to 64 generator ranks, MB", [once * (64 // readers) / 1e6])
+        yield Row("plan", case, "most sent by a rank / least", [max(sent) / min(sent)])
+        del trainer, wanted, made, runs
+        gc.collect()
+
+
+# ---------------------------------------------------------------------------------------------------------------- pack
+
+
+def packing(repeats: int) -> Iterator[Row]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for family in ("llama3", "qwen3"):
+        shape = replace(SMALL, family=family, vocab_size=32000, n_layers=8)
+        for name, fsdp, tp, readers in (("FSDP 1", 1, 1, 1), ("FSDP 3", 3, 1, 2), ("FSDP 2 x TP 2", 2, 2, 2)):
+            trainer = [shards(shape, rank, fsdp=fsdp, tp=tp) for rank in range(fsdp * tp)]
+            made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
+            held = {s.name: torch.randn((s.rows, s.cols) if s.cols > 1 else (s.rows,)) for s in trainer[0]}
+            source = torch.randn(made.sent(0))
+            same, cast = torch.zeros_like(source), torch.zeros_like(source, dtype=torch.bfloat16)
+            for sent in (torch.float32, torch.bfloat16):
+                outgoing = made.outgoing(0)
+                buffers = {r: torch.zeros(made.elements(0, r), dtype=sent) for r in outgoing}
+
+                def pack_all(outgoing: Any = outgoing, buffers: Any = buffers, held: Any = held) -> None:
+                    for reader, run in outgoing.items():
+                        pack(held, run, buffers[reader])
+
+                plain = same if sent == torch.float32 else cast
+                ways: dict[str, Callable[[], Any]] = {
+                    "copy of the bytes read": lambda same=same, source=source: same.copy_(source),
+                    "flat copy_ to the run's dtype": lambda plain=plain, source=source: plain.copy_(source),
+                    "pack": pack_all,
+                }
+                seconds: dict[str, list[float]] = {way: [] for way in ways}
+                for _ in range(2 + repeats):
+                    for way, run in ways.items():
+                        began = time.process_time()
+                        run()
+                        seconds[way].append(time.process_time() - began)
+                case = f"{family}, {name} to TP {readers}, float32 to {str(sent).removeprefix('torch.')}"
+                copied, flat, packed = (values[2:] for values in seconds.values())
+                note = f"{4 * made.sent(0) / 1e6:.0f} MB read; over the flat copy_ to the same dtype " + (
+                    f"{min(packed) / min(flat):.2f}"
+                )
+                ratio = [min(packed) / min(copied)]
+                yield Row("pack", case, "pack, CPU s", packed, ratio, note)
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------------------------------------------------- sync
+
+
+class Rank(Actor):
+    """Half of every way of moving weights: what trainer ranks and readers have in common."""
+
+    @endpoint
+    async def join(self, store: str, rank: int, world: int, ranks: int) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        self.trainers = dist.new_group(list(range(ranks)))
+        self.rank, self.ranks = rank, ranks
+
+    @endpoint
+    async def drop(self) -> None:
+        """Let go of a way's buffers."""
+        if staging := getattr(self, "staging", None):
+            await staging.drop()
+        for buffer in getattr(self, "buffers", ()):
+            await buffer.drop()
+        if (memory := getattr(self, "memory", None)) is not None:
+            os.close(memory)
+        for name in ("staging", "buffers", "tensors", "landing", "reads", "landed", "mapped", "run", "memory"):
+            if hasattr(self, name):
+                delattr(self, name)
+        gc.collect()
+
+
+class TrainerRank(Rank):
+    @endpoint
+    async def hold(self, shape: ModelShape, ranks: int, copies: Mapping[int, Sequence[Copy]]) -> None:
+        torch.manual_seed(self.rank)
+        self.shape, self.copies = shape, copies
+        self.shards = shards(shape, self.rank, fsdp=ranks)
+        self.params = {s.name: torch.randn((s.rows, s.cols) if s.cols > 1 else (s.rows,)) for s in self.shards}
+
+    # ours: plan, pack, one run for each reader
+
+    @endpoint
+    async def stage(self) -> dict[int, list[RDMABuffer]]:
+        runs = {reader: tuple(copies) for reader, copies in self.copies.items()}
+        self.staging = Staging(self.params, runs, torch.bfloat16, SLICE_BYTES)
+        return self.staging.register()
+
+    @endpoint
+    async def publish(self) -> float:
+        began = time.perf_counter()
+        self.staging.pack()
+        return time.perf_counter() - began
+
+    # the floor of the way through shared memory: a mapped file, no protocol and no checksums
+
+    @endpoint
+    async def map(self) -> dict[int, tuple[str, int, int]]:
+        """Path, first byte and bytes of each reader's run."""
+        sizes = {reader: 2 * sum(c.elements for c in run) for reader, run in self.copies.items()}
+        self.memory = os.memfd_create("bench_weight_sync")
+        os.ftruncate(self.memory, sum(sizes.values()))
+        memory = mmap.mmap(self.memory, sum(sizes.values()))
+        bounds = dict(zip(sizes, torch.tensor([0, *sizes.values()]).cumsum(0).tolist(), strict=False))
+        self.mapped = {
+            r: torch.frombuffer(memory, dtype=torch.bfloat16, count=n // 2, offset=bounds[r]) for r, n in sizes.items()
+        }
+        path = f"/proc/{os.getpid()}/fd/{self.memory}"
+        return {r: (path, bounds[r], n) for r, n in sizes.items()}
+
+    @endpoint
+    async def pack_mapped(self) -> float:
+        began = time.perf_counter()
+        for reader, run in self.copies.items():
+            pack(self.params, run, self.mapped[reader])
+        return time.perf_counter() - began
+
+    # what others do
+
+    @endpoint
+    async def register_tensors(self) -> dict[str, RDMABuffer]:
+        self.tensors = {name: torch.empty_like(p, dtype=torch.bfloat16) for name, p in self.params.items()}
+        named = {name: RDMABuffer(w.view(-1)) for name, w in self.tensors.items() if w.numel()}
+        self.buffers = list(named.values())
+        return named
+
+    @endpoint
+    async def cast_tensors(self) -> float:
+        began = time.perf_counter()
+        for name, p in self.params.items():
+            self.tensors[name].copy_(p)
+        return time.perf_counter() - began
+
+    @endpoint
+    async def state_dict(self) -> dict[str, Tensor]:
+        return {name: p.bfloat16() for name, p in self.params.items()}
+
+    @endpoint
+    async def gather_and_broadcast(self) -> None:
+        await asyncio.to_thread(self._gather_and_broadcast)
+
+    def _gather_and_broadcast(self) -> None:
+        for p, mine in zip(pieces(self.shape, tp=1, rank=0), self.params.values(), strict=True):
+            each = -(-p.rows // self.ranks)
+            padded = torch.zeros(each * p.cols, dtype=torch.bfloat16)
+            padded[: mine.numel()].copy_(mine.view(-1))
+            whole = torch.empty(self.ranks * each * p.cols, dtype=torch.bfloat16)
+            dist.all_gather_into_tensor(whole, padded, group=self.trainers)
+            dist.broadcast(whole, 0)
+
+
+class Reader(Rank):
+    @endpoint
+    async def hold(self, shape: ModelShape, tp: int, copies: Mapping[int, Sequence[Copy]]) -> None:
+        self.shape, self.copies = shape, copies
+        self.pieces = pieces(shape, tp=tp, rank=self.rank - self.ranks)
+        sizes = param_shapes(shape, tp)
+        self.params = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+        elements = sum(p.numel() for p in self.params.values())
+        self.source, self.target = torch.ones(2, elements, dtype=torch.bfloat16).unbind()
+
+    @endpoint
+    async def forget(self) -> None:
+        for p in self.params.values():
+            p.zero_()
+
+    @endpoint
+    async def digest(self) -> str:
+        """Of what the live parameters hold."""
+        digest = xxhash.xxh3_64()
+        for p in self.params.values():
+            digest.update(memoryview(p.view(torch.uint8).numpy()))
+        return digest.hexdigest()
+
+    @endpoint
+    async def memcpy(self) -> float:
+        """Seconds to copy as many bytes as this reader's parameters have."""
+        began = time.perf_counter()
+        self.target.copy_(self.source)
+        return time.perf_counter() - began
+
+    @endpoint
+    async def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.params.values())
+
+    @endpoint
+    async def connect(self, offered: dict[int, list[RDMABuffer]]) -> int:
+        sources = [Source(t, buffers, tuple(self.copies[t]), "bfloat16") for t, buffers in offered.items()]
+        self.landing = Landing(self.params, sources)
+        return sum(source.nbytes for source in sources)
+
+    @endpoint
+    async def pull(self) -> tuple[float, float]:
+        """Seconds of the read and of the write."""
+        began = time.perf_counter()
+        await self.landing.read(TIMEOUT)
+        read = time.perf_counter()
+        self.landing.write()
+        return read - began, time.perf_counter() - read
+
+    @endpoint
+    async def prepare_bare(self, offered: dict[int, list[RDMABuffer]]) -> None:
+        buffers = [buffer for buffers in offered.values() for buffer in buffers]
+        self.run, self.reads = torch.empty(sum(b.size() for b in buffers), dtype=torch.uint8), RDMAAction()
+        for part, buffer in zip(self.run.split([b.size() for b in buffers]), buffers, strict=True):
+            self.reads.read_remote(part, buffer)
+
+    @endpoint
+    async def read_bare(self) -> None:
+        await self.reads.submit(timeout=int(TIMEOUT))
+
+    @endpoint
+    async def map(self, offered: dict[int, tuple[str, int, int]]) -> None:
+        self.mapped = {}
+        for t, (path, start, size) in offered.items():
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+            self.mapped[t] = torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2, offset=start)
+
+    @endpoint
+    async def write_mapped(self) -> float:
+        began = time.perf_counter()
+        for t, run in self.mapped.items():
+            parts = run.split([c.elements for c in self.copies[t]])
+            for part, c in zip(parts, self.copies[t], strict=True):
+                target = window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1)
+                target.copy_(part.view(target.shape))
+        return time.perf_counter() - began
+
+    @endpoint
+    async def prepare_tensors(self, offered: dict[int, dict[str, RDMABuffer]]) -> None:
+        self.landed: dict[int, dict[str, Tensor]] = {}
+        self.reads = RDMAAction()
+        for t, named in offered.items():
+            wanted = {c.name for c in self.copies[t]}
+            self.landed[t] = {}
+            for name, buffer in named.items():
+                if name in wanted:
+                    flat = torch.empty(buffer.size() // 2, dtype=torch.bfloat16)
+                    self.reads.read_remote(flat.view(torch.uint8), buffer)
+                    cols = self._cols[name]
+                    self.landed[t][name] = flat.view(-1, cols) if cols > 1 else flat
+
+    @property
+    def _cols(self) -> dict[str, int]:
+        return {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
+
+    @endpoint
+    async def read_tensors(self) -> None:
+        await self.reads.submit(timeout=int(TIMEOUT))
+        self._write(self.landed)
+
+    @endpoint
+    async def receive(self, state: dict[int, dict[str, Tensor]]) -> None:
+        self._write(state)
+
+    def _write(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for t, copies in self.copies.items():
+            for c in copies:
+                source = window(state[t][c.name], c, c.src_row0, c.src_col0, c.src_step)
+                window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1).copy_(source)
+
+    @endpoint
+    async def take_broadcast(self) -> None:
+        await asyncio.to_thread(self._take_broadcast)
+
+    def _take_broadcast(self) -> None:
+        wanted: dict[str, list[Piece]] = {}
+        for p in self.pieces:
+            wanted.setdefault(p.name, []).append(p)
+        for whole in pieces(self.shape, tp=1, rank=0):
+            padded = torch.empty(self.ranks * -(-whole.rows // self.ranks) * whole.cols, dtype=torch.bfloat16)
+            dist.broadcast(padded, 0)
+            tensor = padded[: whole.rows * whole.cols].view(whole.rows, whole.cols)
+            for p in wanted.get(whole.name, ()):
+                part = hf_rows(tensor, whole.name, self.shape)[p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
+                param = self.params[p.param]
+                table = param if param.dim() == 2 else param[:, None]
+                table[p.dst_row0 : p.dst_row0 + p.rows, p.dst_col0 : p.dst_col0 + p.cols] = part
+
+
+def hf_rows(tensor: Tensor, name: str, shape: ModelShape) -> Tensor:
+    if shape.family == "llama3" and any(part in name for part in ("q_proj", "k_proj")):
+        return tensor.view(-1, shape.head_dim // 2, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Meshes:
+    made: Plan
+    trainers: Any
+    readers: Any
+
+    async def each(self, mesh: str, verb: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
+        """A verb on every rank at once, each with its own arguments."""
+        actors = self.trainers if mesh == "trainer" else self.readers
+        count = self.made.ranks if mesh == "trainer" else self.made.readers
+        calls = [
+            getattr(actors.slice(**{mesh: i}), verb).call_one(*(arguments[i] if arguments else ())).as_asyncio()
+            for i in range(count)
+        ]
+        return list(await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT))
+
+    def to_readers(self, offered: Sequence[Mapping[int, Any]]) -> list[tuple[dict[int, Any]]]:
+        """What each trainer rank has for each reader, turned about."""
+        return [({t: offered[t][r] for t in self.made.incoming(r)},) for r in range(self.made.readers)]
+
+    # each way: prepare, then move() as often as it is timed; move() returns seconds of its parts
+
+    async def prepare_rdma(self) -> None:
+        await self.each("reader", "connect", self.to_readers(await self.each("trainer", "stage")))
+
+    async def rdma(self) -> dict[str, float]:
+        publish = max(await self.each("trainer", "publish"))
+        pulled = await self.each("reader", "pull")
+        return {"publish": publish, "read": max(r for r, _ in pulled), "write": max(w for _, w in pulled)}
+
+    async def prepare_bare(self) -> None:
+        await self.each("reader", "prepare_bare", self.to_readers(await self.each("trainer", "stage")))
+
+    async def bare(self) -> dict[str, float]:
+        await self.each("reader", "read_bare")
+        return {}
+
+    async def prepare_shm(self) -> None:
+        await self.each("reader", "map", self.to_readers(await self.each("trainer", "map")))
+
+    async def shm(self) -> dict[str, float]:
+        publish = max(await self.each("trainer", "pack_mapped"))
+        return {"publish": publish, "write": max(await self.each("reader", "write_mapped"))}
+
+    async def prepare_tensors(self) -> None:
+        offered = dict(enumerate(await self.each("trainer", "register_tensors")))
+        await self.each(
+            "reader",
+            "prepare_tensors",
+            [({t: offered[t] for t in self.made.incoming(r)},) for r in range(self.made.readers)],
+        )
+
+    async def tensors(self) -> dict[str, float]:
+        publish = max(await self.each("trainer", "cast_tensors"))
+        await self.each("reader", "read_tensors")
+        return {"publish": publish}
+
+    async def prepare_nothing(self) -> None:
+        pass
+
+    async def message(self) -> dict[str, float]:
+        state = dict(enumerate(await self.each("trainer", "state_dict")))
+        await self.each("reader", "receive", [(state,)] * self.made.readers)
+        return {}
+
+    async def gloo(self) -> dict[str, float]:
+        await asyncio.gather(self.each("trainer", "gather_and_broadcast"), self.each("reader", "take_broadcast"))
+        return {}
+
+
+OTHERS = ("gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message")
+
+
+async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> list[Row]:
+    shape = replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer_parameters())))
+    trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
+    made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
+    environment = {"OMP_NUM_THREADS": "1"}
+    os.environ.update(environment)
+    procs = [
+        this_host().spawn_procs(per_host={"trainer": ranks}, name="trainer"),
+        this_host().spawn_procs(per_host={"reader": readers}, name="reader"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            meshes = Meshes(made, procs[0].spawn("rank", TrainerRank), procs[1].spawn("rank", Reader))
+            world, store = ranks + readers, str(Path(folder) / "store")
+            await asyncio.gather(
+                meshes.each("trainer", "join", [(store, t, world, ranks) for t in range(ranks)]),
+                meshes.each("reader", "join", [(store, ranks + r, world, ranks) for r in range(readers)]),
+            )
+            await meshes.each("trainer", "hold", [(shape, ranks, made.outgoing(t)) for t in range(ranks)])
+            await meshes.each("reader", "hold", [(shape, readers, made.incoming(r)) for r in range(readers)])
+            return await measured(meshes, f"{megabytes} MB, {ranks} ranks to {readers} readers", repeats)
+        finally:
+            for proc in procs:
+                await asyncio.wait_for(proc.stop().as_asyncio(), 60)
+
+
+def layer_parameters() -> int:
+    return replace(SMALL, n_layers=2).parameters - SMALL.parameters
+
+
+async def measured(meshes: Meshes, case: str, repeats: int) -> list[Row]:
+    ways = {
+        "titan_rl, rdma": (meshes.prepare_rdma, meshes.rdma),
+        "bare RDMABuffer reads": (meshes.prepare_bare, meshes.bare),
+        "bare shared memory": (meshes.prepare_shm, meshes.shm),
+        "gloo all-gather and broadcast": (meshes.prepare_nothing, meshes.gloo),
+        "RDMABuffer a tensor": (meshes.prepare_tensors, meshes.tensors),
+        "state dict in a message": (meshes.prepare_nothing, meshes.message),
+    }
+    held = await meshes.each("reader", "nbytes")
+    rows, digests = [], {}
+    for way, (prepare, move) in ways.items():
+        await prepare()
+        await meshes.each("reader", "forget")
+        seconds, ratios, parts = [], [], {}
+        for i in range(1 + repeats):  # the first touches pages and opens connections
+            copied = max(await meshes.each("reader", "memcpy"))
+            began = time.perf_counter()
+            inside = await move()
+            took = time.perf_counter() - began
+            if i:
+                seconds.append(took)
+                ratios.append(took / copied)
+                for part, value in inside.items():
+                    parts.setdefault(part, []).append(value)
+        if way != "bare RDMABuffer reads":
+            digests[way] = await meshes.each("reader", "digest")
+        await asyncio.gather(meshes.each("trainer", "drop"), meshes.each("reader", "drop"))
+        rate = sum(held) / statistics.median(seconds) / 1e9
+        rows.append(Row("sync", case, f"{way}, s", seconds, ratios, f"{rate:.2f} GB/s"))
+        rows += [Row("sync", case, f"{way}: {part} of the slowest, s", values) for part, values in parts.items()]
+    if len({tuple(d) for d in digests.values()}) != 1:
+        raise RuntimeError(f"expected equal live parameters whichever way they came, found {digests}")
+    ratio = {row.measure.removesuffix(", s"): statistics.median(row.ratios) for row in rows if row.ratios}
+    best = min(OTHERS, key=lambda way: ratio[way])
+    read = [2 * meshes.made.received(r) / n for r, n in enumerate(held)]
+    rows.append(Row("sync", case, "bytes read / bytes of the parameters", read))
+    for way in [way for way in ratio if way.startswith("titan_rl")] + ["bare shared memory"]:
+        rows.append(Row("sync", case, f"{way}: share of the memcpy rate", [1 / ratio[way]]))
+        rows.append(Row("sync", case, f"{way}: times faster than others", [ratio[best] / ratio[way]], note=best))
+    share = ratio["bare RDMABuffer reads"] / ratio["titan_rl, rdma"]
+    rows.append(Row("sync", case, "titan_rl, rdma: rate / bare RDMABuffer reads", [share]))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(path: Path, rows: Iterator[Row] | list[Row]) -> None:
+    """A table, and one CSV row a measure: median, least and most over the repeats, and what it ran on."""
+    engines, host = versions(), machine()
+    common = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git_commit()[:12],
+        "machine": f"{host['cores']} x {host['cpu']}",
+        "engines": f"torch {engines['torch']}, torchmonarch {engines['torchmonarch']}",
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, table, title = not path.exists(), None, ""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with path.open("a", newline="") as file:
+        names = ["part", "case", "measure", "median", "min", "max", "runs", "ratio", "note"]
+        writer = csv.DictWriter(file, [*names, *common])
+        if new:
+            writer.writeheader()
+        for row in rows:
+            middle, least, most = statistics.median(row.values), min(row.values), max(row.values)
+            ratio = f"{statistics.median(row.ratios):.3g}" if row.ratios else ""
+            values = (f"{middle:.4g}", f"{least:.4g}", f"{most:.4g}", str(len(row.values)), ratio, row.note)
+            writer.writerow(dict(zip(names, (row.part, row.case, row.measure, *values), strict=True)) | common)
+            if table is None or title != row.case:
+                if table is not None:
+                    console.print(table)
+                table, title = Table(title=row.case, title_justify="left"), row.case
+                for name in names[2:]:
+                    table.add_column(name, justify="left" if name in ("measure", "note") else "right")
+            table.add_row(row.measure, *values)
+    if table is not None:
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
