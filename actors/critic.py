@@ -6,7 +6,7 @@ from titan_rl.actors.objectives import Objectives
 from titan_rl.actors.phase import Phase, Schedule
 from titan_rl.actors.titan_model import TitanModel
 from titan_rl.config import Config
-from titan_rl.model_shape import ModelShape
+from titan_rl.model_shape import ModelShape, shape_of_folder
 from titan_rl.types import Batch, StepStats
 
 
@@ -19,8 +19,10 @@ class Critic(TitanModel):
     def begin(self, folder: str, at: int) -> None:
         """Start from the weights in `folder`, or resume at the step that the policy stands at."""
         if at == 0:
-            self.read(folder, head=False)
-            self.zero_value_head()
+            judges = shape_of_folder(folder, "critic.hf_assets_path").head == "value"  # a reward model: its head is kept
+            self.read(folder, head=judges)
+            if not judges:
+                self.zero_value_head()
         critic = self.config.critic
         schedule = Schedule(
             lr=critic.lr, steps=self.config.training.steps, warmup_steps=critic.warmup_steps, decay_ratio=0.0

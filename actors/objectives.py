@@ -53,7 +53,7 @@ class Objectives:
             sequence=rows.sequences,
             sequences=rows.count,
             proximal=proximal,
-            reference=rows.columns.get("reference") if algorithm.kl_in == "loss" else None,
+            reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
         )
         return fused_policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
 

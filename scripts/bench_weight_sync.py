@@ -9,8 +9,10 @@ plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 genera
 pack   one process: a rank's shards into its readers' runs, beside a plain copy of as many elements
 sync   real processes: trainer ranks (FSDP, fp32) to readers (tensor parallelism, bf16), each way of moving in turn
 
-A machine that others use slows everything, so that seconds mean little there: `ratio` compares with a copy of as many
-bytes made just before, in the same process (`pack`: CPU seconds of one thread), and ways are compared by their ratios.
+A machine that others use only ever makes things slower, so that `ratio` compares least with least: the least seconds
+over the least of a copy of as many bytes, made just before each time, in the same processes. `pack` counts CPU seconds
+of one thread. The live parameters must be equal whichever way they came. torchstore is another way that exists; it is
+not measured where it is not installed, as here.
 """
 
 import argparse
@@ -25,9 +27,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,14 +44,20 @@ from torch import Tensor
 
 from titan_rl.actors.landing import Landing, Source
 from titan_rl.actors.staging import Staging
+from titan_rl.actors.transport import Offer
+from titan_rl.config import WeightSync
 from titan_rl.kernels.pack_weights import pack, window
+from titan_rl.manifest import Manifest
 from titan_rl.model_shape import ModelShape
 from titan_rl.run_log import git_commit, machine, versions
 from titan_rl.weight_plan import Copy, Piece, Plan, Shard, param_shapes, pieces, plan
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
-SLICE_BYTES = 8 << 20  # as weight_sync.slice_mb
 TIMEOUT = 300.0
+PLAIN = 64 << 20  # elements: plain copies go over so many again and again, for the memory's sake
+LARGEST = 1000  # megabytes: ways that make several whole copies of the model are left out above
+BARE_SHM, BARE_RDMA = "bare shared memory", "bare RDMABuffer reads"
+OTHERS = ("gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message")
 
 LLAMA_70B = ModelShape(
     family="llama3",
@@ -71,9 +80,10 @@ SMALL = replace(LLAMA_70B, vocab_size=8192, dim=1024, n_heads=16, head_dim=64, h
 class Row:
     part: str
     case: str
+    way: str
     measure: str
     values: list[float]
-    ratios: list[float] = field(default_factory=list)  # over a plain copy, each beside its own
+    ratio: float | None = None  # least over the least of a plain copy
     note: str = ""
 
 
@@ -83,7 +93,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="50 MB, two ranks to two readers, 8 layers on paper")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000, 2000])
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x2", "4x1", "1x4", "4x4"], help="ranks x readers")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--csv", type=Path, default=CSV)
     arguments = parser.parse_args()
     sizes, layouts = ([50], ["2x2"]) if arguments.quick else (arguments.megabytes, arguments.layouts)
@@ -137,12 +147,14 @@ def planning(layers: int) -> Iterator[Row]:
         runs = [run for run in made.copies.values() if run]
         once = sum(len(pickle.dumps(run)) for run in runs)
         sent = [made.sent(rank) for rank in range(len(trainer))]
-        yield Row("plan", case, "planning, CPU s", [seconds], note=f"{len(runs)} runs, {sum(map(len, runs))} copies")
+        yield Row(
+            "plan", case, "plan", "planning, CPU s", [seconds], note=f"{len(runs)} runs, {sum(map(len, runs))} copies"
+        )
         layout = sum(len(pickle.dumps(held)) for held in trainer)
-        yield Row("plan", case, "layouts to the controller, MB", [layout / 1e6])
-        yield Row("plan", case, "plan to 512 trainer ranks, MB", [once / 1e6])
-        yield Row("plan", case, "plan to 64 generator ranks, MB", [once * (64 // readers) / 1e6])
-        yield Row("plan", case, "most sent by a rank / least", [max(sent) / min(sent)])
+        yield Row("plan", case, "plan", "layouts to the controller, MB", [layout / 1e6])
+        yield Row("plan", case, "plan", "plan to 512 trainer ranks, MB", [once / 1e6])
+        yield Row("plan", case, "plan", "plan to 64 generator ranks, MB", [once * (64 // readers) / 1e6])
+        yield Row("plan", case, "plan", "most sent by a rank / least", [max(sent) / min(sent)])
         del trainer, wanted, made, runs
         gc.collect()
 
@@ -151,7 +163,7 @@ def planning(layers: int) -> Iterator[Row]:
 
 
 def packing(repeats: int) -> Iterator[Row]:
-    threads = torch.get_num_threads()
+    threads, flat = torch.get_num_threads(), "copy_ to the run's dtype"
     torch.set_num_threads(1)
     for family in ("llama3", "qwen3"):
         shape = replace(SMALL, family=family, vocab_size=32000, n_layers=8)
@@ -171,10 +183,15 @@ def packing(repeats: int) -> Iterator[Row]:
 
                 plain = same if sent == torch.float32 else cast
                 ways: dict[str, Callable[[], Any]] = {
-                    "copy of the bytes read": lambda same=same, source=source: same.copy_(source),
-                    "flat copy_ to the run's dtype": lambda plain=plain, source=source: plain.copy_(source),
+                    "copy": lambda same=same, source=source: same.copy_(source),
+                    flat: lambda plain=plain, source=source: plain.copy_(source),
                     "pack": pack_all,
                 }
+                for checksums in (False, True):
+                    staging = Staging(
+                        held, outgoing, sent, slice_bytes=8 << 20, block_bytes=1 << 20, checksums=checksums
+                    )
+                    ways[f"Staging.pack, {'with' if checksums else 'no'} checksums"] = partial(staging.pack, 1, 0, 1)
                 seconds: dict[str, list[float]] = {way: [] for way in ways}
                 for _ in range(2 + repeats):
                     for way, run in ways.items():
@@ -182,16 +199,25 @@ def packing(repeats: int) -> Iterator[Row]:
                         run()
                         seconds[way].append(time.process_time() - began)
                 case = f"{family}, {name} to TP {readers}, float32 to {str(sent).removeprefix('torch.')}"
-                copied, flat, packed = (values[2:] for values in seconds.values())
-                note = f"{4 * made.sent(0) / 1e6:.0f} MB read; over the flat copy_ to the same dtype " + (
-                    f"{min(packed) / min(flat):.2f}"
-                )
-                ratio = [min(packed) / min(copied)]
-                yield Row("pack", case, "pack, CPU s", packed, ratio, note)
+                least = {way: min(values[2:]) for way, values in seconds.items()}
+                for way, values in seconds.items():
+                    note = f"{source.nbytes / 1e6:.0f} MB read; over {flat}: {least[way] / least[flat]:.2f}"
+                    yield Row("pack", case, way, "CPU s", values[2:], least[way] / least["copy"], note)
     torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------------------------------------------------------- sync
+
+
+def plain_pass(elements: int, held: torch.dtype) -> float:
+    """Seconds to copy so many contiguous elements, to bfloat16."""
+    chunk = min(elements, PLAIN)
+    source, target = torch.ones(chunk, dtype=held), torch.ones(chunk, dtype=torch.bfloat16)
+    began = time.perf_counter()
+    for first in range(0, elements, chunk):
+        last = min(chunk, elements - first)
+        target[:last].copy_(source[:last])
+    return time.perf_counter() - began
 
 
 class Rank(Actor):
@@ -213,9 +239,10 @@ class Rank(Actor):
             await buffer.drop()
         if (memory := getattr(self, "memory", None)) is not None:
             os.close(memory)
-        for name in ("staging", "buffers", "tensors", "landing", "reads", "landed", "mapped", "run", "memory"):
+        for name in ("staging", "buffers", "tensors", "reads", "landed", "mapped", "run", "memory"):
             if hasattr(self, name):
                 delattr(self, name)
+        self.landings = {}
         gc.collect()
 
 
@@ -227,19 +254,32 @@ class TrainerRank(Rank):
         self.shards = shards(shape, self.rank, fsdp=ranks)
         self.params = {s.name: torch.randn((s.rows, s.cols) if s.cols > 1 else (s.rows,)) for s in self.shards}
 
+    @endpoint
+    async def memcpy(self) -> float:
+        """Seconds to cast as many contiguous elements as this rank packs."""
+        return plain_pass(sum(c.elements for run in self.copies.values() for c in run), torch.float32)
+
     # ours: plan, pack, one run for each reader
 
     @endpoint
-    async def stage(self) -> dict[int, list[RDMABuffer]]:
-        runs = {reader: tuple(copies) for reader, copies in self.copies.items()}
-        self.staging = Staging(self.params, runs, torch.bfloat16, SLICE_BYTES)
-        return self.staging.register()
+    async def stage(self, checksums: bool) -> dict[int, Offer]:
+        runs, sync = {reader: tuple(copies) for reader, copies in self.copies.items()}, WeightSync()
+        self.staging = Staging(
+            self.params,
+            runs,
+            torch.bfloat16,
+            slice_bytes=sync.slice_mb << 20,
+            block_bytes=sync.block_kb << 10,
+            checksums=checksums,
+        )
+        return self.staging.offer(remote=True)
 
     @endpoint
-    async def publish(self) -> float:
+    async def publish(self, serial: int) -> tuple[float, dict[int, Manifest]]:
+        """Into slot 0, which nobody reads now: the other slot would cost memory here, and time nowhere."""
         began = time.perf_counter()
-        self.staging.pack()
-        return time.perf_counter() - began
+        manifests = self.staging.pack(serial, 0, serial)
+        return time.perf_counter() - began, manifests
 
     # the floor of the way through shared memory: a mapped file, no protocol and no checksums
 
@@ -305,8 +345,7 @@ class Reader(Rank):
         self.pieces = pieces(shape, tp=tp, rank=self.rank - self.ranks)
         sizes = param_shapes(shape, tp)
         self.params = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
-        elements = sum(p.numel() for p in self.params.values())
-        self.source, self.target = torch.ones(2, elements, dtype=torch.bfloat16).unbind()
+        self.landings: dict[str, Landing] = {}
 
     @endpoint
     async def forget(self) -> None:
@@ -318,38 +357,38 @@ class Reader(Rank):
         """Of what the live parameters hold."""
         digest = xxhash.xxh3_64()
         for p in self.params.values():
-            digest.update(memoryview(p.view(torch.uint8).numpy()))
+            digest.update(p.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     @endpoint
     async def memcpy(self) -> float:
         """Seconds to copy as many bytes as this reader's parameters have."""
-        began = time.perf_counter()
-        self.target.copy_(self.source)
-        return time.perf_counter() - began
+        return plain_pass(sum(p.numel() for p in self.params.values()), torch.bfloat16)
 
     @endpoint
     async def nbytes(self) -> int:
         return sum(p.nbytes for p in self.params.values())
 
     @endpoint
-    async def connect(self, offered: dict[int, list[RDMABuffer]]) -> int:
-        sources = [Source(t, buffers, tuple(self.copies[t]), "bfloat16") for t, buffers in offered.items()]
-        self.landing = Landing(self.params, sources)
-        return sum(source.nbytes for source in sources)
+    async def connect(self, offered: dict[int, Offer], transport: Literal["shm", "rdma"], verify: str) -> None:
+        sync = replace(WeightSync(), transport=transport, verify=verify)
+        sources = [
+            Source(t, offer, tuple(self.copies[t]), "bfloat16", sync.block_kb << 10) for t, offer in offered.items()
+        ]
+        self.landings[f"{transport} {verify}"] = Landing(self.params, sources, sync)
 
     @endpoint
-    async def pull(self) -> tuple[float, float]:
-        """Seconds of the read and of the write."""
+    async def pull(self, way: str, manifests: dict[int, Manifest]) -> dict[str, float]:
+        """Seconds of each part."""
         began = time.perf_counter()
-        await self.landing.read(TIMEOUT)
-        read = time.perf_counter()
-        self.landing.write()
-        return read - began, time.perf_counter() - read
+        read = await self.landings[way].read(list(manifests.values()), TIMEOUT)
+        pulled = time.perf_counter() - began
+        written = await self.landings[way].write(TIMEOUT)
+        return {"read": pulled - read.verify, "write": written.write, "verify": read.verify + written.verify}
 
     @endpoint
-    async def prepare_bare(self, offered: dict[int, list[RDMABuffer]]) -> None:
-        buffers = [buffer for buffers in offered.values() for buffer in buffers]
+    async def prepare_bare(self, offered: dict[int, Offer]) -> None:
+        buffers = [part for offer in offered.values() if offer.registered for part in offer.registered.slices[0]]
         self.run, self.reads = torch.empty(sum(b.size() for b in buffers), dtype=torch.uint8), RDMAAction()
         for part, buffer in zip(self.run.split([b.size() for b in buffers]), buffers, strict=True):
             self.reads.read_remote(part, buffer)
@@ -434,11 +473,12 @@ def hf_rows(tensor: Tensor, name: str, shape: ModelShape) -> Tensor:
     return tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meshes:
     made: Plan
     trainers: Any
     readers: Any
+    serial: int = 0  # of the last publication
 
     async def each(self, mesh: str, verb: str, arguments: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """A verb on every rank at once, each with its own arguments."""
@@ -456,16 +496,22 @@ class Meshes:
 
     # each way: prepare, then move() as often as it is timed; move() returns seconds of its parts
 
-    async def prepare_rdma(self) -> None:
-        await self.each("reader", "connect", self.to_readers(await self.each("trainer", "stage")))
+    async def prepare_ours(self, verify: Sequence[str], bare: bool) -> None:
+        staged = await self.each("trainer", "stage", [(list(verify) != ["off"],)] * self.made.ranks)
+        offered = self.to_readers(staged)
+        for transport in ("shm", "rdma"):
+            for how in verify:
+                await self.each("reader", "connect", [(offer, transport, how) for (offer,) in offered])
+        if bare:
+            await self.each("reader", "prepare_bare", offered)
 
-    async def rdma(self) -> dict[str, float]:
-        publish = max(await self.each("trainer", "publish"))
-        pulled = await self.each("reader", "pull")
-        return {"publish": publish, "read": max(r for r, _ in pulled), "write": max(w for _, w in pulled)}
-
-    async def prepare_bare(self) -> None:
-        await self.each("reader", "prepare_bare", self.to_readers(await self.each("trainer", "stage")))
+    async def ours(self, way: str) -> dict[str, float]:
+        self.serial += 1
+        published = await self.each("trainer", "publish", [(self.serial,)] * self.made.ranks)
+        manifests = self.to_readers([runs for _, runs in published])
+        pulled = await self.each("reader", "pull", [(way, runs) for (runs,) in manifests])
+        parts = {"publish": max(seconds for seconds, _ in published)}
+        return parts | {part: max(parts[part] for parts in pulled) for part in ("read", "write", "verify")}
 
     async def bare(self) -> dict[str, float]:
         await self.each("reader", "read_bare")
@@ -504,9 +550,6 @@ class Meshes:
         return {}
 
 
-OTHERS = ("gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message")
-
-
 async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> list[Row]:
     shape = replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer_parameters())))
     trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
@@ -527,7 +570,7 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
             )
             await meshes.each("trainer", "hold", [(shape, ranks, made.outgoing(t)) for t in range(ranks)])
             await meshes.each("reader", "hold", [(shape, readers, made.incoming(r)) for r in range(readers)])
-            return await measured(meshes, f"{megabytes} MB, {ranks} ranks to {readers} readers", repeats)
+            return await measured(meshes, megabytes, f"{megabytes} MB, {ranks} ranks to {readers} readers", repeats)
         finally:
             for proc in procs:
                 await asyncio.wait_for(proc.stop().as_asyncio(), 60)
@@ -537,49 +580,76 @@ def layer_parameters() -> int:
     return replace(SMALL, n_layers=2).parameters - SMALL.parameters
 
 
-async def measured(meshes: Meshes, case: str, repeats: int) -> list[Row]:
-    ways = {
-        "titan_rl, rdma": (meshes.prepare_rdma, meshes.rdma),
-        "bare RDMABuffer reads": (meshes.prepare_bare, meshes.bare),
-        "bare shared memory": (meshes.prepare_shm, meshes.shm),
-        "gloo all-gather and broadcast": (meshes.prepare_nothing, meshes.gloo),
-        "RDMABuffer a tensor": (meshes.prepare_tensors, meshes.tensors),
-        "state dict in a message": (meshes.prepare_nothing, meshes.message),
-    }
+async def measured(meshes: Meshes, megabytes: int, case: str, repeats: int) -> list[Row]:
+    def ours(*verify: str) -> dict[str, Callable[[], Any]]:
+        return {
+            f"titan_rl, {how}, verify {v}": partial(meshes.ours, f"{how} {v}")
+            for v in verify
+            for how in ("shm", "rdma")
+        }
+
+    # What is prepared together is timed in turn; all at once would need ten times the model's memory.
+    groups: list[tuple[Callable[[], Any], dict[str, Callable[[], Any]]]] = [
+        (partial(meshes.prepare_ours, ["off"], True), ours("off") | {BARE_RDMA: meshes.bare}),
+        (partial(meshes.prepare_ours, ["transfer", "live"], False), ours("transfer", "live")),
+        (meshes.prepare_shm, {BARE_SHM: meshes.shm}),
+        (meshes.prepare_tensors, {"RDMABuffer a tensor": meshes.tensors}),
+        (meshes.prepare_nothing, {"gloo all-gather and broadcast": meshes.gloo}),
+    ]
+    if megabytes <= LARGEST:
+        groups.append((meshes.prepare_nothing, {"state dict in a message": meshes.message}))
     held = await meshes.each("reader", "nbytes")
-    rows, digests = [], {}
-    for way, (prepare, move) in ways.items():
+    rows: list[Row] = []
+    digests: dict[str, list[str]] = {}
+    copied: list[float] = []
+    cast: list[float] = []
+    seconds: dict[str, list[float]] = {}
+    for prepare, ways in groups:
         await prepare()
-        await meshes.each("reader", "forget")
-        seconds, ratios, parts = [], [], {}
+        seconds |= {way: [] for way in ways}
+        parts: dict[tuple[str, str], list[float]] = {}
         for i in range(1 + repeats):  # the first touches pages and opens connections
-            copied = max(await meshes.each("reader", "memcpy"))
-            began = time.perf_counter()
-            inside = await move()
-            took = time.perf_counter() - began
-            if i:
-                seconds.append(took)
-                ratios.append(took / copied)
-                for part, value in inside.items():
-                    parts.setdefault(part, []).append(value)
-        if way != "bare RDMABuffer reads":
-            digests[way] = await meshes.each("reader", "digest")
+            for way, move in ways.items():
+                await meshes.each("reader", "forget")
+                cast.append(max(await meshes.each("trainer", "memcpy")))
+                copied.append(max(await meshes.each("reader", "memcpy")))
+                began = time.perf_counter()
+                inside = await move()
+                took = time.perf_counter() - began
+                if i:
+                    seconds[way].append(took)
+                    for part, value in inside.items():
+                        parts.setdefault((way, part), []).append(value)
+                elif way != BARE_RDMA:
+                    digests[way] = await meshes.each("reader", "digest")
         await asyncio.gather(meshes.each("trainer", "drop"), meshes.each("reader", "drop"))
-        rate = sum(held) / statistics.median(seconds) / 1e9
-        rows.append(Row("sync", case, f"{way}, s", seconds, ratios, f"{rate:.2f} GB/s"))
-        rows += [Row("sync", case, f"{way}: {part} of the slowest, s", values) for part, values in parts.items()]
-    if len({tuple(d) for d in digests.values()}) != 1:
+        rows += [Row("sync", case, way, f"{part} of the slowest rank, s", v) for (way, part), v in parts.items()]
+    if len({tuple(digest) for digest in digests.values()}) != 1:
         raise RuntimeError(f"expected equal live parameters whichever way they came, found {digests}")
-    ratio = {row.measure.removesuffix(", s"): statistics.median(row.ratios) for row in rows if row.ratios}
-    best = min(OTHERS, key=lambda way: ratio[way])
+
+    least = {way: min(values) for way, values in seconds.items()}
+    best = min(least.keys() & set(OTHERS), key=least.__getitem__)
+    plain = "plain passes"
+    rows.append(Row("sync", case, plain, "copy of as many bytes, s", copied))
+    rows.append(Row("sync", case, plain, "cast of what is packed, s", cast))
+    for way, values in seconds.items():
+        rate = sum(held) / least[way] / 1e9
+        rows.append(Row("sync", case, way, "all, s", values, least[way] / min(copied), f"{rate:.2f} GB/s at best"))
+        if way.startswith("titan_rl") or way == BARE_SHM:
+            both = (min(copied) + min(cast)) / least[way]
+            rows.append(Row("sync", case, way, "share of the memcpy rate", [min(copied) / least[way]]))
+            rows.append(Row("sync", case, way, "share of both plain passes' rate", [both]))
+            rows.append(
+                Row("sync", case, way, "times faster than the best other", [least[best] / least[way]], note=best)
+            )
+    rows += [
+        replace(row, measure=f"rate of the read / {BARE_RDMA}", values=[least[BARE_RDMA] / min(row.values)])
+        for row in rows
+        if row.way == "titan_rl, rdma, verify off" and row.measure.startswith("read")
+    ]
     read = [2 * meshes.made.received(r) / n for r, n in enumerate(held)]
-    rows.append(Row("sync", case, "bytes read / bytes of the parameters", read))
-    for way in [way for way in ratio if way.startswith("titan_rl")] + ["bare shared memory"]:
-        rows.append(Row("sync", case, f"{way}: share of the memcpy rate", [1 / ratio[way]]))
-        rows.append(Row("sync", case, f"{way}: times faster than others", [ratio[best] / ratio[way]], note=best))
-    share = ratio["bare RDMABuffer reads"] / ratio["titan_rl, rdma"]
-    rows.append(Row("sync", case, "titan_rl, rdma: rate / bare RDMABuffer reads", [share]))
-    return rows
+    rows.append(Row("sync", case, "titan_rl", "bytes read / bytes of the parameters", read))
+    return sorted(rows, key=lambda row: row.way)
 
 
 # -------------------------------------------------------------------------------------------------------------- report
@@ -599,22 +669,31 @@ def report(path: Path, rows: Iterator[Row] | list[Row]) -> None:
     new, table, title = not path.exists(), None, ""
     console = Console(width=None if sys.stdout.isatty() else 160)
     with path.open("a", newline="") as file:
-        names = ["part", "case", "measure", "median", "min", "max", "runs", "ratio", "note"]
+        names = ["part", "case", "way", "measure", "median", "min", "max", "runs", "ratio", "note"]
         writer = csv.DictWriter(file, [*names, *common])
         if new:
             writer.writeheader()
         for row in rows:
             middle, least, most = statistics.median(row.values), min(row.values), max(row.values)
-            ratio = f"{statistics.median(row.ratios):.3g}" if row.ratios else ""
-            values = (f"{middle:.4g}", f"{least:.4g}", f"{most:.4g}", str(len(row.values)), ratio, row.note)
-            writer.writerow(dict(zip(names, (row.part, row.case, row.measure, *values), strict=True)) | common)
+            ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+            values = (
+                row.way,
+                row.measure,
+                f"{middle:.4g}",
+                f"{least:.4g}",
+                f"{most:.4g}",
+                str(len(row.values)),
+                ratio,
+                row.note,
+            )
+            writer.writerow(dict(zip(names, (row.part, row.case, *values), strict=True)) | common)
             if table is None or title != row.case:
                 if table is not None:
                     console.print(table)
                 table, title = Table(title=row.case, title_justify="left"), row.case
                 for name in names[2:]:
-                    table.add_column(name, justify="left" if name in ("measure", "note") else "right")
-            table.add_row(row.measure, *values)
+                    table.add_column(name, justify="left" if name in ("way", "measure", "note") else "right")
+            table.add_row(*values)
     if table is not None:
         console.print(table)
 

@@ -95,6 +95,7 @@ def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
     keys: dict[str, Any] = {
         "reward_model__hf_assets_path": reward_model.folder / "hf",
         "critic__hf_assets_path": reward_model.folder / "hf",
+        "critic__data_parallel_shard_degree": 2,
     }
     run = runs.finish(tmp_path / "run", "ppo_reward_model_llama", **STEPS, **keys)
     rewards = {line["reward"] for line in run.lines("rollouts.jsonl")}
