@@ -146,7 +146,8 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
 def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
     keys: dict[str, Any] = DENSE | {
         "checkpoint__interval": 2,
-        "lr_scheduler__warmup_steps": 0,
+        "lr_scheduler__warmup_steps": 0,  # a rate that does not depend on how many steps there will be
+        "lr_scheduler__decay_ratio": 0,
         "critic__warmup_steps": 0,
     }
     whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
