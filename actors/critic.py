@@ -19,7 +19,9 @@ class Critic(TitanModel):
     def begin(self, folder: str, at: int) -> None:
         """Start from the weights in `folder`, or resume at the step that the policy stands at."""
         if at == 0:
-            judges = shape_of_folder(folder, "critic.hf_assets_path").head == "value"  # a reward model: its head is kept
+            judges = (
+                shape_of_folder(folder, "critic.hf_assets_path").head == "value"
+            )  # a reward model: its head is kept
             self.read(folder, head=judges)
             if not judges:
                 self.zero_value_head()

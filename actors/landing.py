@@ -18,10 +18,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from titan_rl.actors.staging import octets, parts, window
+from titan_rl.actors.staging import octets
 from titan_rl.actors.transport import Offer, choose
 from titan_rl.config import WeightSync
-from titan_rl.manifest import Manifest, blocks, checksum, layout
+from titan_rl.kernels.pack_weights import window
+from titan_rl.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.weight_plan import Copy
 
 
@@ -92,16 +93,13 @@ class Landing:
             run.check(manifest, sums=self._sync.verify != "off" or self._sync.delta)
         self._wanted = self._changed(manifests)
         await self._fetch(manifests, self._wanted, timeout)
-        began = time.perf_counter()
-        if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
-            await self._fetch(manifests, wrong, timeout)
-            self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
+        verify = await self._verify_transfer(manifests, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
         return Read(
             bytes=sum(run.nbytes(wanted) for run, wanted in zip(self._runs, self._wanted, strict=True)),
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
-            verify=time.perf_counter() - began,
+            verify=verify,
         )
 
     async def write(self, timeout: float) -> Written:
@@ -112,12 +110,20 @@ class Landing:
         began = time.perf_counter()
         self._put(manifests, self._wanted)
         written = time.perf_counter()
-        if any(wrong := self._strange(manifests)):
+        if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
             await self._fetch(manifests, wrong, timeout)
             self._put(manifests, wrong)
             self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
         return Written(written - began, time.perf_counter() - written)
+
+    async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
+        """The seconds it took. On another thread: hashing lets go of the interpreter, which goes on sampling."""
+        began = time.perf_counter()
+        if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
+            await self._fetch(manifests, wrong, timeout)
+            self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
+        return time.perf_counter() - began
 
     def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Of each run, the blocks to bring over: all of them, if the parameters hold nothing known or most changed."""
@@ -150,18 +156,14 @@ class Landing:
                 )
 
     def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
-        """Of each run, those of the wanted blocks that are not what was packed, if that is to be verified."""
-        if self._sync.verify != "transfer":
-            return []
+        """Of each run, those of the wanted blocks that are not what was packed."""
         return [
             [i for i in indices if run.transferred(manifest.slot, i) != manifest.checksums[i]]
             for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
         ]
 
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
-        """Of each run, the blocks that the parameters do not hold as packed, be they old, if that is to be verified."""
-        if self._sync.verify != "live":
-            return []
+        """Of each run, the blocks that the live parameters do not hold as packed, be they written now or long ago."""
         return [
             [i for i, expected in enumerate(manifest.checksums) if run.live(i) != expected]
             for run, manifest in zip(self._runs, manifests, strict=True)
@@ -194,7 +196,7 @@ class _Run:
         pinned = any(param.is_cuda for param in params.values())
         self.transport = choose(source.offer, sync.transport, pinned)
         self._runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
-        self._parts = [[parts(run, block) for block in self.blocks] for run in self._runs]  # views, made once
+        self._parts = [[_parts(run, block) for block in self.blocks] for run in self._runs]  # views, made once
         self._places = [
             [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in block.copies]
             for block in self.blocks
@@ -239,6 +241,12 @@ class _Run:
         """Its bytes in the run, [start, end)."""
         start = self.blocks[block].start * self._runs[0].itemsize
         return start, start + self.nbytes([block])
+
+
+def _parts(run: Tensor, block: Block) -> list[Tensor]:
+    """Where a block's copies lie in the run.  # [blocks, rows, cols] each"""
+    parts = run[block.start : block.start + block.elements].split([copy.elements for copy in block.copies])
+    return [part.view(copy.blocks, copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
 
 
 def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:

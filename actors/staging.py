@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.actors.transport import PACKING, SLOTS, Memory, Offer, Registered
+from titan_rl.kernels.pack_weights import pack
 from titan_rl.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.weight_plan import Copy, Shard
 
@@ -93,23 +94,21 @@ class Staging:
         if absent := sorted({copy.name for run in copies.values() for copy in run} - set(params)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
         self._params = params
+        self._copies = copies
         self._slice_bytes = slice_bytes
         self._checksums = checksums
         named = str(dtype).removeprefix("torch.")
         self._blocks = {reader: blocks(run, block_bytes // dtype.itemsize) for reader, run in copies.items()}
         self._layouts = {reader: layout(run, named, block_bytes) for reader, run in copies.items()}
         sizes = [dtype.itemsize * sum(copy.elements for copy in run) for run in copies.values()]
-        self._memory = Memory(sizes, pinned=any(param.is_cuda for param in params.values()))
+        self._on_gpu = any(param.is_cuda for param in params.values())
+        self._memory = Memory(sizes, pinned=self._on_gpu)
         self.runs = [  # by slot and reader: parts of the memory
             {
                 reader: self._memory.bytes[starts[slot] : starts[slot] + nbytes].view(dtype)
                 for reader, starts, nbytes in zip(copies, self._memory.starts, sizes, strict=True)
             }
             for slot in range(SLOTS)
-        ]
-        self._parts = [  # views are made once: packing many small tensors is mostly the making of views
-            {reader: [parts(run, block) for block in self._blocks[reader]] for reader, run in runs.items()}
-            for runs in self.runs
         ]
         self._registered: dict[int, Registered] = {}
 
@@ -119,16 +118,21 @@ class Staging:
         self._memory.stamps[slot] = PACKING
         local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
         manifests = {}
-        for reader, parts in self._parts[slot].items():
-            checksums = []
-            for block, targets in zip(self._blocks[reader], parts, strict=True):
-                for target, copy in zip(targets, block.copies, strict=True):
-                    target.copy_(window(local[copy.name], copy, copy.src_row0, copy.src_col0, copy.src_step))
-                if self._checksums:  # while the block is in the cache
-                    checksums.append(checksum(octets(self.runs[slot][reader], block)))
-            manifests[reader] = Manifest.of(version, serial, slot, self._layouts[reader], tuple(checksums))
+        for reader, run in self.runs[slot].items():
+            checksums = tuple(self._packed(local, reader, run))
+            manifests[reader] = Manifest.of(version, serial, slot, self._layouts[reader], checksums)
         self._memory.stamps[slot] = serial
         return manifests
+
+    def _packed(self, local: Mapping[str, Tensor], reader: int, run: Tensor) -> Iterator[int]:
+        """Pack a run; the checksums of its blocks, if anybody wants them."""
+        if self._on_gpu:
+            pack(local, self._copies[reader], run)  # in one launch, which it waits for
+        for block in self._blocks[reader]:
+            if not self._on_gpu:
+                pack(local, block.copies, run[block.start : block.start + block.elements])
+            if self._checksums:  # while the block is in the cache
+                yield checksum(octets(run, block))
 
     def offer(self, *, remote: bool) -> dict[int, Offer]:
         """Where each reader finds its run; registered for one-sided reads, once, if somebody is `remote`."""
@@ -162,23 +166,3 @@ class Staging:
 def octets(run: Tensor, block: Block) -> memoryview:
     """A block's bytes in a run on the host, to be hashed without a copy."""
     return run[block.start : block.start + block.elements].view(torch.uint8).numpy().data
-
-
-def parts(run: Tensor, block: Block) -> list[Tensor]:
-    """Where a block's copies lie in the run.  # [blocks, rows, cols] each"""
-    found, start = [], block.start
-    for copy in block.copies:
-        found.append(run[start : start + copy.elements].view(copy.blocks, copy.rows, copy.cols))
-        start += copy.elements
-    return found
-
-
-def window(tensor: Tensor, copy: Copy, row0: int, col0: int, step: int) -> Tensor:
-    """A copy's elements in a shard or in a live parameter, in the order of the run.  # [blocks, rows, cols]"""
-    table = tensor if tensor.dim() == 2 else tensor[:, None]
-    row, col = table.stride()
-    return table.as_strided(
-        (copy.blocks, copy.rows, copy.cols),
-        (copy.block_stride * row, step * row, col),
-        table.storage_offset() + row0 * row + col0 * col,
-    )

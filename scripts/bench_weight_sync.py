@@ -9,10 +9,10 @@ plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 genera
 pack   one process: a rank's shards into its readers' runs, beside a plain copy of as many elements
 sync   real processes: trainer ranks (FSDP, fp32) to readers (tensor parallelism, bf16), each way of moving in turn
 
-A machine that others use only ever makes things slower, so that `ratio` compares least with least: the least seconds
-over the least of a copy of as many bytes, made just before each time, in the same processes. `pack` counts CPU seconds
-of one thread. The live parameters must be equal whichever way they came. torchstore is another way that exists; it is
-not measured where it is not installed, as here.
+Parts that are one thread's work are in that thread's CPU seconds, so that a busy machine counts little: packing,
+writing, and a plain copy of as many bytes just before each time, which they are compared with (`ratio`, shares: least
+over least). What waits on other processes is in wall seconds, and comparable only within a run. The live parameters
+must be equal whichever way they came. torchstore is another way, not measured: it is not installed here.
 """
 
 import argparse
@@ -213,11 +213,11 @@ def plain_pass(elements: int, held: torch.dtype) -> float:
     """Seconds to copy so many contiguous elements, to bfloat16."""
     chunk = min(elements, PLAIN)
     source, target = torch.ones(chunk, dtype=held), torch.ones(chunk, dtype=torch.bfloat16)
-    began = time.perf_counter()
+    began = time.thread_time()
     for first in range(0, elements, chunk):
         last = min(chunk, elements - first)
         target[:last].copy_(source[:last])
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 class Rank(Actor):
@@ -277,9 +277,9 @@ class TrainerRank(Rank):
     @endpoint
     async def publish(self, serial: int) -> tuple[float, dict[int, Manifest]]:
         """Into slot 0, which nobody reads now: the other slot would cost memory here, and time nowhere."""
-        began = time.perf_counter()
+        began = time.thread_time()
         manifests = self.staging.pack(serial, 0, serial)
-        return time.perf_counter() - began, manifests
+        return time.thread_time() - began, manifests
 
     # the floor of the way through shared memory: a mapped file, no protocol and no checksums
 
@@ -299,10 +299,10 @@ class TrainerRank(Rank):
 
     @endpoint
     async def pack_mapped(self) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for reader, run in self.copies.items():
             pack(self.params, run, self.mapped[reader])
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     # what others do
 
@@ -315,10 +315,10 @@ class TrainerRank(Rank):
 
     @endpoint
     async def cast_tensors(self) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for name, p in self.params.items():
             self.tensors[name].copy_(p)
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     @endpoint
     async def state_dict(self) -> dict[str, Tensor]:
@@ -379,12 +379,12 @@ class Reader(Rank):
 
     @endpoint
     async def pull(self, way: str, manifests: dict[int, Manifest]) -> dict[str, float]:
-        """Seconds of each part."""
+        """Seconds of the read, and of this thread's work: the write, with its verification if that is "live"."""
         began = time.perf_counter()
         read = await self.landings[way].read(list(manifests.values()), TIMEOUT)
-        pulled = time.perf_counter() - began
-        written = await self.landings[way].write(TIMEOUT)
-        return {"read": pulled - read.verify, "write": written.write, "verify": read.verify + written.verify}
+        pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
+        await self.landings[way].write(TIMEOUT)
+        return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
 
     @endpoint
     async def prepare_bare(self, offered: dict[int, Offer]) -> None:
@@ -407,13 +407,13 @@ class Reader(Rank):
 
     @endpoint
     async def write_mapped(self) -> float:
-        began = time.perf_counter()
+        began = time.thread_time()
         for t, run in self.mapped.items():
             parts = run.split([c.elements for c in self.copies[t]])
             for part, c in zip(parts, self.copies[t], strict=True):
                 target = window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1)
                 target.copy_(part.view(target.shape))
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
     @endpoint
     async def prepare_tensors(self, offered: dict[int, dict[str, RDMABuffer]]) -> None:
@@ -510,8 +510,8 @@ class Meshes:
         published = await self.each("trainer", "publish", [(self.serial,)] * self.made.ranks)
         manifests = self.to_readers([runs for _, runs in published])
         pulled = await self.each("reader", "pull", [(way, runs) for (runs,) in manifests])
-        parts = {"publish": max(seconds for seconds, _ in published)}
-        return parts | {part: max(parts[part] for parts in pulled) for part in ("read", "write", "verify")}
+        parts = {"publish, CPU s": max(seconds for seconds, _ in published)}
+        return parts | {part: max(parts[part] for parts in pulled) for part in pulled[0]}
 
     async def bare(self) -> dict[str, float]:
         await self.each("reader", "read_bare")
@@ -522,7 +522,7 @@ class Meshes:
 
     async def shm(self) -> dict[str, float]:
         publish = max(await self.each("trainer", "pack_mapped"))
-        return {"publish": publish, "write": max(await self.each("reader", "write_mapped"))}
+        return {"publish, CPU s": publish, "write, CPU s": max(await self.each("reader", "write_mapped"))}
 
     async def prepare_tensors(self) -> None:
         offered = dict(enumerate(await self.each("trainer", "register_tensors")))
@@ -535,7 +535,7 @@ class Meshes:
     async def tensors(self) -> dict[str, float]:
         publish = max(await self.each("trainer", "cast_tensors"))
         await self.each("reader", "read_tensors")
-        return {"publish": publish}
+        return {"publish, CPU s": publish}
 
     async def prepare_nothing(self) -> None:
         pass
@@ -623,29 +623,32 @@ async def measured(meshes: Meshes, megabytes: int, case: str, repeats: int) -> l
                 elif way != BARE_RDMA:
                     digests[way] = await meshes.each("reader", "digest")
         await asyncio.gather(meshes.each("trainer", "drop"), meshes.each("reader", "drop"))
-        rows += [Row("sync", case, way, f"{part} of the slowest rank, s", v) for (way, part), v in parts.items()]
+        rows += [Row("sync", case, way, f"slowest rank: {part}", v) for (way, part), v in parts.items()]
     if len({tuple(digest) for digest in digests.values()}) != 1:
         raise RuntimeError(f"expected equal live parameters whichever way they came, found {digests}")
 
     least = {way: min(values) for way, values in seconds.items()}
     best = min(least.keys() & set(OTHERS), key=least.__getitem__)
     plain = "plain passes"
-    rows.append(Row("sync", case, plain, "copy of as many bytes, s", copied))
-    rows.append(Row("sync", case, plain, "cast of what is packed, s", cast))
+    rows.append(Row("sync", case, plain, "slowest rank: copy of as many bytes, CPU s", copied))
+    rows.append(Row("sync", case, plain, "slowest rank: cast of what is packed, CPU s", cast))
     for way, values in seconds.items():
         rate = sum(held) / least[way] / 1e9
-        rows.append(Row("sync", case, way, "all, s", values, least[way] / min(copied), f"{rate:.2f} GB/s at best"))
+        rows.append(Row("sync", case, way, "all, s", values, note=f"{rate:.2f} GB/s at best"))
         if way.startswith("titan_rl") or way == BARE_SHM:
-            both = (min(copied) + min(cast)) / least[way]
-            rows.append(Row("sync", case, way, "share of the memcpy rate", [min(copied) / least[way]]))
-            rows.append(Row("sync", case, way, "share of both plain passes' rate", [both]))
+            work = sum(min(row.values) for row in rows if row.way == way and row.measure.endswith(", CPU s"))
+            for measure, floor in (
+                ("publish and write: share of the memcpy rate", min(copied)),
+                ("publish and write: share of the rate of both plain passes", min(copied) + min(cast)),
+            ):
+                rows.append(Row("sync", case, way, measure, [floor / work]))
             rows.append(
                 Row("sync", case, way, "times faster than the best other", [least[best] / least[way]], note=best)
             )
     rows += [
         replace(row, measure=f"rate of the read / {BARE_RDMA}", values=[least[BARE_RDMA] / min(row.values)])
         for row in rows
-        if row.way == "titan_rl, rdma, verify off" and row.measure.startswith("read")
+        if row.way == "titan_rl, rdma, verify off" and row.measure.endswith(": read, s")
     ]
     read = [2 * meshes.made.received(r) / n for r, n in enumerate(held)]
     rows.append(Row("sync", case, "titan_rl", "bytes read / bytes of the parameters", read))

@@ -13,11 +13,17 @@ import pytest
 from monarch.actor import this_host
 
 from tiny import tiny_llama
+from titan_rl import config as c
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
-from titan_rl.meshes.faults import RunError
+from titan_rl.clock import Clock
+from titan_rl.manifest import Publication
+from titan_rl.meshes.faults import DeadlinePassed, RunError
 from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.model_shape import shape_of_folder
 from titan_rl.types import Completion, Request, Sampling
+from titan_rl.weight_plan import Shard
+from titan_rl.weights import Slots, WeightSync
 
 LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}
 
@@ -25,8 +31,8 @@ LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}
 class Running:
     """A started mesh and the event loop that its tasks live on."""
 
-    def __init__(self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int]) -> None:
-        self.runner, self.mesh, self.pids = runner, mesh, pids
+    def __init__(self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int], folder: Path) -> None:
+        self.runner, self.mesh, self.pids, self.folder = runner, mesh, pids, folder
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, 60))
@@ -70,7 +76,7 @@ def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest
         # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about.
         patch.setattr(monarch.actor, "unhandled_fault_hook", lambda _: None)
         mesh, pids = runner.run(start())
-        yield Running(runner, mesh, pids)
+        yield Running(runner, mesh, pids, folder)
         runner.run(mesh.close())
         runner.run(mesh.stop())
 
@@ -151,6 +157,128 @@ def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) ->
         assert (one[name] == other[name]) == shared, name
 
 
+class OneTrainer:
+    """A trainer mesh of one rank in this process, which holds the model as Hugging Face stores it, times `scale`."""
+
+    def __init__(self, model: Any) -> None:
+        self.scale = 1.0
+        self._given = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self._held = {name: tensor.clone() for name, tensor in self._given.items()}
+
+    async def shards(self) -> list[list[Shard]]:
+        return [[Shard(name, 0, len(w), 0, w[0].numel()) for name, w in self._held.items()]]
+
+    async def stage(self, copies: Any, places: Any, sync: c.WeightSync) -> list[Any]:
+        import torch
+
+        from titan_rl.actors.staging import Staging
+
+        self.staging = Staging(
+            self._held, copies[0], torch.float32, slice_bytes=1 << 20, block_bytes=sync.block_kb << 10
+        )
+        return [self.staging.offer(remote=False)]
+
+    async def publish(self, version: int, slot: int, serial: int) -> Publication:
+        for name, held in self._held.items():
+            held.copy_(self._given[name] * self.scale)
+        return Publication(version, slot, [self.staging.pack(version, slot, serial)], 0.0)
+
+    def corrupt(self, slot: int) -> None:
+        run = self.staging.runs[slot][max(self.staging.runs[slot])]
+        run[1000] += 1
+
+
+async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any) -> tuple[OneTrainer, WeightSync]:
+    trainer: Any = OneTrainer(model)
+    tp = len(running.pids) // len(running.mesh.replicas)
+    config = c.Config(
+        generator=c.Generator(tensor_parallel_degree=tp),
+        weight_sync=c.WeightSync(block_kb=1, **sync),
+        comm=c.Comm(train_timeout_seconds=seconds),
+    )
+    weights = WeightSync(trainer, running.mesh, Clock())
+    await weights.connect(config, shape_of_folder(str(running.folder), "model"))
+    assert weights.transports == "shared memory"
+    return trainer, weights
+
+
+def versions(done: Sequence[Sequence[Completion]]) -> list[set[int]]:
+    return [set(completion.versions) for completions in done for completion in completions]
+
+
+def test_swap_goes_on_with_the_new_weights_and_drain_finishes_on_the_old(running: Running, model: Any) -> None:
+    async def work(how: str) -> tuple[list[set[int]], list[set[int]]]:
+        _, weights = await connected(running, model, in_flight=how)
+        await weights.sync(10)
+        early = asyncio.gather(*map(running.mesh.generate, requests(4, Sampling(150, 0.0), samples=1)))
+        await asyncio.sleep(0.05)
+        syncing, late = asyncio.create_task(weights.sync(11)), []
+        while not syncing.done():  # short ones that join: a drain must not wait for them, nor may they straddle it
+            late.append(await running.mesh.generate(Request(f"late{len(late)}", [1, 5], [0], Sampling(4))))
+        stats = await syncing
+        assert 0 < stats.write + stats.verify <= stats.pause < stats.seconds
+        return versions(await early), versions(late)
+
+    early, late = running(work("drain"))
+    assert early == [{10}] * 4
+    assert set(map(frozenset, late)) <= {frozenset({10}), frozenset({11})}
+    early, late = running(work("swap"))
+    assert early == [{10, 11}] * 4
+
+
+def test_refused_weights_sample_nothing_until_good_ones_come(running: Running, model: Any) -> None:
+    async def work() -> list[Completion]:
+        trainer, weights = await connected(running, model)
+        await weights.sync(20)
+        sampling = asyncio.create_task(running.mesh.generate(Request("across", [1, 5], [0], Sampling(200, 0.0))))
+        await asyncio.sleep(0.05)
+        bad = await weights.publish(21)
+        trainer.corrupt(bad.slot)
+        with pytest.raises(RunError, match=r"generator\d\[tp=0\] failed in switch: Refused") as refused:
+            await weights.pull(bad)
+        assert "trainer rank 0 -> generator rank" in refused.value.details
+        assert "version 21: expected checksum" in refused.value.details
+        await asyncio.sleep(0.5)
+        assert not sampling.done()
+        await weights.sync(22)
+        return await sampling
+
+    (completion,) = running(work())
+    assert set(completion.versions) == {20, 22}
+    assert completion.tokens == greedy(model, [1, 5], completion)
+
+
+@pytest.mark.parametrize("running", ["replicas2"], indirect=True)
+def test_a_publisher_two_versions_ahead_waits_for_a_slow_reader(running: Running, model: Any) -> None:
+    async def work() -> None:
+        trainer, weights = await connected(running, model, seconds=5, verify="off")
+        await weights.sync(30)
+        before = (await running.mesh.fingerprint())[0]
+        slow, trainer.scale = running.pids[1], 1.5
+        first = await weights.publish(31)
+        os.kill(slow, signal.SIGSTOP)
+        try:
+            pulling = asyncio.create_task(weights.pull(first))
+            await asyncio.sleep(0.2)
+            trainer.scale = 1.0
+            await weights.publish(32)
+            with pytest.raises(
+                DeadlinePassed, match=r"^weights.publish waits on .*generator1, which still reads version 31$"
+            ):
+                await weights.publish(33)
+            assert not pulling.done()
+        finally:
+            os.kill(slow, signal.SIGCONT)
+        await pulling
+        one, other = await running.mesh.fingerprint()
+        assert one == other
+        assert all(one[name] != before[name] for name in before), "what was published as 31, not what came after"
+        await weights.sync(33)
+        assert (await running.mesh.fingerprint())[1] == before
+
+    running(work())
+
+
 @pytest.mark.parametrize("running", ["replicas2"], indirect=True)
 def test_an_error_between_steps_fails_every_call(running: Running) -> None:
     replica, late = running.mesh.replicas[0], Request("late", [1], [0], Sampling(4))
@@ -174,14 +302,30 @@ def test_an_error_between_steps_fails_every_call(running: Running) -> None:
     running(work())
 
 
-def test_a_killed_rank_fails_what_waits_on_it_by_name(running: Running) -> None:
+def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(running: Running, model: Any) -> None:
     replica, name = running.mesh.replicas[-1], f"generator{len(running.mesh.replicas) - 1}"
 
     async def work() -> float:
-        waiting = [asyncio.create_task(replica.generate(request)) for request in requests(4, Sampling(240))]
+        lost, tp = running.pids[-1], len(running.pids) // len(running.mesh.replicas)
+        if not replica.error:
+            await replica.scatter("connect", [[] for _ in range(tp)], c.WeightSync(), seconds=60)
+        os.kill(lost, signal.SIGSTOP)
+        waiting: list[asyncio.Task[Any]] = [
+            asyncio.create_task(replica.generate(request)) for request in requests(4, Sampling(240))
+        ]
+        slots, reading = Slots(), Publication(3, 0, [], 0.0)
+
+        async def read() -> None:
+            with slots.reading(reading, name):
+                await replica.read(None, 60)
+
+        waiting.append(asyncio.create_task(read()))
         await asyncio.sleep(0.05)
-        os.kill(running.pids[-1], signal.SIGKILL)
+        with pytest.raises(DeadlinePassed, match=f"{name}, which still reads version 3"):
+            await slots.free(0, seconds=0.1)
+        os.kill(lost, signal.SIGKILL)
         began = time.monotonic()
+        await slots.free(0, seconds=20)
         for error in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(error, RunError)
             assert str(error).startswith(f"{name}[tp=")

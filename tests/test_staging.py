@@ -23,9 +23,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_rl.actors.landing import Landing, Source
-from titan_rl.actors.staging import Staging, octets, shards_of, window
+from titan_rl.actors.staging import Staging, octets, shards_of
 from titan_rl.actors.transport import How, Offer, here
 from titan_rl.config import WeightSync
+from titan_rl.kernels.pack_weights import window
 from titan_rl.manifest import Manifest, blocks, checksum, layout
 from titan_rl.model_shape import ModelShape
 from titan_rl.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete

@@ -44,7 +44,7 @@ def run_config(folder: Path, model: c.Model, parallelism: c.Parallelism, tp: int
     return c.Config(
         job=c.Job(dump_folder=str(folder)),
         model=model,
-        training=c.Training(steps=2, seq_len=64, local_batch_size=2),
+        training=c.Training(steps=4, seq_len=64, local_batch_size=2),
         optimizer=c.Optimizer(lr=1e-2),
         parallelism=parallelism,
         generator=c.Generator(tensor_parallel_degree=tp, dtype="bfloat16" if dtype == "bfloat16" else "float32"),
@@ -101,7 +101,7 @@ async def of_a_fresh_engine(config: c.Config, folder: str) -> list[dict[str, str
 
 async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
     """Of an engine that loads the trainer's first weights (if those come from a folder), of the live engine after the
-    first sync, of it after a training step and a second sync, and of an engine that loads the trainer's export."""
+    first sync, of it after training and more syncs, and of an engine that loads the trainer's export."""
     model, parallelism, tp, dtype = CASES[case]
     if case in STARTS_FROM_A_FOLDER:
         model = made_by_transformers(folder / "assets", model)
@@ -124,6 +124,7 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
     assert first.bytes == second.bytes == sum(shape_bytes(shape, tp, dtype))
     (completion,) = await live.generate(Request("r", [5, 6, 7], [0], Sampling(4)))
     assert set(completion.versions) == {1}
+    after = await by_other_ways(config, shape, trainers, live, after)
 
     await trainers.export(str(folder / "hf"))
     await asyncio.gather(live.close(), trainers.close())
@@ -132,6 +133,36 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
     assets = config.model.hf_assets_path
     start = await of_a_fresh_engine(config, assets) if assets else before
     return [start, before, after, fresh]
+
+
+WAYS = (
+    c.WeightSync(transport="shm", verify="transfer", block_kb=4, delta=True),
+    c.WeightSync(transport="rdma", verify="transfer", block_kb=4),
+    c.WeightSync(transport="rdma", verify="live", block_kb=4, delta=True),
+)
+
+
+async def by_other_ways(
+    config: c.Config, shape: ModelShape, trainers: TrainerMesh, live: GeneratorMesh, held: list[dict[str, str]]
+) -> list[dict[str, str]]:
+    """Each way brings the weights of one more step, and the usual way finds nothing to add."""
+    for version, way in enumerate(WAYS, start=2):
+        samples = batches(trainers.dp)
+        await trainers.step([pack(samples, shards=trainers.dp, seq_len=64, rows_per_microbatch=2, pad_id=0)])
+        weights = WeightSync(trainers, live, Clock())
+        await weights.connect(replace(config, weight_sync=way), shape)
+        assert weights.transports == {"shm": "shared memory", "rdma": "RDMABuffer (TCP fallback)"}[way.transport]
+        stats = await weights.sync(version)
+        before, held = held, await live.fingerprint()
+        assert different(before, held) == set(before[0])
+        if way.delta:
+            again = await weights.sync(version)
+            assert (stats.changed, again.changed, again.bytes) == (1, 0, 0)
+        usual = WeightSync(trainers, live, Clock())
+        await usual.connect(config, shape)
+        await usual.sync(version)
+        assert different(held, await live.fingerprint()) == set()
+    return held
 
 
 def shape_bytes(shape: ModelShape, tp: int, dtype: str) -> list[int]:
