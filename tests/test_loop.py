@@ -101,7 +101,7 @@ def test_another_seed_gives_others(runs: Runs, whole: Run, tmp_path: Path) -> No
 
 
 def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, whole: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "interrupted"
+    folder, shared = tmp_path / "interrupted", shared_memory()
     run = runs.start(folder, training__steps=8, checkpoint__interval=100)
     run.wait_for_step(2)
     began = time.monotonic()
@@ -114,10 +114,11 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     resumed = runs.finish(folder, training__steps=8, checkpoint__interval=100)
     assert losses(resumed) == losses(whole)
     assert sampled(resumed) == sampled(whole)
+    assert shared_memory() <= shared
 
 
 def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs, whole: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
+    folder, shared = tmp_path / "killed", shared_memory()
     run = runs.start(folder, training__steps=8, checkpoint__interval=2)
     run.wait_for_step(3)
     run.process.kill()
@@ -126,6 +127,7 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.processes(), "workers outlive a killed controller"
+    assert shared_memory() <= shared
     resumed = runs.finish(folder, training__steps=8, checkpoint__interval=2)
     assert losses(resumed) == losses(whole)
     assert sampled(resumed) == sampled(whole)
@@ -174,7 +176,7 @@ def test_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["trainer[dp=1 tp=0]", "generator0[tp=0]"])
 def test_a_killed_rank_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
-    before = socket_folders()
+    before, shared = socket_folders(), shared_memory()
     run = runs.start(tmp_path / "run", training__steps=1000)
     run.wait_for_step(2)
     os.kill(run.workers()[victim], signal.SIGKILL)
@@ -186,6 +188,12 @@ def test_a_killed_rank_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: 
     assert out.count("killed by signal 9") == 1, out
     assert not run.processes()
     assert socket_folders() <= before
+    assert shared_memory() <= shared
+
+
+def shared_memory() -> set[Path]:
+    """What has a name in shared memory; Python's own semaphores apart, which its resource tracker removes."""
+    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
 
 
 def socket_folders() -> set[Path]:
