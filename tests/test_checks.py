@@ -559,7 +559,6 @@ def test_shipped_configs_need_at_most_files_and_gpus(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # else the folders of an earlier run may be found
     found = problems(load(find(name)), gpus=8)
-    models = tuple(
-        f"{section}.hf_assets_path: expected a Hugging Face folder" for section in ("model", "teacher", "reward_model")
-    )
+    sections = ("model", "teacher", "reward_model", "critic")
+    models = tuple(f"{section}.hf_assets_path: expected a Hugging Face folder" for section in sections)
     assert all(problem.startswith((*models, "task.path: ", "task.eval_path: ")) for problem in found), found

@@ -137,11 +137,23 @@ def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> Non
     """From two FSDP2 ranks to two tensor-parallel ones: the same training, up to rounding."""
     folder = tmp_path / "resharded"
     shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
+    shutil.copytree(whole.folder / "start", folder / "start")  # what the reference is made of
     resumed = runs.finish(
         folder, training__steps=8, parallelism__data_parallel_shard_degree=1, parallelism__tensor_parallel_degree=2
     )
     assert [line["step"] for line in resumed.lines("metrics.jsonl")] == [7, 8]
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
+
+
+def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
+    run = runs.start(folder, training__steps=8)
+    out = run.finish(timeout=120)
+    assert run.code == 1, out
+    assert f"{folder / 'start'} is gone" in out
+    assert "Traceback" not in out
+    assert not run.processes()
 
 
 def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> None:
