@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_rl.kernels.sequences import sequence_lengths, sequence_sums
-from titan_rl.kernels.statistics import Statistics, masked_sum
+from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum
 
 Preference = Literal["dpo", "ipo"]
 
@@ -71,6 +71,7 @@ def bradley_terry_loss(
     margin_P = score_S[0::2] - score_S[1::2]
     loss = -F.logsigmoid(margin_P).sum() / pairs
     with torch.no_grad():
+        every_S = torch.ones_like(score_S, dtype=torch.bool)
         return loss, Statistics(
             sequences={
                 "accuracy": 2 * (margin_P > 0).to(margin_P.dtype).sum(),
@@ -78,11 +79,6 @@ def bradley_terry_loss(
                 "score/mean": score_S.sum(),
             },
             sums={"loss": loss.detach()},
-            maxima={"score/max": masked_max_S(score_S)},
-            minima={"score/min": -masked_max_S(-score_S)},
+            maxima={"score/max": masked_max(score_S, every_S)},
+            minima={"score/min": masked_min(score_S, every_S)},
         )
-
-
-def masked_max_S(values_S: torch.Tensor) -> torch.Tensor:
-    """-inf for a microbatch without sequences."""
-    return values_S.amax() if len(values_S) else values_S.new_full((), -torch.inf)

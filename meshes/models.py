@@ -10,6 +10,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from titan_rl.config import Comm, Parallelism
 from titan_rl.meshes.faults import ask_all, label
 from titan_rl.meshes.procs import spawn
+from titan_rl.types import Batch, StepStats
 
 
 class ModelMesh:
@@ -75,3 +76,13 @@ class ModelMesh:
     def _name(self, rank: int) -> str:
         dp, tp = divmod(rank, self.tp)
         return label(self.name, {"dp": dp, "tp": tp})
+
+
+class TrainedMesh(ModelMesh):
+    """One whose model has an optimizer: the policy's, the critic's."""
+
+    async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
+        """Scatter to each dp row its batch of every update, take those updates, answer with the reduced statistics."""
+        each = [list(batches) for batches in zip(*updates, strict=True)]
+        stats: list[StepStats] = await self._scatter("step", self.rows(each))
+        return max(stats, key=lambda s: s.seconds)

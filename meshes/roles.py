@@ -8,9 +8,9 @@ from monarch.actor import HostMesh
 
 from titan_rl.actors.roles import CriticRank, Frozen
 from titan_rl.config import Config, Parallelism
-from titan_rl.meshes.models import ModelMesh
+from titan_rl.meshes.models import ModelMesh, TrainedMesh
 from titan_rl.model_shape import ModelShape
-from titan_rl.types import Batch, StepStats
+from titan_rl.types import Batch
 
 
 class FrozenMesh(ModelMesh):
@@ -39,7 +39,7 @@ class FrozenMesh(ModelMesh):
         return [found for found, _ in self.heads(answers)], [checksum for _, checksum in answers]
 
 
-class CriticMesh(ModelMesh):
+class CriticMesh(TrainedMesh):
     @classmethod
     async def spawn(cls, host: HostMesh, config: Config, shape: ModelShape, env: Mapping[str, str]) -> Self:
         return await cls.place(host, "critic", config.critic.parallelism, config.comm, env, CriticRank, config, shape)
@@ -51,11 +51,6 @@ class CriticMesh(ModelMesh):
     async def scores(self, batches: Sequence[Batch]) -> list[list[np.ndarray]]:
         """Values by dp row and microbatch."""
         return self.heads(await self._scatter("scores", self.rows(batches)))
-
-    async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
-        each = [list(batches) for batches in zip(*updates, strict=True)]
-        stats: list[StepStats] = await self._scatter("step", self.rows(each))
-        return max(stats, key=lambda s: s.seconds)
 
     async def save(self, step: int) -> None:
         await self._all("save", step, seconds=self._comm.train_timeout_seconds)

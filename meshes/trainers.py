@@ -9,16 +9,16 @@ from monarch.actor import HostMesh
 from titan_rl.actors.trainer import Trainer
 from titan_rl.config import Config, WeightSync
 from titan_rl.manifest import Publication
-from titan_rl.meshes.models import ModelMesh
+from titan_rl.meshes.models import TrainedMesh
 from titan_rl.model_shape import ModelShape
-from titan_rl.types import Batch, PhaseName, StepStats
+from titan_rl.types import Batch, PhaseName
 from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
     from titan_rl.actors.transport import Offer
 
 
-class TrainerMesh(ModelMesh):
+class TrainerMesh(TrainedMesh):
     @classmethod
     async def spawn(cls, host: HostMesh, config: Config, shape: ModelShape, env: Mapping[str, str]) -> Self:
         return await cls.place(host, "trainer", config.parallelism, config.comm, env, Trainer, config, shape)
@@ -28,12 +28,6 @@ class TrainerMesh(ModelMesh):
         states = await self._all("begin", phase, seconds=self._comm.init_timeout_seconds)
         (state,) = set(states)
         return state
-
-    async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
-        """Scatter to each dp row its batch of every update, take those updates, answer with the reduced statistics."""
-        each = [list(batches) for batches in zip(*updates, strict=True)]
-        stats: list[StepStats] = await self._scatter("step", self.rows(each))
-        return max(stats, key=lambda s: s.seconds)
 
     async def freeze(self, role: str, folder: str) -> None:
         """Lend the trainers a second set of weights."""
