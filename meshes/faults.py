@@ -1,22 +1,24 @@
 """A failure has a name: which actor, which rank, doing what, why. And every wait has a deadline.
 
-Monarch reports trouble in two ways: a call fails (ActorError carries the remote traceback), or supervision sees a
-process die and calls the root hook, whether or not anybody waits on it. When a rank dies, its peers' collectives
-break within milliseconds, long before supervision notices the death, so the first error is often not the cause.
-`Watch.cause` waits a moment for supervision and then names the death.
+Trouble shows in three ways: a call fails (ActorError carries the remote traceback), the kernel tells of a process of
+this host that died (deaths.py), or Monarch's supervision calls the root hook, seconds later. When a rank dies, its
+peers' collectives break at once, so the first error is often not the cause. `Watch.cause` waits a moment for a death
+and then names that.
 """
 
 import asyncio
 import re
 from collections.abc import Awaitable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-CAUSE_SECONDS = 5.0  # supervision polls every second (environment.py); a loaded machine is slower
+from titan_rl.meshes import deaths
+
+CAUSE_SECONDS = 5.0  # for a death of another host's, which supervision polls every second (environment.py)
 
 
 class RunError(Exception):
@@ -45,8 +47,15 @@ class MonarchFuture(Protocol):
 
 async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
     """Await a remote call. `seconds=None` only where the wait is open-ended and supervision ends it (a long poll)."""
+    call = asyncio.ensure_future(future.as_asyncio())
     try:
-        return await asyncio.wait_for(future.as_asyncio(), seconds)
+        with deaths.cancelled_by_death(actor, call):
+            return await asyncio.wait_for(call, seconds)
+    except asyncio.CancelledError:
+        task, how = asyncio.current_task(), deaths.end_of(actor)
+        if how is None or (task is not None and task.cancelling()):
+            raise  # it is the caller that was cancelled
+        raise died(actor, how) from None
     except ActorError as error:
         raise RankFailed(f"{actor} failed in {verb}: {type(error.exception).__name__}", remote(error)) from None
     except SupervisionError as error:
@@ -85,8 +94,16 @@ def failure(report: str) -> RankFailed:
     if death is None:
         return RankFailed(f"{name} failed", report.strip())
     signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])
-    how = f"killed by signal {signal[1]}" if signal else death["how"].strip()
-    return RankDied(f"{name} died: its process was {how}", report.strip())
+    return died(name, f"was killed by signal {signal[1]}" if signal else death["how"].strip(), report.strip())
+
+
+async def _within(event: Awaitable[Any], seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event, seconds)
+
+
+def died(name: str, how: str, report: str = "") -> RankDied:
+    return RankDied(f"{name} died: its process {how}", report)
 
 
 def label(actor: str, axes: Mapping[str, Any]) -> str:
@@ -102,31 +119,44 @@ class Watch:
         self._body = body
         self._loop = asyncio.get_running_loop()
         self._armed = True
-        self._died = asyncio.Event()
+        self._died, self._reported = asyncio.Event(), asyncio.Event()  # by anybody, by Monarch
+        self._told = ExitStack()
+        self._told.enter_context(deaths.told(self._death))
         self.failures: list[RankFailed] = []
         monarch.actor.unhandled_fault_hook = self._hook
 
     def close(self) -> None:
         """From here on processes are meant to end."""
         self._armed = False
+        self._told.close()
         monarch.actor.unhandled_fault_hook = lambda _: None
 
     async def cause(self, error: RunError) -> RunError:
-        """The death behind an error, if supervision reports one in time; else the error itself."""
+        """The death behind an error, if one is reported in time; else the error itself."""
         self._armed = False
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._died.wait(), CAUSE_SECONDS)
-        return next((failed for failed in self.failures if isinstance(failed, RankDied)), error)
+        if not isinstance(error, RankDied):
+            await _within(self._died.wait(), CAUSE_SECONDS)
+        dead = [failed for failed in [*self.failures, error] if isinstance(failed, RankDied)]
+        if not dead or not str(dead[0]).endswith(deaths.GONE):
+            return dead[0] if dead else error
+        await _within(self._reported.wait(), CAUSE_SECONDS)  # Monarch knows how, for it reaped the process
+        name = str(dead[0]).removesuffix(deaths.GONE)
+        return next((failed for failed in self.failures if failed.details and str(failed).startswith(name)), dead[0])
 
-    def _hook(self, failure: Any) -> None:  # on Monarch's thread
-        self._loop.call_soon_threadsafe(self._note, failure.report())
+    def _death(self, name: str, how: str) -> None:  # on a thread of its own
+        self._loop.call_soon_threadsafe(self._note, died(name, how))
 
-    def _note(self, report: str) -> None:
-        if "<root>.<titan_rl." not in report:  # an actor that Monarch added to our process; ours is reported too
-            return
-        self.failures.append(failure(report))
-        if isinstance(self.failures[-1], RankDied):
+    def _hook(self, failed: Any) -> None:  # on Monarch's thread
+        report = failed.report()
+        if "<root>.<titan_rl." in report:  # else an actor that Monarch added to our process; ours is reported too
+            self._loop.call_soon_threadsafe(self._note, failure(report))
+
+    def _note(self, failed: RankFailed) -> None:
+        self.failures.append(failed)
+        if isinstance(failed, RankDied):
             self._died.set()
+            if failed.details:
+                self._reported.set()
         if self._armed:
             self._armed = False
             self._body.cancel()

@@ -1,9 +1,11 @@
 """Spawning processes: every setting that a process must be born with is in its launch environment."""
 
 from collections.abc import Callable, Mapping
+from itertools import product
 
 from monarch.actor import HostMesh, ProcMesh, default_bootstrap_cmd
 
+from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
 
 WORKER_ENV = {
@@ -28,7 +30,7 @@ def spawn(
 
     def command(point: Mapping[str, int]):  # noqa: ANN202 (Monarch's own type)
         at = {axis: point[axis] for axis in shape}
-        who = {"TITAN_RL_PROC": label(name, at)}  # `ps e` tells which process is which
+        who = {deaths.PROC_NAME: label(name, at)}  # `ps e` tells which process is which
         return default_bootstrap_cmd().with_env({**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **who})
 
     def begin() -> None:  # in the new process, before any actor
@@ -36,4 +38,6 @@ def spawn(
 
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller alone, which stops the others
 
+    points = product(*(range(size) for size in shape.values()))
+    deaths.follow([label(name, dict(zip(shape, point, strict=True))) for point in points])
     return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)

@@ -1,11 +1,15 @@
 """What Monarch reports, as it reports it, turned into names."""
 
 import asyncio
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import RankDied, RankFailed, RunError, Watch, ask, failure, label
 
 KILLED = (
@@ -85,3 +89,50 @@ def test_a_call_that_does_not_answer_is_named() -> None:
 
     with pytest.raises(RunError, match=r"trainer\[dp=0 tp=0\]\.step did not answer within 0\.05 s"):
         asyncio.run(body())
+
+
+def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
+    """The kernel tells, however Monarch is doing; a later process of the same name begins with a clean slate."""
+
+    def child() -> subprocess.Popen[bytes]:
+        deaths.follow(["role[dp=0 tp=0]"])
+        made = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], env={deaths.PROC_NAME: "role[dp=0 tp=0]"}
+        )
+        time.sleep(0.5)
+        return made
+
+    async def body() -> float:
+        loop = asyncio.get_running_loop()
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        task = asyncio.create_task(ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60))
+        other = asyncio.create_task(ask(never, actor="role[dp=1 tp=0]", verb="step", seconds=60))
+        await asyncio.sleep(0.05)
+        made.kill()
+        began = loop.time()
+        with pytest.raises(RankDied, match=r"role\[dp=0 tp=0\] died: its process was killed by signal 9"):
+            await task
+        with pytest.raises(RankDied):  # nor does a call that comes later wait
+            await ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60)
+        took = loop.time() - began
+        assert not other.done()
+        other.cancel()
+        return took
+
+    for _ in range(2):
+        made = child()
+        assert deaths.end_of("role[dp=0 tp=0]") is None
+        assert asyncio.run(body()) < 2
+        made.wait()
+
+
+def test_a_cancelled_caller_is_no_death() -> None:
+    async def body() -> None:
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        task = asyncio.create_task(ask(never, actor="nobody", verb="step", seconds=60))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())

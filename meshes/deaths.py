@@ -1,0 +1,117 @@
+"""Which rank died, told by the kernel within milliseconds.
+
+This controller is the parent of every process that it spawns on its own host. Monarch notices a death too, but asks for
+each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
+collective was blamed instead. A thread per rank waits on its process; looking at how it ended leaves it to Monarch to
+be reaped.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROC_NAME = "TITAN_RL_PROC"
+"""In a rank's environment: what it is called, "generator0[tp=1]" say."""
+GONE = "is gone"
+BORN_SECONDS = 300.0  # a spawned process is looked for so long
+
+_lock = threading.Lock()
+_followed: set[int] = set()  # processes
+_ends: dict[str, str] = {}  # how a dead rank's process ended
+_waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]] = {}
+_listeners: list[Callable[[str, str], None]] = []
+
+
+def follow(names: Iterable[str]) -> None:
+    """Processes of these names are about to be spawned; who bore a name before is forgotten."""
+    for name in names:
+        with _lock:
+            _ends.pop(name, None)
+        threading.Thread(target=_follow, args=(name,), name=f"follows {name}", daemon=True).start()
+
+
+def end_of(name: str) -> str | None:
+    """How a rank's process ended, "was killed by signal 9" say; None while it lives, and of a rank on another host."""
+    with _lock:
+        return _ends.get(name)
+
+
+@contextmanager
+def cancelled_by_death(name: str, call: asyncio.Future[Any]) -> Iterator[None]:
+    """A call to a rank: its answer will never come once the rank is dead."""
+    entry = (asyncio.get_running_loop(), call)
+    with _lock:
+        dead = name in _ends
+        _waiting.setdefault(name, []).append(entry)
+    if dead:
+        call.cancel()
+    try:
+        yield
+    finally:
+        with _lock:
+            _waiting[name].remove(entry)
+
+
+@contextmanager
+def told(listener: Callable[[str, str], None]) -> Iterator[None]:
+    """`listener(name, how it ended)` is called on another thread for each death."""
+    with _lock:
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _lock:
+            _listeners.remove(listener)
+
+
+def _follow(name: str) -> None:
+    deadline = time.monotonic() + BORN_SECONDS
+    while (pid := _born(name)) is None:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # Monarch was quicker
+        ended = None
+    with _lock:
+        _followed.discard(pid)
+        how = _ends[name] = _how(ended)
+        waiting, listeners = list(_waiting.get(name, ())), list(_listeners)
+    for loop, call in waiting:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call.cancel)
+    for listener in listeners:
+        listener(name, how)
+
+
+def _born(name: str) -> int | None:
+    """The process of a name, among this process's children, that nobody follows yet."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = [int(pid) for pid in children.read_text().split()]
+        except OSError:  # the thread is gone
+            continue
+        for pid in pids:
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            with _lock:
+                if f"{PROC_NAME}={name}".encode() in environment and pid not in _followed:
+                    _followed.add(pid)
+                    return pid
+    return None
+
+
+def _how(ended: os.waitid_result | None) -> str:
+    if ended is None:
+        return GONE
+    if ended.si_code == os.CLD_EXITED:
+        return f"ended with exit code {ended.si_status}"
+    return f"was killed by signal {ended.si_status}"
