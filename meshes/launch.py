@@ -41,6 +41,12 @@ class Meshes:
     teacher: FrozenMesh | None = None
     reward_model: FrozenMesh | None = None
     critic: CriticMesh | None = None
+    colocated: bool = False  # generators and trainers take turns on the same devices
+
+    async def turn_of_trainers(self) -> None:
+        """The engines sleep until they are given new weights."""
+        if self.colocated and self.generators is not None:
+            await self.generators.sleep()
 
     @property
     def all(self) -> "list[ModelMesh | GeneratorMesh]":
@@ -77,12 +83,12 @@ async def launch(setup: Setup, terminal: Terminal) -> AsyncIterator[Meshes]:
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
     """GPUs are dealt in the order of this list."""
     config, starting = setup.config, {}
-    g, first = config.generator, 0
+    g, first, colocated = config.generator, 0, config.placement.kind == "colocated"
 
     def deal(count: int) -> dict[str, str]:
         nonlocal first
         first += count
-        return _visible(setup.device, first=first - count, count=count)
+        return _resources(setup, first=first - count, count=count)
 
     async def begun(mesh: Awaitable[Mesh], what: str) -> Mesh:
         with terminal.phase(what):
@@ -101,11 +107,12 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
     spawning = TrainerMesh.spawn(host, config, setup.shape, deal(config.parallelism.world_size))
     starting["trainers"] = begun(spawning, "trainer: processes, model, optimizer")
     if setup.samples_rollouts:
-        deal(g.replicas * g.tensor_parallel_degree)
+        if not colocated:
+            deal(g.replicas * g.tensor_parallel_degree)
         starting["generators"] = _generators(host, setup, terminal)
     for name, own in config.roles.items():
         starting[name] = role(name, own)
-    return Meshes(**dict(zip(starting, await asyncio.gather(*starting.values()), strict=True)))
+    return Meshes(**dict(zip(starting, await asyncio.gather(*starting.values()), strict=True)), colocated=colocated)
 
 
 async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> GeneratorMesh:
@@ -121,16 +128,17 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
         block_size=g.block_size,
         enable_prefix_caching=g.enable_prefix_caching,
         enforce_eager=g.enforce_eager,
+        sleeps=config.placement.kind == "colocated",
         seed=config.debug.seed,
     )
-    first, tp = config.parallelism.world_size, g.tensor_parallel_degree
+    first, tp = 0 if settings.sleeps else config.parallelism.world_size, g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
         mesh = await GeneratorMesh.spawn(
             host,
             settings,
             replicas=g.replicas,
             env=vllm_cpu.ENV if setup.device == "cpu" else {},
-            env_of=lambda at: _visible(setup.device, first=first + at["replica"] * tp, count=tp),
+            env_of=lambda at: _resources(setup, first=first + at["replica"] * tp, count=tp),
             init_seconds=config.comm.init_timeout_seconds,
             seconds=config.comm.train_timeout_seconds,
         )
@@ -139,10 +147,10 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
     return mesh
 
 
-def _visible(device: str, *, first: int, count: int) -> dict[str, str]:
-    """The GPUs that a mesh's processes see, in rank order; none on CPU, even where the host has some."""
-    gpus = ",".join(str(i) for i in range(first, first + count)) if device == "cuda" else ""
-    return {"CUDA_VISIBLE_DEVICES": gpus}
+def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
+    """The GPUs that a mesh's processes see, in rank order; none on CPU, even where the host has some. And threads."""
+    gpus = ",".join(str(i) for i in range(first, first + count)) if setup.device == "cuda" else ""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
 
 
 async def shutdown() -> None:

@@ -9,7 +9,7 @@ import pytest
 from folders import write_hf
 from titan_rl import tokenizer
 from titan_rl.checks import CPU_HEAD_DIMS, host_problems, problems, visible_gpus, warnings
-from titan_rl.config import Config, Model, Rollout
+from titan_rl.config import Config, Model
 from titan_rl.config_file import find, load, shipped
 from titan_rl.model_shape import shape_of
 
@@ -370,9 +370,20 @@ def test_no_problem(tmp_path: Path, toml: str) -> None:
     assert problems(config(tmp_path, toml), gpus=2 if "cuda" in toml else 0) == []
 
 
-def test_lag_of_a_config_made_in_code() -> None:
-    (problem,) = problems(replace(Config(), rollout=Rollout(lag=1)))
-    assert problem == "rollout.lag: expected 0, exact on-policy training, found 1"
+def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
+    (problem,) = problems(config(tmp_path, "[rollout]\nwindow = 2"))
+    assert problem == "rollout.window: expected 0 where rollout.lag is 0, as nothing is there to overtake, found 2"
+    (problem,) = problems(config(tmp_path, '[rollout]\nlag = 1\nwindow = 2\n[algorithm]\nname = "dapo"'))
+    assert problem.startswith("rollout.window: expected 0 beside algorithm.dynamic_sampling")
+
+
+def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
+    toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
+    (problem,) = problems(config(tmp_path, toml), gpus=2)
+    assert "hosts.slots" in problem
+    assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=2) == []
+    (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=1)
+    assert "2 GPUs (2 of the trainer, 1 of the generators; the first two share theirs)" in problem
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:

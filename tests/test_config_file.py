@@ -122,7 +122,7 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
         ("[optimizer]\nlr = true", "run.toml: [optimizer] lr: expected a number > 0, found true"),
         (f"[optimizer]\nlr = {'9' * 400}", "run.toml: [optimizer] lr: expected a number > 0, found Infinity"),
         ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and <= 1, found 1.5"),
-        ("[rollout]\nlag = 1", "run.toml: [rollout] lag: expected an integer = 0, found 1"),
+        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0, found -1"),
         ("[job]\nfresh = 1", "run.toml: [job] fresh: expected true or false, found 1"),
         ("[job]\ndescription = 1", "run.toml: [job] description: expected a string, found 1"),
         ("[rollout]\nstop_token_ids = [1, true]", "stop_token_ids: expected a list of integers, found [1, true]"),

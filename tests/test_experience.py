@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from titan_rl.advantages import gae, kl_penalty
 from titan_rl.config import Algorithm, AlgorithmName
 from titan_rl.experience import dead, minibatches, samples_of, with_advantages
-from titan_rl.presets import preset
+from titan_rl.presets import PRESETS
 from titan_rl.types import Completion, Group, Prompt, Rollout, Sample, Turn
 
 RL = [name for name in get_args(AlgorithmName) if Algorithm(name=name).kind == "rl"]
@@ -21,7 +21,7 @@ TOOL = 77  # the token that a tool said
 
 
 def algorithm(name: str = "grpo", **keys: Any) -> Algorithm:
-    values: dict[str, Any] = {"name": name, **preset(name), **keys}
+    values: dict[str, Any] = {"name": name, **PRESETS[name], **keys}
     return Algorithm(**values)
 
 

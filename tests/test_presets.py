@@ -12,7 +12,7 @@ from titan_rl.checks import problems, warnings
 from titan_rl.config import Algorithm, AlgorithmName, Config, Model
 from titan_rl.config_file import find, load, schema, shipped, to_toml
 from titan_rl.model_shape import shape_of
-from titan_rl.presets import PRESETS, preset
+from titan_rl.presets import PRESETS, resolve
 
 names = pytest.mark.parametrize("name", PRESETS)
 NEEDED = {"ppo": "[critic]\nlr = 1e-3", "opd": '[teacher]\nhf_assets_path = "teacher"'}
@@ -48,9 +48,13 @@ def test_grpo_is_the_defaults() -> None:
     assert Algorithm().name == "grpo"
 
 
-def test_a_preset_is_the_callers_own() -> None:
-    preset("ppo")["kl"] = "k3"
-    assert PRESETS["ppo"]["kl"] == "k1"
+def test_a_lag_brings_a_correction_unless_the_file_has_its_own() -> None:
+    assert resolve({"name": "dapo"}, lag=0) == {"name": "dapo", **PRESETS["dapo"]}
+    corrected = {"proximal": "trainer", "correction": "token_tis"}
+    assert resolve({"name": "dapo"}, lag=1) == {"name": "dapo", **PRESETS["dapo"], **corrected}
+    assert resolve({"correction": "sequence_mask"}, lag=2)["correction"] == "sequence_mask"
+    assert resolve({"correction": "none"}, lag=2) == {"proximal": "trainer", "correction": "none"}
+    assert resolve({"proximal": "generator"}, lag=2) == {"proximal": "generator"}
 
 
 @names

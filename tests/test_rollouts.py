@@ -1,8 +1,10 @@
 """The stream's promises: order, bounded admission, a cursor that loses nothing, seeds that depend on nothing else."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 
 from titan_rl import tokenizer as characters
 from titan_rl.clock import Clock
-from titan_rl.config import Algorithm, Task
+from titan_rl.config import Algorithm, Rollout, Task
 from titan_rl.data import PromptSource
+from titan_rl.metrics import ages_of
 from titan_rl.reward_model import by_rule
 from titan_rl.rollouts import Judge, RolloutStream
 from titan_rl.seeds import derive, sample_seed
@@ -30,6 +33,7 @@ class Echo:
         self.delays = delays
         self.flat = flat
         self.length = length
+        self.version = 0
         self.requests: list[Request] = []
         self.running = 0
         self.most = 0
@@ -43,7 +47,8 @@ class Echo:
         self.running -= 1
         flat, n = self.flat(int(request.id.removeprefix("prompt-"))), self.length
         return [
-            Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [0] * n, "stop") for k in range(len(request.seeds))
+            Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [self.version] * n, "stop")
+            for k in range(len(request.seeds))
         ]
 
 
@@ -70,6 +75,8 @@ def stream(
     *,
     judge: Judge = right_if_one,
     sampling: Sampling | None = None,
+    rollout: Rollout = Rollout(groups_per_step=4, group_size=3),  # noqa: B008 (frozen)
+    first: int = 1,
     **algorithm: Any,
 ) -> RolloutStream:
     return RolloutStream(
@@ -78,27 +85,133 @@ def stream(
         judge,
         tokenizer.decode,
         algorithm=Algorithm(**algorithm),
+        rollout=rollout,
         sampling=sampling or Sampling(4),
-        group_size=3,
+        first=first,
         groups=groups,
         seed=7,
         clock=Clock(),
     )
 
 
-@settings(deadline=None)  # the first source imports torch
-@given(delays=st.lists(st.integers(0, 9), min_size=1, max_size=7), lag=st.integers(0, 3))
-def test_oldest_first_whatever_finishes_first(tokenizer: TextTokenizer, delays: list[int], lag: int) -> None:
+@settings(deadline=None, max_examples=100)  # the first source imports torch
+@given(
+    delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
+    pulls=st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    lag=st.integers(0, 4),
+    window=st.integers(0, 3),
+    n=st.integers(1, 3),
+    begun=st.integers(0, 2),
+)
+def test_no_token_is_older_than_the_bound(
+    tokenizer: TextTokenizer, delays: list[int], pulls: list[int], lag: int, window: int, n: int, begun: int
+) -> None:
+    """Whatever takes how long: sampling, or until the generators serve a version. Every prompt is trained on once."""
+    window = window if lag else 0
+    steps = 7
+
     async def body() -> None:
         echo = Echo(delays)
-        rollouts = stream(echo, source(tokenizer), tokenizer)
+        echo.version = begun
+        rollouts = stream(
+            echo,
+            source(tokenizer),
+            tokenizer,
+            n * (steps - begun),
+            rollout=Rollout(groups_per_step=n, group_size=3, lag=lag, window=window),
+            first=begun + 1,
+        )
+        trained: list[int] = []
+
+        async def serve(version: int) -> None:
+            for _ in range(pulls[version % len(pulls)]):
+                await asyncio.sleep(0)
+            echo.version = version
+            rollouts.admit(n)
+
+        syncing: asyncio.Task[None] | None = None
+        async with aclosing(rollouts):
+            rollouts.admit(n * (lag + 1))
+            for step in range(begun + 1, steps + 1):
+                groups = await rollouts.take(n, step)
+                assert len(groups) == n
+                if window == 0:
+                    assert ids(groups) == list(range(len(trained), len(trained) + n))
+                trained += ids(groups)
+                assert max(ages_of(step, groups)) <= lag + window
+                assert rollouts.backlog.inflight <= n * lag
+                if syncing:
+                    await syncing
+                syncing = asyncio.create_task(serve(step))
+                if lag == 0:
+                    await syncing
+            assert sorted(trained) == list(range(n * (steps - begun)))
+            if syncing:
+                await syncing
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) -> None:
+    """The first group never finishes by itself: without a window nothing goes on, with one the others do, so long."""
+
+    class Straggler(Echo):
+        def __init__(self) -> None:
+            super().__init__([0])
+            self.may_end = asyncio.Event()
+
+        async def generate(self, request: Request) -> list[Completion]:
+            version = self.version
+            if request.id == "prompt-0":
+                await self.may_end.wait()
+            completions = await super().generate(request)
+            return [replace(c, versions=[version, *c.versions][: len(c.tokens)]) for c in completions]
+
+    async def reached(lag: int, window: int) -> tuple[int, int]:
+        echo = Straggler()
+        rollout = Rollout(groups_per_step=2, group_size=3, lag=lag, window=window)
+        rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout)
         async with aclosing(rollouts):
             rollouts.admit(2 * (lag + 1))
-            for step in range(6):
-                groups = await rollouts.take(2)
-                assert [g.prompt.id for g in groups] == [2 * step, 2 * step + 1]
+            for step in range(1, 10):
+                taking = asyncio.create_task(rollouts.take(2, step))
+                await asyncio.sleep(0.01)
+                if not taking.done():
+                    echo.may_end.set()
+                groups = await taking
+                if 0 in ids(groups):
+                    return step, int(max(ages_of(step, groups)))
+                echo.version = step
                 rollouts.admit(2)
-        assert echo.most <= 2 * (lag + 1)
+        raise AssertionError("never taken")
+
+    assert asyncio.run(reached(lag=2, window=0)) == (1, 0)
+    assert asyncio.run(reached(lag=1, window=2)) == (3, 2)
+    assert asyncio.run(reached(lag=2, window=3)) == (4, 3)
+
+
+def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer) -> None:
+    """Also one that resumes twice before the straggler is trained on."""
+
+    async def body() -> None:
+        rollout = Rollout(groups_per_step=1, group_size=3, lag=2, window=4)
+        prompts = source(tokenizer)
+        seen: list[int] = []
+        for life in range(3):
+            echo = Echo([50, 0, 0, 0, 0])  # by count: the fifth request of a life is slow
+            echo.requests = [None] * 4  # type: ignore[list-item]
+            rollouts = stream(echo, prompts, tokenizer, 20, rollout=rollout, first=life + 1)
+            async with aclosing(rollouts):
+                rollouts.admit(3)
+                echo.version = life
+                await asyncio.sleep(0)
+                groups = await rollouts.take(1, life + 1)
+                seen += ids(groups)
+                cursor = rollouts.cursor
+            prompts = source(tokenizer)
+            prompts.load_state_dict(json.loads(json.dumps(cursor)))
+        assert seen == [1, 2, 3]
+        assert [prompts.next().id for _ in range(2)] == [0, 4]
 
     asyncio.run(body())
 
@@ -109,9 +222,9 @@ def test_a_run_never_admits_what_it_will_not_train(tokenizer: TextTokenizer) -> 
         rollouts = stream(echo, source(tokenizer), tokenizer, groups=5)
         async with aclosing(rollouts):
             rollouts.admit(4)
-            await rollouts.take(4)
+            await rollouts.take(4, 1)
             rollouts.admit(4)
-            await rollouts.take(1)
+            await rollouts.take(1, 1)
         assert len(echo.requests) == 5
 
     asyncio.run(body())
@@ -124,7 +237,7 @@ def test_the_cursor_is_behind_what_is_in_flight(tokenizer: TextTokenizer) -> Non
         rollouts = stream(Echo([3, 0, 5]), source(tokenizer), tokenizer)
         async with aclosing(rollouts):
             rollouts.admit(6)
-            taken = [g.prompt.id for g in await rollouts.take(2)]
+            taken = [g.prompt.id for g in await rollouts.take(2, 1)]
             resumed = source(tokenizer)
             resumed.load_state_dict(rollouts.cursor)
         assert taken == [0, 1]
@@ -138,7 +251,7 @@ def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
         rollouts = stream(Echo([0]), source(tokenizer), tokenizer)
         async with aclosing(rollouts):
             rollouts.admit(1)
-            (group,) = await rollouts.take(1)
+            (group,) = await rollouts.take(1, 1)
         (rollout, *_) = group.rollouts
         assert rollout.tokens == [*group.prompt.tokens, 8]
         assert rollout.mask == [0] * len(group.prompt.tokens) + [1]
@@ -160,7 +273,7 @@ def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> No
         rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, dynamic_sampling=True)
         async with aclosing(rollouts):
             rollouts.admit(4)
-            groups = await rollouts.take(4)
+            groups = await rollouts.take(4, 1)
         assert ids(groups) == [1, 2, 5, 6]
         assert ids(rollouts.dropped) == [0, 3, 4]
         assert not any(group.flat for group in groups)
@@ -174,9 +287,9 @@ def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextTokeniz
         rollouts = stream(Echo([0], flat=lambda id: id < 2), source(tokenizer), tokenizer, 4, dynamic_sampling=True)
         async with aclosing(rollouts):
             rollouts.admit(2)
-            first = await rollouts.take(2)
+            first = await rollouts.take(2, 1)
             rollouts.admit(2)
-            second = await rollouts.take(2)
+            second = await rollouts.take(2, 1)
         assert (ids(first), ids(second)) == ([2, 3], [4, 5])
         assert rollouts.dropped == []  # of the last take only
 
@@ -191,7 +304,7 @@ def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -
         rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True)
         async with aclosing(rollouts):
             rollouts.admit(6)
-            taking = asyncio.create_task(rollouts.take(6))
+            taking = asyncio.create_task(rollouts.take(6, 1))
             seen = set()
             while not taking.done():
                 seen.add((len(echo.requests), echo.running))
@@ -209,7 +322,7 @@ def test_a_step_goes_on_with_flat_groups_after_max_refills_rounds(tokenizer: Tex
         rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True, max_refills=3)
         async with aclosing(rollouts):
             rollouts.admit(3)
-            groups = await rollouts.take(3)
+            groups = await rollouts.take(3, 1)
         assert ids(groups) == [1, 7, 8]
         assert ids(rollouts.dropped) == [0, 2, 3, 4, 5, 6]
         assert len(echo.requests) == 3 + 3 * 2
@@ -222,7 +335,7 @@ def test_without_dynamic_sampling_flat_groups_stay(tokenizer: TextTokenizer) -> 
         rollouts = stream(Echo([0], flat=lambda id: True), source(tokenizer), tokenizer)
         async with aclosing(rollouts):
             rollouts.admit(2)
-            assert ids(await rollouts.take(2)) == [0, 1]
+            assert ids(await rollouts.take(2, 1)) == [0, 1]
         assert rollouts.dropped == []
 
     asyncio.run(body())
@@ -233,7 +346,7 @@ def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None
         rollouts = stream(Echo([1, 0], flat={1, 2}.__contains__), source(tokenizer), tokenizer, dynamic_sampling=True)
         async with aclosing(rollouts):
             rollouts.admit(2)
-            assert ids(await rollouts.take(2)) == [0, 3]
+            assert ids(await rollouts.take(2, 1)) == [0, 3]
             resumed = source(tokenizer)
             resumed.load_state_dict(rollouts.cursor)
         assert resumed.next().id == 4
@@ -250,7 +363,7 @@ def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: TextTokeni
         rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text: 1.0), **how)
         async with aclosing(rollouts):
             rollouts.admit(1)
-            (group,) = await rollouts.take(1)
+            (group,) = await rollouts.take(1, 1)
         assert group.rewards == [1.0] * 3
         assert [r.penalty for r in group.rollouts] == [0.125] * 3
         assert group.signals == [0.875] * 3
@@ -271,7 +384,7 @@ def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextToke
         rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
         async with aclosing(rollouts):
             rollouts.admit(3)
-            groups = await rollouts.take(3)
+            groups = await rollouts.take(3, 1)
         assert [group.rewards for group in groups] == [[i, i + 0.1, i + 0.2] for i in range(3)]
         assert [id for id, _, _ in seen] == [2, 1, 0]
         assert seen[0][1:] == ([[8], [9], [8]], ["1", "2", "1"])
@@ -288,7 +401,7 @@ def test_a_judges_failure_is_the_takers(tokenizer: TextTokenizer) -> None:
         async with aclosing(rollouts):
             rollouts.admit(1)
             with pytest.raises(ZeroDivisionError):
-                await rollouts.take(1)
+                await rollouts.take(1, 1)
 
     asyncio.run(body())
 

@@ -202,8 +202,12 @@ def _run(config: Config) -> Iterator[str]:
         yield f"cold_start.stop_at: expected 0 where eval.size is 0, for it looks at so many training problems, {found}"
     if config.training.steps == 0 and config.cold_start.steps == 0:
         yield "training.steps: expected at least 1 where cold_start.steps is 0, found 0: there is nothing to do"
-    if rollout.lag > 0:
-        yield f"rollout.lag: expected 0, exact on-policy training, found {rollout.lag}"
+    if rollout.window and rollout.lag == 0:
+        why = "as nothing is there to overtake"
+        yield f"rollout.window: expected 0 where rollout.lag is 0, {why}, found {rollout.window}"
+    if rollout.window and config.algorithm.dynamic_sampling:
+        why = "for replaced groups would break its bound"
+        yield f"rollout.window: expected 0 beside algorithm.dynamic_sampling, {why}, found {rollout.window}"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"
 
@@ -392,6 +396,9 @@ def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[
     if hosts.device == "cuda" and not gpus:
         yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
     on_gpu = gpus > 0 and hosts.device != "cpu"
+    if on_gpu and config.placement.kind == "colocated":
+        total -= min(trainers, generators)
+        processes = f"{total} GPUs ({', '.join(parts)}; the first two share theirs)"
     slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
     if total > slots:
         yield f"hosts.slots: expected room for {processes}, found {slots}; lower their degrees or raise it"

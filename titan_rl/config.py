@@ -242,8 +242,11 @@ class Rollout:
     """Nucleus sampling. Below 1 the sampling log-probs are those of the truncated distribution: a warning says so."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Stop tokens besides EOS."""
-    lag: int = bounds(0, ge=0, le=0)
-    """How many optimizer steps a rollout may be behind. 0 is exact on-policy, the only value so far."""
+    lag: int = bounds(0, ge=0)
+    """How many optimizer steps a token may be behind when it is trained on; sampling and training overlap. 0 is exact
+    on-policy."""
+    window: int = bounds(0, ge=0)
+    """Steps by which finished groups may overtake a straggler: it is trained so much later, hence lag + window old."""
     timeout_seconds: int = bounds(600, ge=1)
     """Deadline for one prompt's group."""
 
@@ -448,6 +451,14 @@ class Hosts:
     """Processes that the host may carry; 0 is its GPU count, or 16 where the run is on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where there is a GPU."""
+    threads: int = bounds(1, ge=1)
+    """OpenMP threads of a process; those that compute at the same time should have no more than there are cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    kind: Literal["disaggregated", "colocated"] = "disaggregated"
+    """"colocated": generators and trainers take turns on the same devices; engines sleep while the trainers compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -501,6 +512,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     generator: Generator = field(default_factory=Generator)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    placement: Placement = field(default_factory=Placement)
     hosts: Hosts = field(default_factory=Hosts)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

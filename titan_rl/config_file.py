@@ -24,7 +24,7 @@ import tomli
 
 from titan_rl import config as declarations
 from titan_rl.config import Config
-from titan_rl.presets import preset
+from titan_rl.presets import resolve
 
 SHIPPED = Path(__file__).parent / "train_configs"
 
@@ -179,7 +179,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
-    values["algorithm"] = preset(values["algorithm"].get("name", "grpo")) | values["algorithm"]
+    values["algorithm"] = resolve(values["algorithm"], lag=values["rollout"].get("lag", 0))
     return Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
 
 

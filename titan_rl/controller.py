@@ -4,14 +4,16 @@
                             ^                  reference, teacher, critic                        |
                             +------------- weights: publish, one-sided reads --------------------+
 
-Each line of the loop in `reinforce` is one collective over a mesh. Staleness is bounded by admission alone: at most
-`lag + 1` steps' worth of groups are in flight, and a step's worth is replaced only once the generators hold the weights
-that step made. `lag = 0` is exact on-policy training. `fit` is the loop of what learns from given data: supervised
+Each line of the loop in `reinforce` is one collective over a mesh. Staleness is bounded by admission: at most `lag + 1`
+steps' worth of groups are in flight, and a step's worth is replaced only once the generators hold the weights that step
+made. `lag = 0` is exact on-policy training; with any other the generators sample, and take weights, while the trainers
+step. `fit` is the loop of what learns from given data: supervised
 examples, preference pairs, and the cold start before RL.
 """
 
 import json
 from contextlib import aclosing
+from functools import partial
 
 from titan_rl.clock import Clock
 from titan_rl.data import SAMPLES, PromptSource
@@ -48,35 +50,42 @@ class Controller:
 
     async def reinforce(self) -> None:
         assert self.weights is not None
-        algorithm, last, lag = self.config.algorithm, self.config.training.steps, self.config.rollout.lag
-        groups_per_step, dead_steps = self.config.rollout.groups_per_step, 0
+        algorithm, weights, last = self.config.algorithm, self.weights, self.config.training.steps
+        groups_per_step, lag, dead_steps = self.config.rollout.groups_per_step, self.config.rollout.lag, 0
+        overlaps = lag > 0 and not self.meshes.colocated
 
         start, cursor = await self.meshes.trainers.begin("rl")
         await self.roles.begin(start)
         prompts = self.prompts("rl", cursor if start else None)
-        await self.weights.sync(start)
+        await weights.sync(start)
         if start in (0, last) and (score := await self.evaluate()) is not None:
             self.report.eval(start, score)
 
-        stream = self.stream(prompts, groups=(last - start) * groups_per_step)
+        stream = self.stream(prompts, start + 1, last)
         async with aclosing(stream):
             stream.admit(groups_per_step * (lag + 1))
 
             for step in self.stop.steps(start + 1, last):
-                groups = await stream.take(groups_per_step)  # gather
+                groups = await weights.beside(stream.take(groups_per_step, step))  # gather
+                await self.meshes.turn_of_trainers()
                 samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
                 groups, samples = with_advantages(groups, samples, algorithm)
                 stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
-                sync = await self.weights.sync(step)  # publish, broadcast, read
+                admit = partial(stream.admit, groups_per_step)
+                sync = await (
+                    weights.begin(step, admit) if overlaps else weights.sync(step)
+                )  # publish, broadcast, read
                 score = await self.evaluate() if self.evaluates(step) else None
-                stream.admit(groups_per_step)
-                self.report.step(step, groups, stream.dropped, stats, sync, score)
+                if not overlaps:
+                    admit()
+                self.report.step(step, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
                 dead_steps = dead_steps + 1 if dead(samples) else 0
                 given_up = 0 < algorithm.max_dead_steps <= dead_steps
                 if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or given_up:
                     await self.roles.save(step, json.dumps(stream.cursor))
                 if given_up:
                     raise no_signal(dead_steps, groups[0].rewards)
+        await weights.settle()
 
     async def fit(self) -> None:
         """sft, dpo, ipo and reward_model: steps over the data set's own answers."""
@@ -140,7 +149,7 @@ class Controller:
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
-    def stream(self, prompts: PromptSource, *, groups: int) -> RolloutStream:
+    def stream(self, prompts: PromptSource, first: int, last: int) -> RolloutStream:
         assert self.meshes.generators is not None
         reward_model, config = self.meshes.reward_model, self.config
         return RolloutStream(
@@ -151,9 +160,10 @@ class Controller:
             else by_model(reward_model, config, self.setup.tokenizer.pad),
             self.setup.tokenizer.decode,
             algorithm=config.algorithm,
+            rollout=config.rollout,
             sampling=self.setup.sampling,
-            group_size=config.rollout.group_size,
-            groups=groups,
+            first=first,
+            groups=(last - first + 1) * config.rollout.groups_per_step,
             seed=config.debug.seed,
             clock=self.clock,
         )
@@ -178,6 +188,8 @@ class Controller:
                 pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
                 return accuracy(scores_of(pairs, await self.roles.scores(pairs)))
             assert self.meshes.generators is not None
+            assert self.weights is not None
+            await self.weights.settle()
             return await self.setup.heldout.score(self.meshes.generators)
 
 

@@ -68,19 +68,23 @@ class PromptSource:
             # A generator of its own: else the loader draws a worker seed from torch's global one.
             self._loader = StatefulDataLoader(dataset, batch_size=None, sampler=Count(), generator=Generator())
         self._prompts = iter(self._loader)
+        self._taken: set[int] = set()  # by the run that this one resumes, ahead of their turn
 
     def next(self) -> Prompt:
-        return next(self._prompts)
+        while (prompt := next(self._prompts)).id in self._taken:
+            self._taken.remove(prompt.id)
+        return prompt
 
     def __getitem__(self, id: int) -> Prompt:
         """Prompt `id` of this run again, wherever the source stands."""
         return self.order[id]
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity, "loader": self._loader.state_dict()}
+        return {**self._identity, "loader": self._loader.state_dict(), "taken": sorted(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Another seed or another data set would be another order: refused."""
+        """Continue where `state` was taken, less the prompts that it calls "taken". Another seed or another data set
+        would be another order: refused."""
         found = {key: state[key] for key in self._identity}
         if found != self._identity:
             raise ValueError(
@@ -89,6 +93,7 @@ class PromptSource:
             )
         self._loader.load_state_dict(state["loader"])
         self._prompts = iter(self._loader)
+        self._taken = set(state.get("taken", ()))
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:

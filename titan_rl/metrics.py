@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_rl.types import Group, StepStats, SyncStats
+from titan_rl.types import Backlog, EngineStats, Group, StepStats, SyncStats
 
 EVAL_SCORE = "eval/score"
 
@@ -45,12 +45,19 @@ DOCS: dict[str, str] = {
     "off_policy/masked": "Share of trained tokens that the correction masks out.",
     "policy_age/mean": "Mean optimizer steps between sampling a token and training on it, less one: 0 is on-policy.",
     "policy_age/max": "Age of the step's stalest token.",
+    "inflight/groups": "Groups under way when the step ended, the next step's included.",
+    "inflight/finished": "Of those, the ones that only waited to be trained on.",
+    "bubble/trainer": "Share of the step in which the trainers neither trained nor judged.",
+    "bubble/generator": "Share of the step in which the average engine did not sample (an evaluation counts).",
+    "overlap": "How much of the shorter one of sampling and training ran beside the other, at least.",
     "dropped/groups": "Groups that dynamic sampling replaced, for all their rewards were equal.",
     "dropped/tokens": "Tokens sampled in vain for them.",
     "tokens/sampled": "Tokens that the generators sampled for the step.",
     "tokens/trained": "Tokens in the loss.",
     "throughput/tokens_per_second": "Sampled tokens per wall second of the step.",
     "engine/sampling_seconds": "Seconds that the busiest vLLM engine sampled; evaluation included where there was one.",
+    "engine/prefix_hit_rate": "Share of prompt tokens whose keys and values the engines had cached.",
+    "engine/imbalance": "Most tokens that an engine sampled over the engines' mean: 1 is even.",
     "engine/training_seconds": "Seconds that the slowest trainer rank spent in the step.",
     "sync/seconds": "Wall seconds of the weight sync, seen from the controller.",
     "sync/bytes": "Bytes that all generator ranks read.",
@@ -58,6 +65,7 @@ DOCS: dict[str, str] = {
     "sync/read_seconds": "Slowest generator rank: one-sided reads, beside the sampling; nothing over shared memory.",
     "sync/write_seconds": "Slowest generator rank: staged bytes into the engine's parameters.",
     "sync/verify_seconds": "Slowest generator rank: comparing checksums with the trainer's (weight_sync.verify).",
+    "sync/hidden": "Share of sync/seconds in which the trainers had gone on already.",
     "sync/pause_seconds": "Slowest engine: seconds between two steps that went to the new weights.",
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples; of a reward model, pairs in the right order.",
     "time/eval": "Seconds of the evaluation that followed the step; not in time/step.",
@@ -87,10 +95,14 @@ DOCS: dict[str, str] = {
     "score/min": "Reward model: lowest score.",
     "score/max": "Reward model: highest score.",
 }
-"""Every key that a step may log. "ratio/histogram" comes beside them: counts between types.RATIO_EDGES."""
+"""Every key that a step may log. Histograms come beside them: "ratio/histogram", counts between types.RATIO_EDGES, and
+"policy_age/histogram", the tokens of each age from 0 on."""
 
 OCCASIONAL = tuple(DOCS)[tuple(DOCS).index(EVAL_SCORE) :]
 """Those that some steps or some algorithms have."""
+
+
+NOTHING = Backlog(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +135,18 @@ def step_metrics(
     times: StepTimes,
     *,
     dropped: Sequence[Group] = (),
+    backlog: Backlog = NOTHING,
     score: float | None = None,
 ) -> dict[str, float]:
     """The metrics of RL step `step`; `score` is the held-out score where the step was followed by an evaluation."""
+    engines = sync.engines or [EngineStats()]
+    sampling = np.array([engine.seconds for engine in engines])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([r.sampled for r in rollouts])
     advantages = np.array([r.advantage for r in rollouts])
     in_vain = sum(r.sampled for group in dropped for r in group.rollouts)
-    # Step n trains the policy that n - 1 steps made: a token of that version has age 0. Aborted rollouts may have none.
-    ages = step - 1 - np.array([v for r in rollouts for v in r.versions] or [step - 1])
+    ages = ages_of(step, groups)
     metrics = {
         "time/step": times.wall,
         "time/generate": times.generate,
@@ -160,7 +174,14 @@ def step_metrics(
         "tokens/sampled": lengths.sum() + in_vain,
         "tokens/trained": stats.tokens,
         "throughput/tokens_per_second": (lengths.sum() + in_vain) / times.wall,
-        "engine/sampling_seconds": sync.sampling,
+        "inflight/groups": backlog.inflight,
+        "inflight/finished": backlog.finished,
+        "bubble/trainer": _share(times.wall - times.train - times.judge, times.wall),
+        "bubble/generator": _share(times.wall - sampling.mean(), times.wall),
+        "overlap": _share(times.train + sampling.max() - times.wall, min(times.train, sampling.max())),
+        "engine/sampling_seconds": sampling.max(),
+        "engine/prefix_hit_rate": _share(sum(e.cached_tokens for e in engines), sum(e.prompt_tokens for e in engines)),
+        "engine/imbalance": max(e.tokens for e in engines) * len(engines) / max(1, sum(e.tokens for e in engines)),
         "engine/training_seconds": stats.seconds,
         "sync/seconds": sync.seconds,
         "sync/bytes": sync.bytes,
@@ -169,6 +190,7 @@ def step_metrics(
         "sync/write_seconds": sync.write,
         "sync/verify_seconds": sync.verify,
         "sync/pause_seconds": sync.pause,
+        "sync/hidden": _share(sync.seconds - sync.waited, sync.seconds),
     }
     if sync.changed is not None:
         metrics["sync/blocks_changed"] = sync.changed
@@ -177,6 +199,16 @@ def step_metrics(
     if score is not None:
         metrics[EVAL_SCORE] = score
     return {key: float(value) for key, value in metrics.items()}
+
+
+def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
+    """Of each sampled token. Step n trains the policy that n - 1 steps made: a token of that version has age 0."""
+    versions = [v for group in groups for r in group.rollouts for v in r.versions]
+    return step - 1 - np.array(versions or [step - 1])  # aborted rollouts may have none
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
 
 
 def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | None = None) -> dict[str, float]:

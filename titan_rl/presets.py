@@ -35,5 +35,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str) -> dict[str, Any]:
-    return dict(PRESETS[name])
+ASYNCHRONOUS: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
+"""Where rollouts may lag behind: the ratio is against the policy before the step (decoupled PPO), and a truncated
+weight corrects for the gap between that and the policies that sampled."""
+
+
+def resolve(own: dict[str, Any], *, lag: int) -> dict[str, Any]:
+    """A file's own keys of [algorithm] over its preset; under a lag, over a correction too, unless the file says that
+    the ratio is against the generator's log-probs, which corrects by itself."""
+    corrected = ASYNCHRONOUS if lag and own.get("proximal") != "generator" else {}
+    return PRESETS[own.get("name", "grpo")] | corrected | own

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from titan_rl.clock import Clock
-from titan_rl.metrics import StepTimes, fit_metrics, step_metrics
+from titan_rl.metrics import StepTimes, ages_of, fit_metrics, step_metrics
 from titan_rl.run_log import RunLog, summarize
 from titan_rl.setup import Setup
 from titan_rl.terminal import Progress, Terminal
-from titan_rl.types import Group, StepStats, SyncStats
+from titan_rl.types import Backlog, Group, StepStats, SyncStats
 
 SAMPLES_SHOWN = 3
 
@@ -47,17 +49,22 @@ class Report:
         self,
         step: int,
         groups: Sequence[Group],
-        dropped: Sequence[Group],
         stats: StepStats,
         sync: SyncStats,
         score: float | None,
+        *,
+        dropped: Sequence[Group],
+        backlog: Backlog,
     ) -> None:
         lap = self._clock.lap()
-        metrics = step_metrics(step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, score=score)
+        metrics = step_metrics(
+            step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, backlog=backlog, score=score
+        )
         metrics |= {f"time/{k}": lap[k] for k in ("eval", "save") if k in lap}
         if self._setup.config.algorithm.overlong_filter:
             metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
-        self._log.step(step, metrics, stats.histograms, groups)
+        ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
+        self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
         self._terminal.step(step, self._setup.config.training.steps, metrics)
         self._groups = groups
 

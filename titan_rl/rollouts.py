@@ -1,16 +1,20 @@
-"""Keep a bounded number of groups in flight, and hand them over oldest first."""
+"""Keep a bounded number of groups in flight, and hand them over before they are too old."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from titan_rl.advantages import soft_overlong_punishment
 from titan_rl.clock import Clock
 from titan_rl.config import Algorithm
+from titan_rl.config import Rollout as RolloutConfig
 from titan_rl.data import PromptSource
+from titan_rl.meshes.faults import DeadlinePassed
 from titan_rl.seeds import sample_seed
-from titan_rl.types import Completion, Group, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.types import Backlog, Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
@@ -21,11 +25,28 @@ class Generates(Protocol):
     async def generate(self, request: Request) -> list[Completion]: ...
 
 
-class RolloutStream:
-    """`admit(n)` starts n groups; `take(n)` gathers the n oldest.
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A group under way."""
 
-    Oldest first is what bounds staleness: with (lag + 1) steps' worth admitted, and a step's worth admitted again only
-    after a weight sync, a group is trained at most `lag` versions after it began.
+    task: asyncio.Task[Group]
+    prompt: int
+    turn: int  # the step that trains it, if none overtakes another
+    before: dict[str, Any]  # the data source's state in which this prompt is the next
+
+    def finished(self) -> bool:
+        if self.task.done():
+            self.task.result()  # or raise what ended it
+        return self.task.done()
+
+
+class RolloutStream:
+    """`admit(n)` starts n groups; `take(n, step)` gathers those that step trains.
+
+    Two rules bound staleness. Admission: (lag + 1) steps' worth at first, then a step's worth for each version that the
+    generators serve; so a group whose turn is step s sees no version older than s - 1 - lag. Order: a group is trained
+    at its turn (oldest first), or, with a window, at most `window` steps later, and earlier if it finishes earlier. So
+    no token is older than lag + window optimizer steps when it is trained on; docs/asynchrony.md has the proof.
     """
 
     def __init__(
@@ -36,8 +57,9 @@ class RolloutStream:
         decode: Decode,
         *,
         algorithm: Algorithm,
+        rollout: RolloutConfig,
         sampling: Sampling,
-        group_size: int,
+        first: int,
         groups: int,
         seed: int,
         clock: Clock,
@@ -48,56 +70,93 @@ class RolloutStream:
         self._algorithm = algorithm
         self._decode = decode
         self._sampling = sampling
-        self._group_size = group_size
+        self._rollout = rollout
+        self._first = first  # step
         self._left = groups  # how many the rest of the run needs: admission beyond it would be waste
+        self._admitted = 0  # replacements apart
         self._seed = seed
         self._clock = clock
-        self._inflight: deque[tuple[asyncio.Task[Group], dict[str, Any]]] = deque()
+        self._inflight: deque[InFlight] = deque()
         self.dropped: list[Group] = []
         """The groups without signal that the last `take` replaced."""
-        self.cursor = prompts.state_dict()
-        """The data source's state after the last group taken: what a checkpoint saves. Groups that are still in flight
-        lie beyond it, and are sampled again by a run that resumes."""
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        """Where a run that resumes goes on: at the oldest group still in flight, but without the groups that overtook
+        it. What is in flight is sampled again."""
+        if not self._inflight:
+            return self._prompts.state_dict()
+        oldest, open = self._inflight[0], {group.prompt for group in self._inflight}
+        taken = {id for id in range(oldest.prompt, self._inflight[-1].prompt) if id not in open}
+        return oldest.before | {"taken": sorted(taken.union(oldest.before["taken"]))}
+
+    @property
+    def backlog(self) -> Backlog:
+        return Backlog(len(self._inflight), sum(group.task.done() for group in self._inflight))
 
     def admit(self, n: int) -> None:
         for _ in range(min(n, self._left)):
             self._left -= 1
-            prompt = self._prompts.next()
-            self._inflight.append((asyncio.create_task(self._rollout(prompt)), self._prompts.state_dict()))
+            self._start(self._first + self._admitted // self._rollout.groups_per_step)
+            self._admitted += 1
 
-    async def take(self, n: int) -> list[Group]:
-        """The n oldest groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds.
-        A round is admitted at once, never group by group: so engines see the same batches in every run."""
+    async def take(self, n: int, step: int) -> list[Group]:
+        """n groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds. A round is
+        admitted at once, never group by group: so engines see the same batches in every synchronous run."""
         with self._clock("generate"):
-            groups, self.dropped = await self._oldest(n), []
+            groups, self.dropped = await self._gather(n, step), []
             for _ in range(self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0):
                 flat = [group for group in groups if group.flat]
                 if not flat:
                     break
                 self.dropped += flat
-                self._left += len(flat)
-                self.admit(len(flat))
-                groups = [group for group in groups if not group.flat] + await self._oldest(len(flat))
+                for _ in flat:  # they take the places of the last in flight, whose groups move up
+                    self._start(self._inflight[-1].turn if self._inflight else step)
+                groups = [group for group in groups if not group.flat] + await self._gather(len(flat), step)
+        bound = self._rollout.lag + self._rollout.window
+        for group in groups:
+            if group.version < step - 1 - bound:
+                raise RuntimeError(f"prompt {group.prompt.id} holds tokens of version {group.version} at step {step}")
         return groups
 
-    async def _oldest(self, n: int) -> list[Group]:
-        groups = []
-        for _ in range(n):
-            task, cursor = self._inflight[0]
-            groups.append(await task)
-            self._inflight.popleft()
-            self.cursor = cursor
+    def _start(self, turn: int) -> None:
+        before = self._prompts.state_dict()
+        prompt = self._prompts.next()
+        self._inflight.append(InFlight(asyncio.create_task(self._sample(prompt)), prompt.id, turn, before))
+
+    async def _gather(self, n: int, step: int) -> list[Group]:
+        """The n oldest. With a window: all whose last chance this step is, and of the others those that are finished
+        first. In the order of admission."""
+        chosen = list(islice(self._inflight, n))
+        if self._rollout.window:
+            due = [group for group in self._inflight if group.turn + self._rollout.window <= step]
+            others = [group for group in self._inflight if group not in due]
+            while len(ready := [group for group in others if group.finished()]) < n - len(due):
+                open = [group.task for group in self._inflight if not group.task.done()]
+                await asyncio.wait(open, return_when=asyncio.FIRST_COMPLETED)
+            chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
+        groups = [await group.task for group in chosen]
+        self._inflight = deque(group for group in self._inflight if group not in chosen)
         return groups
 
     async def aclose(self) -> None:
-        for task, _ in self._inflight:
-            task.cancel()
-        await asyncio.gather(*(task for task, _ in self._inflight), return_exceptions=True)
+        self._left = 0  # a sync under way admits nothing more
+        for group in self._inflight:
+            group.task.cancel()
+        await asyncio.gather(*(group.task for group in self._inflight), return_exceptions=True)
 
-    async def _rollout(self, prompt: Prompt) -> Group:
-        seeds = [sample_seed(self._seed, prompt.id, k) for k in range(self._group_size)]
+    async def _sample(self, prompt: Prompt) -> Group:
+        seeds = [sample_seed(self._seed, prompt.id, k) for k in range(self._rollout.group_size)]
         request = Request(f"prompt-{prompt.id}", prompt.tokens, seeds, self._sampling)
-        completions = await self._generators.generate(request)
+        seconds = self._rollout.timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                completions = await self._generators.generate(request)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"generators.generate did not answer prompt {prompt.id} within {seconds} s",
+                f"{len(self._inflight)} groups are in flight. Slow rather than stuck? Raise [rollout] timeout_seconds.",
+            ) from None
         texts = [self._decode(completion.tokens) for completion in completions]
         rewards = await self._judge(prompt, completions, texts)
         rollouts = [

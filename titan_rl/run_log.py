@@ -146,7 +146,7 @@ class Curves:
 
     def write(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         values = [Summary.Value(tag=t, simple_value=v, metadata=self._metadata(t)) for t, v in scalars.items()]
-        values += [Summary.Value(tag=tag, histo=ratio_histogram(counts)) for tag, counts in histograms.items()]
+        values += [Summary.Value(tag=tag, histo=histogram(tag, counts)) for tag, counts in histograms.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         self._writer.flush()
 
@@ -161,10 +161,13 @@ class Curves:
         return SummaryMetadata(summary_description=DOCS[tag])
 
 
-def ratio_histogram(counts: Sequence[float]) -> HistogramProto:
-    """Counts between RATIO_EDGES, whose last bucket has no end: shown up to twice its start."""
-    limits = [*RATIO_EDGES[1:-1], 2 * RATIO_EDGES[-2]]
-    return HistogramProto(min=RATIO_EDGES[0], max=limits[-1], num=sum(counts), bucket_limit=limits, bucket=counts)
+def histogram(tag: str, counts: Sequence[float]) -> HistogramProto:
+    """Ratios: counts between RATIO_EDGES, whose last bucket has no end and is shown up to twice its start. Ages: a
+    bucket around each whole number from 0 on."""
+    edges = [k - 0.5 for k in range(len(counts) + 1)]
+    if tag == "ratio/histogram":
+        edges = [*RATIO_EDGES[:-1], 2 * RATIO_EDGES[-2]]
+    return HistogramProto(min=edges[0], max=edges[-1], num=sum(counts), bucket_limit=edges[1:], bucket=counts)
 
 
 def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]]:

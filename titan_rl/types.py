@@ -8,8 +8,8 @@ process boundaries, and the controller never needs a tensor.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -58,12 +58,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`len(seeds)` independent samples of one context, on one replica."""
+    """`len(seeds)` independent samples of one context.
+
+    >>> Request("prompt-7", [1, 4, 5], seeds=[11, 12], sampling=Sampling(64), expected=20)
+    """
 
     id: str
     tokens: list[int]
     seeds: list[int]
     sampling: Sampling
+    begun: list["Completion"] = field(default_factory=list)
+    """What is there of each sample already, unless this is empty. A sample goes on where it stands if its finish is
+    "abort", and is answered as it is otherwise; max_new_tokens counts both parts."""
+    expected: int = 0  # tokens that a sample may come to, a hint for routing; 0: max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +208,35 @@ class StepStats:
     histograms: dict[str, list[float]] = field(default_factory=dict)
 
 
+class Backlog(NamedTuple):
+    """Groups in flight."""
+
+    inflight: int
+    finished: int  # of those, waiting to be trained on
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since start-up."""
+
+    steps: int = 0
+    tokens: int = 0  # sampled
+    prompt_tokens: int = 0  # of finished samples
+    cached_tokens: int = 0  # of those, read from the prefix cache
+    max_batch: int = 0  # most samples that one step advanced
+    seconds: float = 0.0  # in add and step
+
+    def since(self, before: "EngineStats") -> "EngineStats":
+        return EngineStats(
+            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self) if f.name != "max_batch"},
+            max_batch=self.max_batch,
+        )
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / max(self.prompt_tokens, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class SyncStats:
     """What one weight sync cost: seconds of the slowest rank in each part, bytes over all generator ranks."""
@@ -211,7 +247,8 @@ class SyncStats:
     read: float
     write: float
     seconds: float  # wall time in the controller
-    sampling: float = 0.0  # seconds that the busiest engine sampled since the sync before
     verify: float = 0.0  # seconds of comparing checksums
     pause: float = 0.0  # seconds that an engine stood still
     changed: float | None = None  # under weight_sync.delta: share of the weights' blocks that were transferred
+    waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
+    engines: list["EngineStats"] = field(default_factory=list)  # what each replica did since the sync before

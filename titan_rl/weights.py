@@ -11,9 +11,11 @@ readers are still busy with n.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from titan_rl.clock import Clock
 from titan_rl.config import Config
@@ -24,6 +26,8 @@ from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.model_shape import ModelShape
 from titan_rl.types import SyncStats
 from titan_rl.weight_plan import Plan, pieces, plan
+
+T = TypeVar("T")
 
 
 class Slots:
@@ -80,6 +84,9 @@ class WeightSync:
         self._serial = 0  # of the last publication begun
         self._newest: Publication | None = None
         self._publishing, self._pulling = asyncio.Lock(), asyncio.Lock()
+        self._under_way: asyncio.Task[SyncStats] | None = None
+        self._waited = 0.0  # for the sync under way, so far
+        self._last: SyncStats | None = None
 
     async def connect(self, config: Config, shape: ModelShape) -> Plan:
         from titan_rl.actors.landing import Source  # brings torch
@@ -119,19 +126,64 @@ class WeightSync:
             return await self._generators.pull(publication.version, manifests, lease)
 
     async def sync(self, version: int) -> SyncStats:
-        began = time.perf_counter()
+        """Make the generators serve what the trainers hold."""
+        await self.begin(version)
+        return await self.settle()
+
+    async def begin(self, version: int, then: Callable[[], None] = lambda: None) -> SyncStats:
+        """The same, but wait no longer than until the trainers have published and may step again; `then` is called once
+        the generators serve the version. The next sync waits for this one. Answers with what the one before cost; the
+        first is waited for."""
         with self._clock("sync"):
+            before = await self._settled()
+            began = time.perf_counter()
             published = await self.publish(version)
-            pulled = await self.pull(published)
+            self._under_way = asyncio.create_task(self._serve(published, then, began))
+            self._under_way.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # or asyncio tells it too
+            self._waited = time.perf_counter() - began
+            return before or await self.settle()
+
+    async def settle(self) -> SyncStats:
+        """Wait for the sync under way. Answers with what the last one cost."""
+        with self._clock("sync"):
+            settled = await self._settled()
+        if settled is None:
+            raise RuntimeError("no weights were ever synced")
+        return settled
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something that a failing sync may keep from ever coming about."""
+        task = asyncio.ensure_future(work)
+        try:
+            if self._under_way is not None:
+                await asyncio.wait({task, self._under_way}, return_when=asyncio.FIRST_COMPLETED)
+                if self._under_way.done():
+                    self._under_way.result()
+            return await task
+        finally:
+            task.cancel()
+
+    async def _settled(self) -> SyncStats | None:
+        began = time.perf_counter()
+        if self._under_way is not None:
+            cost, self._under_way = await self._under_way, None
+            self._last = replace(cost, waited=self._waited + time.perf_counter() - began)
+        return self._last
+
+    async def _serve(self, published: Publication, then: Callable[[], None], began: float) -> SyncStats:
+        pulled = await self.pull(published)
+        then()
         return SyncStats(
-            version,
+            published.version,
             pulled.bytes,
             published.seconds,
             pulled.read,
             pulled.write,
             time.perf_counter() - began,
-            pulled.busy,
             pulled.verify,
             pulled.pause,
             pulled.changed if self._delta else None,
+            engines=pulled.engines,
         )
