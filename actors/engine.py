@@ -1,7 +1,8 @@
 """One rank of a vLLM engine, in this process, stepped by its owner.
 
     add(requests) -> step() ... step() -> [Done, ...]
-    params() <- written in place by a weight sync, then set_version(v)
+    withdraw(samples) -> what there is of them, for another engine to go on with
+    params() <- written in place by a weight sync, between suspend() and set_version(v)
 
 Every sample of a request is an engine request of its own, with its own seed: what it samples depends on its context,
 its seed and the weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines, given equal
@@ -15,13 +16,14 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors import vllm_cpu
-from titan_rl.types import Completion, Request
+from titan_rl.seeds import derive
+from titan_rl.types import Completion, EngineStats, Request, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +51,7 @@ class EngineSettings:
     block_size: int = 32
     enable_prefix_caching: bool = True
     enforce_eager: bool = True
+    sleeps: bool = False  # shares its devices with somebody else: gives their memory back when told to
     seed: int = 0
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync, unless "auto" reads the folder's
 
@@ -66,28 +69,34 @@ class EngineInfo:
     build_seconds: float
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since start-up."""
-
-    steps: int = 0
-    tokens: int = 0  # sampled
-    prompt_tokens: int = 0  # of finished samples
-    cached_tokens: int = 0  # of those, read from the prefix cache
-    max_batch: int = 0  # most samples that one step advanced
-    seconds: float = 0.0  # in add and step
-
-    @property
-    def hit_rate(self) -> float:
-        return self.cached_tokens / max(self.prompt_tokens, 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Done:
     """A request whose last sample has finished."""
 
     id: str
-    completions: list[Completion]  # in the order of the request's seeds
+    completions: list[Completion]  # in the order of the request's seeds; those withdrawn have finish "abort"
+
+
+class SampleId(NamedTuple):
+    request: str
+    nth: int  # of its seeds
+
+
+class Withdrawn(NamedTuple):
+    """A sample that was taken out unfinished."""
+
+    sample: SampleId
+    begun: Completion
+
+
+class Report(NamedTuple):
+    """How far an engine has come, since start-up and with what is open."""
+
+    steps: int = 0
+    seconds: float = 0.0  # in add and step
+    read: int = 0  # tokens that the steps computed: prompts that were not cached, then one a sample
+    tokens: int = 0  # sampled
+    lengths: Mapping[str, Mapping[int, int]] = {}  # tokens so far, by request and index, of unfinished samples
 
 
 @dataclass(slots=True)
@@ -95,7 +104,8 @@ class _Open:
     """A request under way: its samples' lists grow with every step."""
 
     samples: list[Completion]
-    unfinished: int
+    context: int  # tokens
+    unfinished: set[int]
 
 
 class Engine:
@@ -113,7 +123,8 @@ class Engine:
             if on_cpu:
                 vllm_cpu.patch()
         imported = time.perf_counter()
-        args = _engine_args(settings) | (vllm_cpu.ENGINE_ARGS if on_cpu else {})
+        args = _engine_args(settings)
+        args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         built = time.perf_counter()
         config = self._llm.vllm_config
@@ -122,8 +133,12 @@ class Engine:
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._open: dict[str, _Open] = {}
+        self._ended: list[Done] = []  # the next step answers with them
         self._stats = EngineStats()
+        self._read = 0
         self.version: int | None = None
+        self.asleep = False
+        self._offloads = settings.sleeps and not on_cpu
         params = self.params()
         self.info = EngineInfo(
             pid=os.getpid(),
@@ -137,7 +152,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._ended)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise unless each of these can be sampled exactly as asked."""
@@ -155,41 +170,70 @@ class Engine:
         began = time.perf_counter()
         self.check(requests)
         for request in requests:
-            samples = [Completion([], [], [], "abort") for _ in request.seeds]
-            self._open[request.id] = _Open(samples, unfinished=len(samples))
-            for i, params in enumerate(_sampling_params(request)):
-                prompt = {"type": "token", "prompt_token_ids": request.tokens}
+            samples = _begun(request)
+            unfinished = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
+            self._open[request.id] = _Open(samples, len(request.tokens), unfinished)
+            for i in sorted(unfinished):
+                prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *samples[i].tokens]}
+                params = _sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
                 self._llm.add_request(f"{request.id}#{i}", prompt, params)
+            self._end(request.id)
         self._stats.seconds += time.perf_counter() - began
 
     def step(self) -> list[Done]:
         """Sample a token for every sample in the batch; answer with the requests whose last sample this finished."""
         version = self._serving()
         began = time.perf_counter()
-        outputs = self._llm.step()
+        outputs = self._llm.step() if self._open else []
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
         self._stats.max_batch = max(self._stats.max_batch, len(outputs))
-        done = []
         for output in outputs:
             id, _, index = output.request_id.rpartition("#")
             self._extend(self._open[id], int(index), output, version)
-            if not self._open[id].unfinished:
-                done.append(Done(id, self._open.pop(id).samples))
+            self._end(id)
+        done, self._ended = self._ended, []
         return done
+
+    def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
+        """Take samples out as they stand; those that have finished meanwhile stay. Their requests are done once their
+        other samples are."""
+        taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
+        self._llm.abort_request([f"{id}#{i}" for id, i in taken])
+        withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
+        for id, i in taken:
+            self._open[id].unfinished.remove(i)
+            self._end(id)
+        return withdrawn
 
     def abort_all(self) -> list[str]:
         """Forget every unfinished request; answers with their ids."""
-        aborted, self._open = self._open, {}
-        self._llm.abort_request([f"{id}#{i}" for id, r in aborted.items() for i in range(len(r.samples))])
+        aborted, self._open, self._ended = self._open, {}, []
+        self._llm.abort_request([f"{id}#{i}" for id, r in aborted.items() for i in r.unfinished])
         return list(aborted)
 
+    def report(self) -> Report:
+        lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
+        return Report(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
+
     def params(self) -> "dict[str, Tensor]":
-        """The memory of the live parameters, to be overwritten between withdraw and set_version."""
+        """The memory of the live parameters, to be overwritten between suspend and set_version."""
         model = self._llm.model_executor.driver_worker.get_model()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
-    def withdraw(self) -> None:
+    def sleep(self) -> None:
+        """Nobody samples before the next `set_version`. On a GPU weights move to the host and the KV cache goes."""
+        self.asleep = True
+        if self._offloads:
+            self._llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """The memory of the parameters is there again, and may be written."""
+        if self.asleep and self._offloads:
+            self._llm.wake_up()
+        self.asleep = False
+
+    def suspend(self) -> None:
         """The parameters are about to change: nobody samples before set_version."""
         self.version = None
 
@@ -227,11 +271,23 @@ class Engine:
                 f"{length} tokens and {sampling.max_new_tokens} new ones exceed {self._max_model_len}; "
                 "lower rollout.max_new_tokens or raise generator.max_model_len"
             )
+        if request.begun and len(request.begun) != len(request.seeds):
+            return f"expected a begun sample for each of {len(request.seeds)} seeds, found {len(request.begun)}"
+        most = max((len(sample.tokens) for sample in request.begun if sample.finish == "abort"), default=0)
+        if most >= sampling.max_new_tokens:
+            return f"expected unfinished samples below {sampling.max_new_tokens} tokens, found one of {most}"
         return None
+
+    def _end(self, id: str) -> None:
+        """Of a request, if its last sample has come to an end."""
+        if not self._open[id].unfinished:
+            self._ended.append(Done(id, self._open.pop(id).samples))
 
     def _extend(self, request: _Open, index: int, output: Any, version: int) -> None:
         """Append what a step sampled for one sample."""
         sample, delta = request.samples[index], output.outputs[0]
+        prefilled = request.context + len(sample.tokens) == len(output.prompt_token_ids)  # by this very step
+        self._read += len(output.prompt_token_ids) - (output.num_cached_tokens or 0) if prefilled else 1
         sample.tokens.extend(delta.token_ids)
         sample.logprobs.extend(delta.logprobs.logprobs)
         sample.versions.extend([version] * len(delta.token_ids))
@@ -240,7 +296,7 @@ class Engine:
             if delta.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"{output.request_id}: expected finish stop or length, found {delta.finish_reason}")
             request.samples[index] = replace(sample, finish=delta.finish_reason)
-            request.unfinished -= 1
+            request.unfinished.remove(index)
             self._stats.prompt_tokens += len(output.prompt_token_ids)
             self._stats.cached_tokens += output.num_cached_tokens or 0
 
@@ -270,27 +326,34 @@ def _engine_args(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
-def _sampling_params(request: Request) -> Iterator[Any]:
-    """vLLM's parameters for each sample. Only the request's own stop tokens stop it: `ignore_eos` switches off those
-    that vLLM finds in the model's folder.
+def _begun(request: Request) -> list[Completion]:
+    """A request's samples as they stand, in lists that may grow."""
+    if not request.begun:
+        return [Completion([], [], [], "abort") for _ in request.seeds]
+    return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish) for s in request.begun]
+
+
+def _sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
+    """vLLM's parameters for what is left of one sample. Only the request's own stop tokens stop it: `ignore_eos`
+    switches off those that vLLM finds in the model's folder. A sample that goes on draws from a stream of its own: with
+    the first one from its start, token after token would depend on the noise that chose the earlier ones.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    for seed in request.seeds:
-        yield SamplingParams(
-            max_tokens=request.sampling.max_new_tokens,
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-            seed=seed,
-            stop_token_ids=list(request.sampling.stop_token_ids),
-            ignore_eos=True,
-            logprobs=0,  # the sampled token's only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,
-        )
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens - begun,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=derive(seed, "go on", begun) % 2**31 if begun else seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,
+    )
 
 
 def _sha256(tensor: "Tensor") -> str:

@@ -1,12 +1,12 @@
 """One generator rank as a Monarch actor: thin endpoints around an Engine that it steps.
 
-    submit ─> requests ─┐                         ┌─> step ─> done ─> take
-    switch ─> version ──┴─ decide ── broadcast ───┤
-                           rank 0     all ranks   └─> write the landed weights, verify, agree, serve the version
+    submit ──> requests ─┐                         ┌─> step ─> done ─> take
+    withdraw ─> samples ─┼─ decide ── broadcast ───┤
+    switch ──> version ──┘  rank 0     all ranks   └─> write the landed weights, verify, agree, serve the version
 
 Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps: so all of them add
-the same requests and change weights before the same step, or none serves the new ones. Only reading weights (`read`)
-needs no such agreement. Refused weights leave an engine that samples nothing until good ones come.
+and withdraw the same samples and change weights before the same step, or none serves the new ones. Only reading weights
+(`read`) needs no such agreement. Refused weights leave an engine that samples nothing until good ones come.
 
 The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
 """
@@ -16,7 +16,7 @@ import atexit
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from titan_rl.actors.engine import Done, Engine, EngineInfo, EngineSettings, EngineStats
+from titan_rl.actors.engine import Done, Engine, EngineInfo, EngineSettings, Report, SampleId, Withdrawn
 from titan_rl.config import WeightSync
 from titan_rl.manifest import Manifest
-from titan_rl.types import Request
+from titan_rl.spans import Recorded, Stretch, span
+from titan_rl.types import EngineStats, Request
 
 if TYPE_CHECKING:
     from titan_rl.actors.landing import Source
@@ -45,13 +46,18 @@ class Arrived(NamedTuple):
     blocks: int  # of all
 
 
+class News(NamedTuple):
+    done: list[Done]
+    report: Report  # of now
+
+
 class Switched(NamedTuple):
     """What a switch cost one engine: seconds of its slowest rank."""
 
     write: float
     verify: float
     pause: float  # between two steps
-    busy: float  # that it sampled since the switch before
+    engine: EngineStats  # what it did since the switch before
 
 
 @dataclass(slots=True)
@@ -59,8 +65,10 @@ class Decision:
     """What every rank does next."""
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
+    samples: list[SampleId] = field(default_factory=list)  # leave it
     version: int | None = None  # the landed weights become this version,
     timeout: float = 0.0  # fetched anew within so many seconds, should they be damaged
+    sleep: bool = False  # the others' turn on these devices, until the next switch
     close: bool = False
 
 
@@ -71,9 +79,12 @@ class Generator(Actor):
         self._next = Decision()  # rank 0's, collecting until the engine is between steps
         self._wake = asyncio.Event()  # there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
+        self._withdrawn: asyncio.Future[list[Withdrawn]] | None = None
         self._switched: asyncio.Future[Switched] | None = None
+        self._slept: asyncio.Future[None] | None = None
         self._drains = False  # running requests finish before a switch
-        self._busy = 0.0  # the engine's seconds, up to the last switch
+        self._told = EngineStats()  # the engine's, up to the last switch
+        self._sampling = Stretch(span, "sampling", self._sampled)
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
     @concurrent_endpoint
@@ -105,9 +116,19 @@ class Generator(Actor):
         self._wake.set()
 
     @concurrent_endpoint
-    async def take(self) -> list[Done]:
-        """Rank 0. Waits until a request is done; answers with all that are."""
-        return await self._or_end(drain(self._done))
+    async def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
+        """Rank 0, one call at a time. Takes what is unfinished of these out of the engine between two steps; an engine
+        that drains keeps it."""
+        self._withdrawn = asyncio.get_running_loop().create_future()
+        self._next.samples += samples
+        self._wake.set()
+        return await self._or_end(self._withdrawn)
+
+    @concurrent_endpoint
+    async def take(self, within: float | None = None) -> News:
+        """Rank 0. Waits until a request is done, `within` seconds at most; answers with all that are."""
+        done = await self._or_end(drain(self._done, within))
+        return News(done, self._engine.report())
 
     @concurrent_endpoint
     async def place(self) -> str:
@@ -131,7 +152,8 @@ class Generator(Actor):
     async def read(self, manifests: list[Manifest], timeout: float) -> Arrived:
         """Bring this rank's weights within reach, beside the sampling."""
         began = time.perf_counter()
-        read = await self._landing.read(manifests, timeout)
+        with span("read", lane="weights"):
+            read = await self._landing.read(manifests, timeout)
         return Arrived(time.perf_counter() - began, read.verify, read.bytes, read.changed, read.blocks)
 
     @concurrent_endpoint
@@ -144,12 +166,26 @@ class Generator(Actor):
         return await self._or_end(self._switched)
 
     @concurrent_endpoint
+    async def sleep(self) -> None:
+        """Rank 0. Every rank stops sampling until the next switch; what is unfinished waits."""
+        if not self._engine.asleep:
+            self._slept = asyncio.get_running_loop().create_future()
+            self._next.sleep = True
+            self._wake.set()
+            await self._or_end(self._slept)
+
+    @concurrent_endpoint
     async def fingerprint(self) -> dict[str, str]:
         return self._engine.fingerprint()
 
     @concurrent_endpoint
     async def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    @concurrent_endpoint
+    async def spans(self) -> Recorded:
+        """What this process recorded since it was asked before."""
+        return span.take()
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -162,20 +198,36 @@ class Generator(Actor):
         with _fatal():
             while not (decision := await self._decide()).close:
                 if decision.version is not None:
-                    await self._switch(decision.version, decision.timeout)
+                    self._sampling.cut()
+                    with span("switch", version=decision.version):
+                        await self._switch(decision.version, decision.timeout)
                 if decision.requests:
-                    self._engine.add(decision.requests)
+                    with self._sampling:
+                        self._engine.add(decision.requests)
+                if decision.samples:
+                    self._withdraw(decision.samples)
+                if decision.sleep:
+                    self._engine.sleep()
+                    if self._slept is not None and not self._slept.done():
+                        self._slept.set_result(None)
                 if self._samples:
-                    done = self._engine.step()
+                    with self._sampling:
+                        done = self._engine.step()
                     if self._rank == 0:
                         for request in done:
                             self._done.put_nowait(request)
+                if not self._samples:
+                    self._sampling.cut()
                 await asyncio.sleep(0)  # the other endpoints' turn
 
     @property
     def _samples(self) -> bool:
         """There is something to sample, and weights to sample it with."""
-        return self._engine.busy and self._engine.version is not None
+        return self._engine.busy and self._engine.version is not None and not self._engine.asleep
+
+    def _sampled(self) -> dict[str, int]:
+        stats = self._engine.stats()
+        return {"steps": stats.steps, "tokens": stats.tokens}
 
     async def _decide(self) -> Decision:
         """Rank 0 waits for something to do; the other ranks wait for rank 0."""
@@ -194,19 +246,30 @@ class Generator(Actor):
         return box[0]
 
     def _due(self) -> Decision:
-        """What has come together. A switch that drains waits for the running requests, and new ones wait for it."""
+        """What has come together. A switch that drains waits for the running requests, those that begin here in their
+        midst among them, and new ones wait for it."""
         if self._next.version is not None and self._drains and self._samples and not self._next.close:
-            return Decision()
+            due = Decision(requests=[request for request in self._next.requests if request.begun])
+            self._next.requests = [request for request in self._next.requests if not request.begun]
+            return due
         due, self._next = self._next, Decision()
         return due
+
+    def _withdraw(self, samples: Sequence[SampleId]) -> None:
+        withdrawn = self._engine.withdraw(samples)
+        if self._withdrawn is not None and not self._withdrawn.done():
+            self._withdrawn.set_result(withdrawn)
 
     async def _switch(self, version: int, timeout: float) -> None:
         from titan_rl.actors.landing import Refused, Written
 
         began = time.perf_counter()
-        self._engine.withdraw()
+        self._engine.wake()
+        self._engine.suspend()
+        landing = span.now()
         try:
             outcome: Written | Refused = await self._landing.write(timeout)
+            span.parts(landing, write=outcome.write, verify=outcome.verify)
         except Refused as error:
             outcome = error
         outcomes = self._gather(outcome)
@@ -219,9 +282,10 @@ class Generator(Actor):
             self._switched.set_exception(refusal)
             return
         written = [outcome for outcome in outcomes if isinstance(outcome, Written)]
-        busy, self._busy = self._engine.stats().seconds - self._busy, self._engine.stats().seconds
+        now = self._engine.stats()
+        engine, self._told = now.since(self._told), now
         write, verify = max(each.write for each in written), max(each.verify for each in written)
-        self._switched.set_result(Switched(write, verify, time.perf_counter() - began, busy))
+        self._switched.set_result(Switched(write, verify, time.perf_counter() - began, engine))
 
     def _gather(self, outcome: T) -> list[T]:
         """Every rank's outcome, on every rank."""
@@ -246,9 +310,12 @@ class Generator(Actor):
         return self._loop.exception() or RuntimeError("this generator is closed")
 
 
-async def drain(queue: "asyncio.Queue[T]") -> list[T]:
-    """Everything in the queue, once there is something."""
-    items = [await queue.get()]
+async def drain(queue: "asyncio.Queue[T]", within: float | None = None) -> list[T]:
+    """Everything in the queue, once there is something, or nothing after so many seconds."""
+    try:
+        items = [await asyncio.wait_for(queue.get(), within)]
+    except TimeoutError:
+        return []
     while not queue.empty():
         items.append(queue.get_nowait())
     return items

@@ -18,6 +18,7 @@ from titan_rl.actors.model_spec import adapter
 from titan_rl.actors.reduction import Reduction, finish
 from titan_rl.actors.titan_model import DeviceRows, TitanModel
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.spans import span
 from titan_rl.types import Batch, StepStats
 
 Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
@@ -61,6 +62,8 @@ class Phase:
             decay_type=schedule.decay_type,
             min_lr_factor=schedule.min_lr_factor,
         ).build(optimizers=self._optimizers, training_steps=max(schedule.steps, 1))
+        self._statistics: list[Statistics] = []  # of what has been accumulated
+        self._seconds = 0.0  # in the step so far
         self.state = TrainState()
         self._checkpoints = CheckpointManager.Config(
             enable=config.checkpoint.enable,
@@ -84,31 +87,57 @@ class Phase:
 
     def step(self, batches: Sequence[Batch], objective: Objective) -> StepStats:
         """One optimizer update a batch, in order."""
+        updates = []
+        with span("step", step=self.state.step + 1):
+            for batch in batches:
+                self.accumulate(batch, objective)
+                updates.append(self._update(batch, 1.0))
+        return self._end(updates)
+
+    def update(self, whole: Batch, divisor: float) -> StepStats:
+        """A step whose one update was accumulated part by part, of losses yet to be divided. `whole` has its counts."""
+        with span("step", step=self.state.step + 1):
+            return self._end([self._update(whole, 1 / divisor)])
+
+    def accumulate(self, batch: Batch, objective: Objective) -> None:
         began = time.perf_counter()
+        for rows in batch.microbatches:
+            with span("forward"):
+                loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
+            with span("backward"), self._model.context():
+                loss.backward()
+            self._statistics.append(measured)
+        self._seconds += time.perf_counter() - began
+
+    def _end(self, updates: Sequence[Reduction]) -> StepStats:
         lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
-        updates = [self._update(batch, objective) for batch in batches]
         self._schedulers.step()
         self.state.step += 1
-        return finish(updates, lr=lr, seconds=time.perf_counter() - began)
+        seconds, self._seconds = self._seconds, 0.0
+        return finish(updates, lr=lr, seconds=seconds)
 
-    def _update(self, batch: Batch, objective: Objective) -> Reduction:
-        statistics = []
-        for rows in batch.microbatches:
-            loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
-            with self._model.context():
-                loss.backward()
-            statistics.append(measured)
-        reduction = Reduction.of(statistics, batch, self._model.dims.get_optional_mesh("loss"))
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self._model.model.parameters()),
-            self._model.config.training.max_norm,
-            foreach=True,
-            pp_mesh=self._model.dims.get_optional_mesh("pp"),
-            ep_enabled=self._model.dims.ep_enabled,
-        )
-        self._checkpoints.maybe_wait_for_staging()
-        self._optimizers.step()
-        self._optimizers.zero_grad()
+    def _update(self, batch: Batch, scale: float) -> Reduction:
+        began = time.perf_counter()
+        with span("reduce"):
+            if scale != 1:
+                for parameter in self._model.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+            mesh = self._model.dims.get_optional_mesh("loss")
+            reduction = Reduction.of(self._statistics, batch, mesh, scale)
+            self._statistics = []
+            grad_norm = dist_utils.clip_grad_norm_(
+                list(self._model.model.parameters()),
+                self._model.config.training.max_norm,
+                foreach=True,
+                pp_mesh=self._model.dims.get_optional_mesh("pp"),
+                ep_enabled=self._model.dims.ep_enabled,
+            )
+        with span("optimizer"):
+            self._checkpoints.maybe_wait_for_staging()
+            self._optimizers.step()
+            self._optimizers.zero_grad()
+        self._seconds += time.perf_counter() - began
         return reduction.with_grad_norm(float(grad_norm))
 
     def save(self, step: int, controller: str) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from titan_rl.actors.objectives import Objectives
-from titan_rl.actors.phase import Phase, Schedule, TrainState
+from titan_rl.actors.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.actors.titan_model import FrozenWeights, TitanModel
 from titan_rl.config import Config
 from titan_rl.model_shape import ModelShape
@@ -56,8 +56,18 @@ class Policy(TitanModel):
         )
 
     def step(self, batches: list[Batch]) -> StepStats:
+        return self._in_phase().step(batches, self._objective)
+
+    def accumulate(self, part: Batch) -> None:
+        self._in_phase().accumulate(part, self._objective)
+
+    def update(self, whole: Batch, divisor: float) -> StepStats:
+        return self._in_phase().update(whole, divisor)
+
+    @property
+    def _objective(self) -> Objective:
         kind = "supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind
-        return self._in_phase().step(batches, self._objectives.named(kind))
+        return self._objectives.named(kind)
 
     def freeze(self, role: Weights, folder: str) -> None:
         """Keep the folder's weights beside the trained ones, for `scores`."""

@@ -24,8 +24,10 @@ class Reduction:
     grad_norm: float = 0.0
 
     @classmethod
-    def of(cls, statistics: Sequence[Statistics], batch: Batch, mesh: DeviceMesh | None) -> "Reduction":
-        """Of this rank's microbatches, all of which tell the same names."""
+    def of(
+        cls, statistics: Sequence[Statistics], batch: Batch, mesh: DeviceMesh | None, scale: float = 1.0
+    ) -> "Reduction":
+        """Of this rank's microbatches, all of which tell the same names. `scale` is what their losses lack."""
         first = statistics[0]
         summed = {
             (kind, name): torch.stack([getattr(s, kind)[name].double() for s in statistics]).sum(0)
@@ -39,15 +41,15 @@ class Reduction:
             summed = _all_reduce(summed, dist.ReduceOp.SUM, mesh)
             most = _all_reduce(most, dist.ReduceOp.MAX, mesh)
 
-        def of_kind(values: dict[tuple[str, str], torch.Tensor], kind: str, scale: float) -> dict[str, float]:
-            return {name: scale * float(value) for (k, name), value in values.items() if k == kind}
+        def of_kind(values: dict[tuple[str, str], torch.Tensor], kind: str, factor: float) -> dict[str, float]:
+            return {name: factor * float(value) for (k, name), value in values.items() if k == kind}
 
         return cls(
             means=of_kind(summed, "tokens", 1 / batch.tokens) | of_kind(summed, "sequences", 1 / batch.sequences),
             maxima=of_kind(most, "maxima", 1),
             minima=of_kind(most, "minima", -1),
             histograms={name: value.tolist() for (kind, name), value in summed.items() if kind == "counts"},
-            loss=of_kind(summed, "sums", 1)["loss"],
+            loss=of_kind(summed, "sums", scale)["loss"],
             tokens=batch.tokens,
         )
 

@@ -10,6 +10,7 @@ from monarch.actor import Actor, endpoint
 from titan_rl.actors.fallible import fallible
 from titan_rl.config import Config, Parallelism
 from titan_rl.model_shape import ModelShape
+from titan_rl.spans import Recorded, span
 from titan_rl.types import Batch, StepStats
 
 if TYPE_CHECKING:
@@ -43,8 +44,15 @@ class Frozen(Actor):
     @fallible
     async def scores(self, batch: Batch, temperature: float) -> "tuple[list[np.ndarray], int]":
         """Each place's log-prob or score, and the checksum of the weights that said so."""
-        found = [self._model.score(rows, temperature=temperature) for rows in batch.microbatches]
-        return found, self._model.checksum()
+        with span("scores"):
+            found = [self._model.score(rows, temperature=temperature) for rows in batch.microbatches]
+            return found, self._model.checksum()
+
+    @endpoint
+    @fallible
+    async def spans(self) -> Recorded:
+        """What this process recorded since it was asked before."""
+        return span.take()
 
     @endpoint
     @fallible
@@ -74,7 +82,8 @@ class CriticRank(Actor):
     @endpoint
     @fallible
     async def scores(self, batch: Batch) -> "list[np.ndarray]":
-        return self._critic.scores(batch)
+        with span("scores"):
+            return self._critic.scores(batch)
 
     @endpoint
     @fallible
@@ -84,7 +93,14 @@ class CriticRank(Actor):
     @endpoint
     @fallible
     async def save(self, step: int) -> None:
-        self._critic.save(step)
+        with span("save", step=step):
+            self._critic.save(step)
+
+    @endpoint
+    @fallible
+    async def spans(self) -> Recorded:
+        """What this process recorded since it was asked before."""
+        return span.take()
 
     @endpoint
     @fallible

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.actors.transport import PACKING, SLOTS, Memory, Offer, Registered
-from titan_rl.kernels.pack_weights import pack
+from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.weight_plan import Copy, Shard
 
@@ -110,29 +110,42 @@ class Staging:
             }
             for slot in range(SLOTS)
         ]
+        local, every = self._local(), [copy for run in copies.values() for copy in run]
+        self._broken = set() if self._on_gpu else broken(local, every)
+        most = max((local[name].numel() for name in self._broken), default=0)
+        self._casts = [
+            torch.empty(most, dtype=dtype) for _ in range(2)
+        ]  # for blocks that end in one and begin in another
+        order = {name: i for i, name in enumerate(dict.fromkeys(copy.name for copy in every))}
+        self._order = sorted(  # what is read of one parameter is packed together
+            ((reader, i, block) for reader, found in self._blocks.items() for i, block in enumerate(found)),
+            key=lambda each: order[each[2].copies[0].name],
+        )
         self._registered: dict[int, Registered] = {}
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
         """Bring the parameters' present values into a slot; answers with what each run now holds."""
         self._memory.stamps[slot] = PACKING
-        local = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
-        manifests = {}
-        for reader, run in self.runs[slot].items():
-            checksums = tuple(self._packed(local, reader, run))
-            manifests[reader] = Manifest.of(version, serial, slot, self._layouts[reader], checksums)
-        self._memory.stamps[slot] = serial
-        return manifests
-
-    def _packed(self, local: Mapping[str, Tensor], reader: int, run: Tensor) -> Iterator[int]:
-        """Pack a run; the checksums of its blocks, if anybody wants them."""
+        local, runs = self._local(), self.runs[slot]
         if self._on_gpu:
-            pack(local, self._copies[reader], run)  # in one launch, which it waits for
-        for block in self._blocks[reader]:
+            for reader, run in runs.items():
+                pack(local, self._copies[reader], run)  # in one launch, which it waits for
+        checksums = {reader: [0] * len(found) * self._checksums for reader, found in self._blocks.items()}
+        cast = Cast(local, self._broken, self._casts)
+        for reader, i, block in self._order:
             if not self._on_gpu:
-                pack(local, block.copies, run[block.start : block.start + block.elements])
+                pack(cast, block.copies, runs[reader][block.start : block.start + block.elements])
             if self._checksums:  # while the block is in the cache
-                yield checksum(octets(run, block))
+                checksums[reader][i] = checksum(octets(runs[reader], block))
+        self._memory.stamps[slot] = serial
+        return {
+            reader: Manifest.of(version, serial, slot, self._layouts[reader], tuple(found))
+            for reader, found in checksums.items()
+        }
+
+    def _local(self) -> dict[str, Tensor]:
+        return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
 
     def offer(self, *, remote: bool) -> dict[int, Offer]:
         """Where each reader finds its run; registered for one-sided reads, once, if somebody is `remote`."""

@@ -13,6 +13,7 @@ from titan_rl.actors.fallible import fallible
 from titan_rl.config import Config, WeightSync
 from titan_rl.manifest import Manifest
 from titan_rl.model_shape import ModelShape
+from titan_rl.spans import Recorded, span
 from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
@@ -53,6 +54,18 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
+    async def accumulate(self, part: Batch) -> None:
+        """Forward and backward over a part of an update."""
+        self._policy.accumulate(part)
+
+    @endpoint
+    @fallible
+    async def update(self, whole: Batch, divisor: float) -> StepStats:
+        """The optimizer update of what was accumulated."""
+        return self._policy.update(whole, divisor)
+
+    @endpoint
+    @fallible
     async def freeze(self, role: Literal["reference", "teacher"], folder: str) -> None:
         self._policy.freeze(role, folder)
 
@@ -62,12 +75,14 @@ class Trainer(Actor):
         self, batch: Batch, weights: Literal["policy", "reference", "teacher"], temperature: float
     ) -> "tuple[list[np.ndarray], int]":
         """Each place's log-prob, and the checksum of frozen weights."""
-        return self._policy.scores(batch, weights, temperature)
+        with span("scores", weights=weights):
+            return self._policy.scores(batch, weights, temperature)
 
     @endpoint
     @fallible
     async def save(self, step: int, controller: str) -> None:
-        self._policy.save(step, controller)
+        with span("save", step=step):
+            self._policy.save(step, controller)
 
     @endpoint
     @fallible
@@ -113,8 +128,15 @@ class Trainer(Actor):
     async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float]:
         """Pack this rank's shards into a slot: what each reader's run now is, and the seconds it took."""
         began = time.perf_counter()
-        manifests = self._staging.pack(version, slot, serial)
+        with span("publish", version=version):
+            manifests = self._staging.pack(version, slot, serial)
         return manifests, time.perf_counter() - began
+
+    @endpoint
+    @fallible
+    async def spans(self) -> Recorded:
+        """What this process recorded since it was asked before."""
+        return span.take()
 
     @endpoint
     @fallible

@@ -1,38 +1,44 @@
 """The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
 
     generate ── route ──> replica ── write ──> submit ─> engine ─> take ── read ──> the awaiting generate
+                  ^          └── relieve ──> withdraw ──┘  │
+                  └────────────── begun samples ───────────┘
 
 A pull has two phases: every rank of every replica reads, then every engine switches. None takes a version before all
 have it within reach, and none serves it before it has passed the check that weight_sync.verify asks for.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch.actor import HostMesh, ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.actors.engine import ENV, Done, EngineInfo, EngineSettings, EngineStats
-from titan_rl.actors.generator import Arrived, Generator, Switched, drain
+from titan_rl.actors.engine import ENV, EngineInfo, EngineSettings, Report, Withdrawn
+from titan_rl.actors.generator import Arrived, Generator, News, Switched, drain
 from titan_rl.config import WeightSync
 from titan_rl.manifest import Manifest
 from titan_rl.meshes.faults import RunError, ask, ask_all, label
 from titan_rl.meshes.procs import spawn
-from titan_rl.types import Completion, Request
+from titan_rl.meshes.routing import Load, Move, Routing
+from titan_rl.spans import Recorded
+from titan_rl.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
     from titan_rl.actors.landing import Source
 
 DEFAULTS = WeightSync()
 SUBMIT_SECONDS = 60  # a submit waits for one engine step at most
+REPORT_SECONDS = 0.25  # how often an engine says how far it is, where that decides anything
 GRACE_SECONDS = 5  # the rank's own deadline passes first: its error says what it was reading
 
 
 class Pulled(NamedTuple):
-    """What a pull cost: seconds of the slowest rank in each part, bytes over all ranks. And how long the busiest engine
-    has sampled since the pull before."""
+    """What a pull cost: seconds of the slowest rank in each part, bytes over all ranks. And what each engine did since
+    the pull before."""
 
     read: float
     write: float
@@ -40,7 +46,7 @@ class Pulled(NamedTuple):
     pause: float
     bytes: int
     changed: float  # share of the blocks that were transferred
-    busy: float
+    engines: list[EngineStats]
 
 
 class Replica:
@@ -48,7 +54,6 @@ class Replica:
 
     def __init__(self, name: str, procs: ProcMesh, settings: EngineSettings) -> None:
         self.name = name
-        self.load = 0  # samples x their most new tokens, over the open requests
         self.error: Exception | None = None  # once set, it stays: a replica does not come back
         self._procs = procs
         actors: Any = procs.spawn(name, Generator, settings)
@@ -56,6 +61,7 @@ class Replica:
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
         self._open: dict[str, asyncio.Future[list[Completion]]] = {}
         self._outbox: asyncio.Queue[Request] = asyncio.Queue()
+        self._moves: asyncio.Queue[Move] = asyncio.Queue()
         self._serving: asyncio.Task[None] | None = None
 
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
@@ -79,22 +85,34 @@ class Replica:
             "read", manifests or [[]] * len(self._ranks), seconds, seconds=seconds + GRACE_SECONDS
         )
 
-    def serve(self) -> None:
-        """The engine is built: watch it, and carry requests."""
-        self._serving = asyncio.create_task(self._serve())
+    def serve(
+        self,
+        heard: Callable[[Report], None],
+        gave: Callable[[Move, list[Withdrawn]], None],
+        within: float | None = None,
+    ) -> None:
+        """The engine is built: watch it, and carry requests. `heard` when one is done, and after `within` seconds."""
+        self._serving = asyncio.create_task(self._serve(heard, gave, within))
 
-    async def generate(self, request: Request) -> list[Completion]:
-        if request.id in self._open:
-            raise ValueError(f"request {request.id}: its id is that of an unfinished request")
+    def put(self, request: Request) -> asyncio.Future[list[Completion]]:
+        """On its way into the engine. What is withdrawn of it comes back as "abort"."""
         done = self._open[request.id] = asyncio.get_running_loop().create_future()
-        cost = len(request.seeds) * request.sampling.max_new_tokens
-        self.load += cost
-        self._outbox.put_nowait(request)
-        try:
-            return await done
-        finally:
-            del self._open[request.id]
-            self.load -= cost
+        if self.error:
+            done.set_exception(self.error)
+        else:
+            self._outbox.put_nowait(request)
+        return done
+
+    def relieve(self, move: Move) -> None:
+        """Ask for samples back, to be continued elsewhere."""
+        self._moves.put_nowait(move)
+
+    async def delivered(self) -> None:
+        """What was put is in the engine, or the replica is lost."""
+        assert self._serving is not None
+        joining = asyncio.create_task(self._outbox.join())
+        await asyncio.wait({joining, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
 
     async def close(self) -> None:
         if self._serving is None or self.error:
@@ -108,28 +126,45 @@ class Replica:
     async def stop(self) -> None:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
 
-    async def _serve(self) -> None:
+    async def _serve(
+        self,
+        heard: Callable[[Report], None],
+        gave: Callable[[Move, list[Withdrawn]], None],
+        within: float | None,
+    ) -> None:
         """Until closed, or until the first failure, which every open request then gets."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
                 tasks.create_task(self._write())
-                tasks.create_task(self._read())
+                tasks.create_task(self._read(heard, within))
+                tasks.create_task(self._relieve(gave))
         except* Exception as errors:
             self._fail(errors.exceptions[0])
 
     async def _write(self) -> None:
         """One message carries all requests of an event-loop tick: they enter the engine together, run after run."""
         while True:
-            await self.head("submit", await drain(self._outbox), seconds=SUBMIT_SECONDS)
+            requests = await drain(self._outbox)
+            await self.head("submit", requests, seconds=SUBMIT_SECONDS)
+            for _ in requests:
+                self._outbox.task_done()
 
-    async def _read(self) -> None:
+    async def _read(self, heard: Callable[[Report], None], within: float | None) -> None:
         while True:
-            done: list[Done] = await self.head("take", seconds=None)
-            for request in done:
-                waiting = self._open.get(request.id)
-                if waiting is not None and not waiting.done():  # else nobody waits any more
-                    waiting.set_result(request.completions)
+            news: News = await self.head("take", within, seconds=None)
+            for request in news.done:
+                self._open.pop(request.id).set_result(request.completions)
+            asyncio.get_running_loop().call_soon(heard, news.report)  # behind what these results bring about
+
+    async def _relieve(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:
+        """As long as the engine stands still, so does this: nobody but it can tell what there is of its samples."""
+        while True:
+            move, withdrawn = await self._moves.get(), []
+            try:
+                withdrawn = await self.head("withdraw", move.samples, seconds=None)
+            finally:
+                gave(move, withdrawn)
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -139,8 +174,18 @@ class Replica:
 
 
 class GeneratorMesh:
-    def __init__(self, replicas: Sequence[Replica], *, init_seconds: float, seconds: float) -> None:
+    """With slots (see Routing) it steals: what a sample draws then depends on timing, for it may move."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], *, init_seconds: float, seconds: float, slots: int | None = None
+    ) -> None:
         self.replicas = replicas
+        self._steals = slots is not None
+        self._routing = Routing(len(replicas), slots)
+        self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._moving = 0
+        self._moved = asyncio.Event()
+        self._switching = False
         self._init_seconds = init_seconds
         self._seconds = seconds
 
@@ -155,8 +200,10 @@ class GeneratorMesh:
         env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
         init_seconds: float = 300,
         seconds: float = 600,
+        steal: bool = False,
     ) -> "GeneratorMesh":
-        """`env_of` adds to `env` what differs by {"replica": i, "tp": j}: a GPU, say. `seconds` bounds one pull."""
+        """`env_of` adds to `env` what differs by {"replica": i, "tp": j}: a GPU, say. `seconds` bounds one pull.
+        `steal`: an idle replica takes over samples of a slow one."""
         tp = settings.tensor_parallel_degree
 
         def place(replica: int) -> ProcMesh:
@@ -170,13 +217,14 @@ class GeneratorMesh:
             async with asyncio.timeout(init_seconds):
                 await asyncio.gather(*map(setup_torch_elastic_env_async, procs))
         made = [Replica(f"generator{index}", mesh, settings) for index, mesh in enumerate(procs)]
-        return cls(made, init_seconds=init_seconds, seconds=seconds)
+        slots = settings.max_num_seqs if steal else None
+        return cls(made, init_seconds=init_seconds, seconds=seconds, slots=slots)
 
     async def start(self) -> list[EngineInfo]:
         """Build every engine; answers rank by rank, replica by replica."""
         info = await self._all("start", seconds=self._init_seconds)
-        for replica in self.replicas:
-            replica.serve()
+        for index, replica in enumerate(self.replicas):
+            replica.serve(partial(self._heard, index), self._gave, REPORT_SECONDS if self._steals else None)
         return info
 
     async def places(self) -> list[str]:
@@ -192,7 +240,15 @@ class GeneratorMesh:
     async def generate(self, request: Request) -> list[Completion]:
         """Route: to the replica with the least to do, the first among equals."""
         self._check()
-        return await min(self.replicas, key=lambda replica: replica.load).generate(request)
+        self._routing.add(request)
+        loop = asyncio.get_running_loop()
+        answer = self._answers[request.id] = loop.create_future()
+        loop.call_soon(self._send)  # once all requests of this tick are there
+        try:
+            return await answer
+        finally:
+            del self._answers[request.id]
+            self._routing.forget(request.id)
 
     async def pull(
         self,
@@ -213,9 +269,13 @@ class GeneratorMesh:
                     await all_read.abort()  # the others' turn never comes
                     raise
                 await all_read.wait()
+                await self._settle()
                 return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
-        answers = await asyncio.gather(*map(pulled, self.replicas))
+        try:
+            answers = await asyncio.gather(*map(pulled, self.replicas))
+        finally:
+            self._switching = False
         ranks, switched = [rank for arrived, _ in answers for rank in arrived], [switch for _, switch in answers]
         return Pulled(
             read=max(rank.seconds - rank.verify for rank in ranks),
@@ -224,8 +284,12 @@ class GeneratorMesh:
             pause=max(engine.pause for engine in switched),
             bytes=sum(rank.bytes for rank in ranks),
             changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
-            busy=max(engine.busy for engine in switched),
+            engines=[engine.engine for engine in switched],
         )
+
+    async def sleep(self) -> None:
+        """Every engine stops, whatever is unfinished, until the next pull."""
+        await asyncio.gather(*(replica.head("sleep", seconds=self._seconds) for replica in self.replicas))
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """SHA-256 of every live parameter, rank by rank, replica by replica."""
@@ -235,13 +299,63 @@ class GeneratorMesh:
         """By replica."""
         return list(await asyncio.gather(*(r.head("stats", seconds=self._seconds) for r in self.replicas)))
 
+    def spans(self) -> dict[str, Awaitable[Recorded]]:
+        """Asks each rank of each replica, by name, what it recorded since it was asked before."""
+        calls = {name: call for replica in self.replicas for name, call in replica.calls("spans").items()}
+        return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
+
+    def loads(self) -> list[Load]:
+        """By replica: what it has to do, and has done."""
+        return self._routing.loads()
+
     async def close(self) -> None:
         """End every engine between two steps. Open requests fail."""
         await asyncio.gather(*(replica.close() for replica in self.replicas))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(RunError("the generators are closed"))
 
     async def stop(self) -> None:
         """End the processes."""
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
+
+    def _send(self) -> None:
+        for index, part, whole in self._routing.send(asyncio.get_running_loop().time()):
+            self.replicas[index].put(part).add_done_callback(partial(self._done, index, part.id, whole))
+
+    def _done(self, index: int, id: str, whole: str, part: asyncio.Future[list[Completion]]) -> None:
+        error, answer = part.exception(), self._answers.get(whole)
+        completions = None if error else self._routing.done(index, id, part.result())
+        if answer is None or answer.done():  # nobody waits any more
+            return
+        if error:
+            answer.set_exception(error)
+        elif completions is not None:
+            answer.set_result(completions)
+
+    def _heard(self, index: int, report: Report) -> None:
+        now = asyncio.get_running_loop().time()
+        self._routing.report(index, report, now)
+        self._send()
+        while not self._switching and (move := self._routing.steal(now)) is not None:
+            self._moving += 1
+            self.replicas[move.victim].relieve(move)
+
+    def _gave(self, move: Move, withdrawn: list[Withdrawn]) -> None:
+        self._moving -= 1
+        self._routing.moved(move, withdrawn)
+        self._send()
+        self._moved.set()
+
+    async def _settle(self) -> None:
+        """From here to the end of a pull no sample is on its way between two engines: one that drains finishes what it
+        has before it switches, and nothing that was begun on the old weights may come afterwards."""
+        self._switching = True
+        while self._moving:
+            self._moved.clear()
+            await self._moved.wait()
+        if self._steals:
+            await asyncio.gather(*(replica.delivered() for replica in self.replicas))
 
     async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
         """Broadcast a verb to all ranks of all replicas, and gather the answers."""

@@ -1,15 +1,16 @@
 """A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
 from monarch.actor import HostMesh, ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.config import Comm, Parallelism
-from titan_rl.meshes.faults import ask_all, label
+from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.procs import spawn
+from titan_rl.spans import Recorded
 from titan_rl.types import Batch, StepStats
 
 
@@ -47,6 +48,11 @@ class ModelMesh:
     async def start(self) -> list[int]:
         """Build the model on every rank; answers with the parameter bytes that each holds."""
         return await self._all("start", seconds=self._comm.init_timeout_seconds)
+
+    def spans(self) -> dict[str, Awaitable[Recorded]]:
+        """Asks each rank, by name, what it recorded since it was asked before. It answers between two verbs."""
+        calls = {self._name(i): rank.spans.call_one() for i, rank in enumerate(self._ranks)}
+        return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
 
     async def close(self) -> None:
         await self._all("close", seconds=30)

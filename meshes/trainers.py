@@ -11,7 +11,7 @@ from titan_rl.config import Config, WeightSync
 from titan_rl.manifest import Publication
 from titan_rl.meshes.models import TrainedMesh
 from titan_rl.model_shape import ModelShape
-from titan_rl.types import Batch, PhaseName
+from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
@@ -28,6 +28,15 @@ class TrainerMesh(TrainedMesh):
         states = await self._all("begin", phase, seconds=self._comm.init_timeout_seconds)
         (state,) = set(states)
         return state
+
+    async def accumulate(self, part: Sequence[Batch]) -> None:
+        """Scatter a part of an update to the dp rows: gradients add up until `update`."""
+        await self._scatter("accumulate", self.rows(part))
+
+    async def update(self, whole: Batch, divisor: float) -> StepStats:
+        """The update of what was accumulated; `whole` has its counts."""
+        stats: list[StepStats] = await self._all("update", whole, divisor, seconds=self._comm.train_timeout_seconds)
+        return max(stats, key=lambda s: s.seconds)
 
     async def freeze(self, role: str, folder: str) -> None:
         """Lend the trainers a second set of weights."""

@@ -8,6 +8,7 @@
 plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 generator ranks, and bytes on the wire
 pack   one process: a rank's shards into its readers' runs, beside a plain copy of as many elements
 sync   real processes: trainer ranks (FSDP, fp32) to readers (tensor parallelism, bf16), each way of moving in turn
+load   the same to a vLLM engine that samples all the while: how long a sync stops it, and how much of the sync it hides
 
 Parts that are one thread's work are in that thread's CPU seconds, so that a busy machine counts little: packing,
 writing, and a plain copy of as many bytes just before each time, which they are compared with (`ratio`, shares: least
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import csv
 import gc
+import json
 import mmap
 import os
 import pickle
@@ -26,36 +28,47 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import xxhash
-from monarch.actor import Actor, endpoint, this_host
+from monarch.actor import Actor, current_rank, endpoint, this_host
 from monarch.config import configure
 from monarch.rdma import RDMAAction, RDMABuffer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from titan_rl.actors import vllm_cpu
+from titan_rl.actors.engine import EngineSettings
 from titan_rl.actors.landing import Landing, Source
 from titan_rl.actors.staging import Staging
-from titan_rl.actors.transport import Offer
-from titan_rl.config import WeightSync
+from titan_rl.actors.transport import Offer, is_remote
+from titan_rl.clock import Clock
+from titan_rl.config import Config, Generator, WeightSync
+from titan_rl.environment import prepare_environment
 from titan_rl.kernels.pack_weights import pack, window
-from titan_rl.manifest import Manifest
+from titan_rl.manifest import Manifest, Publication
+from titan_rl.meshes.faults import RunError
+from titan_rl.meshes.generators import GeneratorMesh
 from titan_rl.model_shape import ModelShape
 from titan_rl.run_log import git_commit, machine, versions
+from titan_rl.types import Request, Sampling, SyncStats
 from titan_rl.weight_plan import Copy, Piece, Plan, Shard, param_shapes, pieces, plan
+from titan_rl.weights import WeightSync as WeightsInTransit
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
 TIMEOUT = 300.0
 PLAIN = 64 << 20  # elements: plain copies go over so many again and again, for the memory's sake
 LARGEST = 1000  # megabytes: ways that make several whole copies of the model are left out above
+LARGEST_SERVED = 250  # megabytes: on two cores an engine step of a larger model takes longer than its sync
 BARE_SHM, BARE_RDMA = "bare shared memory", "bare RDMABuffer reads"
 OTHERS = ("gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message")
 
@@ -89,7 +102,7 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["plan", "pack", "sync", []], default=[])
+    parser.add_argument("parts", nargs="*", choices=["plan", "pack", "sync", "load", []], default=[])
     parser.add_argument("--quick", action="store_true", help="50 MB, two ranks to two readers, 8 layers on paper")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000, 2000])
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x2", "4x1", "1x4", "4x4"], help="ranks x readers")
@@ -97,7 +110,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV)
     arguments = parser.parse_args()
     sizes, layouts = ([50], ["2x2"]) if arguments.quick else (arguments.megabytes, arguments.layouts)
-    parts = arguments.parts or ["plan", "pack", "sync"]
+    parts = arguments.parts or ["plan", "pack", "sync", "load"]
     if "plan" in parts:
         report(arguments.csv, planning(8 if arguments.quick else 80))
     if "pack" in parts:
@@ -108,6 +121,11 @@ def main() -> None:
             for layout in layouts:
                 ranks, readers = map(int, layout.split("x"))
                 report(arguments.csv, asyncio.run(syncing(megabytes, ranks, readers, arguments.repeats)))
+    if "load" in parts:
+        prepare_environment()
+        configure(rdma_allow_tcp_fallback=True)
+        for megabytes in [size for size in sizes if size <= LARGEST_SERVED]:
+            report(arguments.csv, asyncio.run(loading(megabytes, arguments.repeats)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
@@ -551,7 +569,7 @@ class Meshes:
 
 
 async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> list[Row]:
-    shape = replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer_parameters())))
+    shape = shape_of(megabytes)
     trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
     environment = {"OMP_NUM_THREADS": "1"}
@@ -576,8 +594,10 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
                 await asyncio.wait_for(proc.stop().as_asyncio(), 60)
 
 
-def layer_parameters() -> int:
-    return replace(SMALL, n_layers=2).parameters - SMALL.parameters
+def shape_of(megabytes: int) -> ModelShape:
+    """So many in bfloat16, about."""
+    layer = replace(SMALL, n_layers=2).parameters - SMALL.parameters
+    return replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer)))
 
 
 async def measured(meshes: Meshes, megabytes: int, case: str, repeats: int) -> list[Row]:
@@ -653,6 +673,169 @@ async def measured(meshes: Meshes, megabytes: int, case: str, repeats: int) -> l
     read = [2 * meshes.made.received(r) / n for r, n in enumerate(held)]
     rows.append(Row("sync", case, "titan_rl", "bytes read / bytes of the parameters", read))
     return sorted(rows, key=lambda row: row.way)
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+WAYS = {
+    f"{transport}, verify {verify}{', delta' if delta else ''}": WeightSync(
+        transport=transport, verify=verify, delta=delta
+    )
+    for delta in (False, True)
+    for verify in ("live", "transfer")
+    for transport in ("shm", "rdma")
+}
+CHANGED = "layers.0.self_attn"  # where only what changed is brought over
+SAMPLES = 8  # that the engine advances in each step
+
+
+class PackingTrainer(Actor):
+    """One of the FSDP ranks that a sync's weights come from, which does nothing but pack them."""
+
+    def __init__(self, shape: ModelShape, ranks: int) -> None:
+        torch.set_num_threads(1)
+        self.shards = shards(shape, current_rank().rank, fsdp=ranks)
+        self.params = {s.name: torch.randn((s.rows, s.cols) if s.cols > 1 else (s.rows,)) / 64 for s in self.shards}
+
+    @endpoint
+    async def layout(self) -> list[Shard]:
+        return self.shards
+
+    @endpoint
+    async def stage(
+        self, copies: Mapping[int, tuple[Copy, ...]], places: Sequence[str], sync: WeightSync
+    ) -> dict[int, Offer]:
+        self.staging = Staging(
+            self.params,
+            copies,
+            torch.bfloat16,
+            slice_bytes=sync.slice_mb << 20,
+            block_bytes=sync.block_kb << 10,
+            checksums=sync.verify != "off" or sync.delta,
+        )
+        return self.staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
+
+    @endpoint
+    async def change(self, named: str) -> None:
+        """Parameters with this in their names."""
+        for name, param in self.params.items():
+            if named in name:
+                param.neg_()
+
+    @endpoint
+    async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float]:
+        began = time.perf_counter()
+        manifests = self.staging.pack(version, slot, serial)
+        return manifests, time.perf_counter() - began
+
+    @endpoint
+    async def drop(self) -> None:
+        await self.staging.drop()
+
+
+class PackingTrainers:
+    """As much of a trainer mesh as a weight sync sees."""
+
+    def __init__(self, procs: Any, shape: ModelShape, ranks: int) -> None:
+        actors = procs.spawn("trainer", PackingTrainer, shape, ranks)
+        self._ranks = [actors.slice(trainer=rank) for rank in range(ranks)]
+
+    async def each(self, verb: str, *arguments: Any, own: Sequence[Any] | None = None) -> list[Any]:
+        """A verb on every rank at once, each with its own first argument where there is one."""
+        firsts = [() for _ in self._ranks] if own is None else [(value,) for value in own]
+        pairs = zip(self._ranks, firsts, strict=True)
+        calls = [getattr(rank, verb).call_one(*first, *arguments).as_asyncio() for rank, first in pairs]
+        return list(await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT))
+
+    async def shards(self) -> list[list[Shard]]:
+        return await self.each("layout")
+
+    async def stage(
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSync
+    ) -> list[dict[int, Offer]]:
+        return await self.each("stage", places, sync, own=copies)
+
+    async def publish(self, version: int, slot: int, serial: int) -> Publication:
+        packed = await self.each("publish", version, slot, serial)
+        return Publication(version, slot, [manifests for manifests, _ in packed], max(took for _, took in packed))
+
+
+async def loading(megabytes: int, repeats: int) -> list[Row]:
+    shape, ranks = shape_of(megabytes), 2
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+        settings = EngineSettings(
+            model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
+        )
+        os.environ["OMP_NUM_THREADS"] = "1"
+        procs = this_host().spawn_procs(per_host={"trainer": ranks}, name="trainer")
+        generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
+        try:
+            await generators.start()
+            trainers = PackingTrainers(procs, shape, ranks)
+            case = f"{megabytes} MB, {ranks} ranks to an engine that samples"
+            return [row async for row in loaded(trainers, generators, shape, case, repeats)]
+        finally:
+            await asyncio.gather(generators.close(), return_exceptions=True)
+            await asyncio.gather(
+                generators.stop(), asyncio.wait_for(procs.stop().as_asyncio(), 60), return_exceptions=True
+            )
+
+
+async def loaded(
+    trainers: PackingTrainers, generators: GeneratorMesh, shape: ModelShape, case: str, repeats: int
+) -> AsyncIterator[Row]:
+    version, load = 0, list[asyncio.Task[None]]()
+    for way, sync in WAYS.items():
+        mesh: Any = trainers
+        weights = WeightsInTransit(mesh, generators, Clock())
+        await weights.connect(Config(generator=Generator(dtype="bfloat16"), weight_sync=sync), shape)
+        await weights.sync(version := version + 1)
+        load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
+        stats: list[SyncStats] = []
+        beside, alone = [], []  # tokens a second
+        for i in range(1 + repeats):
+            await trainers.each("change", CHANGED if sync.delta else "")
+            marks = [await mark(generators)]
+            synced = await weights.sync(version := version + 1)
+            marks.append(await mark(generators))  # once the keys and values of what is open are computed anew
+            await asyncio.sleep(0.5)
+            marks.append(await mark(generators))
+            if i:  # the first touches the second slot's pages
+                stats.append(synced)
+                for rates, ((then, before), (now, after)) in zip((beside, alone), pairwise(marks), strict=True):
+                    rates.append((after - before) / (now - then))
+        await trainers.each("drop")
+        for row in served(case, way, stats, beside, statistics.median(alone)):
+            yield row
+
+
+def served(case: str, way: str, stats: Sequence[SyncStats], beside: Sequence[float], alone: float) -> Iterator[Row]:
+    for part in ("seconds", "publish", "read", "pause"):
+        yield Row("load", case, way, f"{part}, s", [getattr(s, part) for s in stats])
+    work = [1 - s.pause / (s.publish + s.read + s.pause) for s in stats]
+    yield Row("load", case, way, "hidden: share of publish, read and pause", work)
+    yield Row("load", case, way, "hidden: share of the sync's wall time", [1 - s.pause / s.seconds for s in stats])
+    yield Row("load", case, way, "pause / an engine step", [s.pause * alone / SAMPLES for s in stats])
+    note = f"{alone:.0f} tokens/s without"
+    yield Row(
+        "load", case, way, "tokens a second around a sync / without", [rate / alone for rate in beside], note=note
+    )
+    if changed := [s.changed for s in stats if s.changed is not None]:
+        yield Row("load", case, way, "changed: share of the blocks", changed)
+
+
+async def mark(generators: GeneratorMesh) -> tuple[float, int]:
+    """Now, and the tokens sampled so far."""
+    (stats,) = await generators.stats()
+    return time.perf_counter(), stats.tokens
+
+
+async def sampling(generators: GeneratorMesh, seed: int) -> None:
+    """One sample after the other, until the engine is closed."""
+    with suppress(RunError):
+        for i in count():
+            await generators.generate(Request(f"{seed}.{i}", [1, 5, 6, 7], [seed], Sampling(400)))
 
 
 # -------------------------------------------------------------------------------------------------------------- report

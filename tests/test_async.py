@@ -1,4 +1,4 @@
-"""Runs whose rollouts lag behind: bounds, corrections, resuming, placement, memory. Real meshes, as a user starts them."""
+"""Whole runs whose rollouts lag behind: bounds, corrections, resuming, placement, memory."""
 
 import asyncio
 import signal
@@ -46,7 +46,7 @@ def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_every_token_is_within_the_bound_and_the_lag_is_used(lagging: Run) -> None:
-    assert set(ages(lagging)) == {0, 1, 2}
+    assert {0, 1} <= set(ages(lagging)) <= {0, 1, 2}
     assert trained_prompts(lagging, 12) == list(range(48))  # oldest first
     for line in lagging.lines("metrics.jsonl"):
         assert line["policy_age/max"] <= 2
@@ -90,6 +90,21 @@ def test_a_lagging_run_that_is_stopped_trains_every_prompt_once(runs: Runs, tmp_
     resumed = runs.finish(run.folder, **keys)
     assert sorted(trained_prompts(resumed, 40)) == list(range(160))
     assert max(ages(resumed)) <= 3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_streamed_update_is_the_same_one(runs: Runs, tmp_path: Path, aggregation: str) -> None:
+    """Groups are trained on as they finish; the denominators follow when all are known. Two runs agree to the last bit,
+    and with the whole update up to the order of its sums."""
+    keys: dict[str, Any] = {**LAGGING, "training__steps": 3, "algorithm__aggregation": aggregation}
+    whole = runs.finish(tmp_path / "whole", **keys)
+    streamed = [
+        runs.finish(tmp_path / name, training__stream_groups=3, **keys) for name in ("streamed", "streamed_again")
+    ]
+    for name in ("loss", "grad_norm", "reward/mean", "tokens/trained", "ratio/mean", "advantage/max"):
+        first, again = ([line[name] for line in run.lines("metrics.jsonl")] for run in streamed)
+        assert first == again
+        assert first == pytest.approx([line[name] for line in whole.lines("metrics.jsonl")], rel=1e-3, abs=1e-6), name
 
 
 def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, tmp_path: Path) -> None:

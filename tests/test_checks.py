@@ -377,6 +377,21 @@ def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -
     assert problem.startswith("rollout.window: expected 0 beside algorithm.dynamic_sampling")
 
 
+@pytest.mark.parametrize(
+    ("toml", "why"),
+    [
+        ('[algorithm]\nname = "reinforce_pp"', 'algorithm.normalize is "batch"'),
+        ("[algorithm]\nminibatches = 2", "a step has several updates"),
+        ('[algorithm]\nname = "dapo"', "algorithm.dynamic_sampling replaces groups"),
+        ('[placement]\nkind = "colocated"', 'placement.kind is "colocated"'),
+        ("[rollout]\nlag = 1\nwindow = 1", "rollout.window lets groups overtake each other"),
+    ],
+)
+def test_streaming_needs_groups_that_stand_alone(tmp_path: Path, toml: str, why: str) -> None:
+    (problem,) = problems(config(tmp_path, f"{toml}\n[training]\nstream_groups = 2"))
+    assert problem == f"training.stream_groups: expected 0 where {why}, found 2"
+
+
 def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
     (problem,) = problems(config(tmp_path, toml), gpus=2)

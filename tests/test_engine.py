@@ -16,7 +16,7 @@ import pytest
 
 from tiny import tiny_llama
 from titan_rl.actors import vllm_cpu
-from titan_rl.actors.engine import ENV, Engine, EngineSettings
+from titan_rl.actors.engine import ENV, Engine, EngineSettings, SampleId
 from titan_rl.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EOS, STOP = 2, 3
 CONTEXT = [1, 5, 6, 7, 8, 9]
+BEGUN = Completion([4, 5], [0.0, 0.0], [0, 0], "abort")
 
 
 def test_engine_in_a_process_of_its_own() -> None:
@@ -214,6 +215,93 @@ def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> No
         assert max(gap(model, completion, context=context)) < 1e-5
 
 
+def halves(engine: Engine, asked: Request, steps: int, *taken: int) -> tuple[dict[int, Completion], list[Completion]]:
+    """What is there of the taken samples after so many steps, and how the others end."""
+    engine.add([asked])
+    for _ in range(steps):
+        engine.step()
+    withdrawn = engine.withdraw([SampleId(asked.id, i) for i in taken])
+    return {w.sample.nth: w.begun for w in withdrawn}, finish(engine)[asked.id]
+
+
+def check_a_sample_goes_on_where_it_was_taken_out(engine: Engine, model: Any) -> None:
+    asked = Request("a", CONTEXT, [0, 1, 2], Sampling(24, 0.0))
+    whole = run(engine, asked)["a"]
+    begun, others = halves(engine, asked, 10, 0, 2)
+    assert [len(c.tokens) for c in others] == [10, 24, 10]
+    assert [c.finish for c in others] == ["abort", "length", "abort"]
+    engine.set_version(1)
+    rest = run(engine, replace(asked, id="a~1", seeds=[0, 2], begun=[begun[0], begun[2]]))["a~1"]
+    for completion, undisturbed in zip([rest[0], others[1], rest[1]], whole, strict=True):
+        assert completion.tokens == undisturbed.tokens
+        assert completion.finish == undisturbed.finish == "length"
+        assert max(gap(model, completion)) < 1e-5
+        assert completion.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-5)
+    for completion in rest:
+        assert completion.versions == [0] * 10 + [1] * 14
+        assert completion.logprobs[:10] == begun[0].logprobs
+    assert others[1].versions == [0] * 24
+
+
+def check_a_sample_that_goes_on_draws_from_a_stream_of_its_own(engine: Engine, model: Any) -> None:
+    asked = Request("a", CONTEXT, list(range(32)), Sampling(24, stop_token_ids=(EOS, STOP)))
+    whole, (_, begun) = run(engine, asked)["a"], halves(engine, asked, 1, *range(32))
+    assert [c.tokens for c in begun] == [c.tokens[:1] for c in whole]
+    assert {c.finish for c in begun} == {"stop", "abort"}
+    asked = replace(asked, begun=begun)
+    again = run(engine, asked)["a"]
+    assert again == run(engine, asked)["a"], "the seed and the length decide it"
+    for sample, completion in zip(whole, again, strict=True):
+        assert completion.tokens[0] == sample.tokens[0]
+        assert (completion.finish == "stop") == (completion.tokens[-1] in (EOS, STOP))
+        assert len(completion.tokens) <= 24
+        assert max(gap(model, completion)) < 1e-5
+    assert sum(c.tokens == s.tokens for c, s in zip(again, whole, strict=True)) < 16
+    first = run(engine, replace(asked, begun=[], tokens=[*CONTEXT, whole[0].tokens[0]]))["a"][0]
+    assert first.tokens[:8] != again[0].tokens[1:9], "not the noise that chose the first token"
+
+
+def check_finished_samples_are_not_sampled_again(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, [0, 1, 2], Sampling(24))
+    whole, before = run(engine, asked)["a"], engine.stats().tokens
+    assert run(engine, replace(asked, begun=whole)) == {"a": whole}
+    assert engine.stats().tokens == before
+    third = Completion([], [], [], "abort")
+    again = run(engine, replace(asked, begun=[whole[0], whole[1], third]))["a"]
+    assert again[:2] == whole[:2]
+    assert again[2].tokens == whole[2].tokens
+    assert engine.stats().tokens == before + 24
+
+
+def check_what_has_finished_cannot_be_withdrawn(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, [0, 1], Sampling(4))
+    engine.add([asked])
+    engine.step()
+    assert [w.sample for w in engine.withdraw([SampleId("a", 0), SampleId("b", 0), SampleId("a", 7)])] == [("a", 0)]
+    assert engine.withdraw([SampleId("a", 0)]) == []
+    assert [(c.finish, len(c.tokens)) for c in finish(engine)["a"]] == [("abort", 1), ("length", 4)]
+    assert engine.withdraw([SampleId("a", 1)]) == []
+    assert not engine.busy
+    engine.add([asked])
+    assert len(engine.withdraw([SampleId("a", 0), SampleId("a", 1)])) == 2
+    assert [c.finish for c in finish(engine)["a"]] == ["abort", "abort"]
+
+
+def check_a_report_tells_how_far_samples_are_and_what_steps_have_read(engine: Engine) -> None:
+    before = engine.report()
+    engine.add([Request("a", list(range(40)), [0, 1], Sampling(8))])
+    engine.step()
+    engine.step()
+    report = engine.report()
+    assert report.lengths == {"a": {0: 2, 1: 2}}
+    assert report.steps - before.steps == 2
+    assert report.tokens - before.tokens == 4
+    assert report.read - before.read == 40 + 8 + 2  # the second sample finds one block of 32 cached
+    assert report.seconds > before.seconds
+    engine.withdraw([SampleId("a", 1)])
+    assert engine.report().lengths == {"a": {0: 2}}
+
+
 def check_abort_forgets(engine: Engine) -> None:
     engine.add([Request(id, CONTEXT, [0, 1], Sampling(24)) for id in "ab"])
     engine.step()
@@ -238,6 +326,8 @@ def check_nothing_is_sampled_before_a_version(engine: Engine, monkeypatch: pytes
         (Request("x", CONTEXT, [-1], Sampling(4)), "expected seeds of at least 0, found -1"),
         (Request("x", CONTEXT, [0], Sampling(4, 0.001)), "expected rollout.temperature 0 or in"),
         (Request("x", CONTEXT, [0], Sampling(123)), "6 tokens and 123 new ones exceed 128"),
+        (Request("x", CONTEXT, [0, 1], Sampling(4), [BEGUN]), "a begun sample for each of 2 seeds, found 1"),
+        (Request("x", CONTEXT, [0], Sampling(2), [BEGUN]), "unfinished samples below 2 tokens, found one of 2"),
         (Request("open", CONTEXT, [0], Sampling(4)), "open: its id is that of an unfinished request"),
         (Request("fine", CONTEXT, [1], Sampling(4)), "fine: its id is that of an unfinished request"),
     ],

@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from monarch.actor import this_host
 from tiny import tiny_llama
 from titan_rl import config as c
 from titan_rl.actors import vllm_cpu
-from titan_rl.actors.engine import EngineSettings
+from titan_rl.actors.engine import EngineSettings, SampleId, Withdrawn
 from titan_rl.clock import Clock
 from titan_rl.manifest import Publication
 from titan_rl.meshes.faults import DeadlinePassed, RunError
@@ -48,25 +49,39 @@ class Running:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny_llama(max_position_embeddings=256)
+    return tiny_llama(max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Serving version 0: the weights in the model's folder, for there is no trainer to read any from."""
     replicas, tp = LAYOUTS[request.param]
-    folder: Path = tmp_path_factory.mktemp("model")
+    with started(model, tmp_path_factory.mktemp("model"), replicas=replicas, tp=tp, longest=256) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stealing(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with started(model, tmp_path_factory.mktemp("model"), replicas=2, tp=1, longest=1024, steal=True) as running:
+        yield running
+
+
+@contextmanager
+def started(
+    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, steal: bool = False
+) -> Iterator[Running]:
     model.save_pretrained(folder)
     settings = EngineSettings(
         model_dir=str(folder),
-        max_model_len=256,
+        max_model_len=longest,
+        max_num_seqs=64 if steal else 256,
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:
-        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV)
+        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, steal=steal)
         pids = [info.pid for info in await mesh.start()]
         await mesh.connect([[] for _ in range(tp)])
         await mesh.pull(0)
@@ -148,6 +163,27 @@ def test_who_gives_up_disturbs_nobody(running: Running) -> None:
 
     (completion,) = running(work())
     assert len(completion.tokens) == 8
+
+
+def test_a_sample_that_is_withdrawn_goes_on_elsewhere_as_if_nothing_had_happened(running: Running, model: Any) -> None:
+    asked = Request("a", [1, 5], [0, 1, 2], Sampling(200, 0.0))
+    first, last = running.mesh.replicas[0], running.mesh.replicas[-1]
+
+    async def work() -> tuple[list[Completion], list[Completion]]:
+        staying = first.put(asked)
+        await asyncio.sleep(0.05)
+        withdrawn: list[Withdrawn] = await first.head("withdraw", [SampleId("a", 0), SampleId("a", 2)], seconds=5)
+        assert [w.sample.nth for w in withdrawn] == [0, 2]
+        rest = Request("a~1", asked.tokens, [0, 2], asked.sampling, [w.begun for w in withdrawn])
+        return await staying, await last.put(rest)
+
+    (early, whole, late), rest = running(work())
+    assert [early.finish, whole.finish, late.finish] == ["abort", "length", "abort"]
+    assert 0 < len(early.tokens) == len(late.tokens) < 200
+    for completion in (whole, *rest):
+        assert completion.tokens == greedy(model, [1, 5], completion)
+        assert len(completion.tokens) == len(completion.versions) == 200
+        assert completion.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
 
 
 def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) -> None:
@@ -279,12 +315,96 @@ def test_a_publisher_two_versions_ahead_waits_for_a_slow_reader(running: Running
     running(work())
 
 
+@asynccontextmanager
+async def slowed(pid: int) -> AsyncIterator[None]:
+    """A process that runs an eighth of the time."""
+
+    async def bursts() -> None:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.35)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.05)
+
+    slowing = asyncio.create_task(bursts())
+    try:
+        yield
+    finally:
+        slowing.cancel()
+        os.kill(pid, signal.SIGCONT)
+
+
+def logprob_gap(model: Any, context: Sequence[int], completion: Completion) -> float:
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *completion.tokens]])).logits[0, len(context) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+    return (expected - torch.tensor(completion.logprobs)).abs().max().item()
+
+
+def test_a_slow_replica_is_relieved_and_its_groups_are_complete_and_in_order(stealing: Running, model: Any) -> None:
+    asked = [Request(f"r{i}", [1, 4 + i], list(range(8 * i, 8 * i + 8)), Sampling(900)) for i in range(4)]
+    undisturbed = stealing.generate(*asked)
+    before = stealing.mesh.loads()
+
+    async def work() -> list[list[Completion]]:
+        async with slowed(stealing.pids[0]):
+            return await asyncio.gather(*map(stealing.mesh.generate, asked))
+
+    done = stealing(work())
+    slow, quick = stealing.mesh.loads()
+    assert quick.stolen - before[1].stolen >= 8
+    assert slow.sampled - before[0].sampled + quick.sampled - before[1].sampled == 4 * 8 * 900, "none twice"
+    assert slow.sampled - before[0].sampled < quick.sampled - before[1].sampled
+    assert slow[:2] == quick[:2] == (0, 0)
+    for request, completions, others in zip(asked, done, undisturbed, strict=True):
+        for completion, other in zip(completions, others, strict=True):
+            assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 900
+            assert completion.tokens[:3] == other.tokens[:3]
+            assert logprob_gap(model, request.tokens, completion) < 1e-4
+
+
+def test_what_moves_keeps_to_the_weights_that_a_drain_finishes_on(stealing: Running, model: Any) -> None:
+    async def work() -> list[list[Completion]]:
+        _, weights = await connected(stealing, model, in_flight="drain")
+        await weights.sync(40)
+        asked = [Request(f"r{i}", [1, 4 + i], list(range(8)), Sampling(600)) for i in range(4)]
+        sampling = asyncio.gather(*map(stealing.mesh.generate, asked))
+        async with slowed(stealing.pids[1]):
+            for version in range(41, 44):
+                await asyncio.sleep(0.3)
+                await weights.sync(version)
+        return await sampling
+
+    assert all(len(versions) == 1 for versions in versions(stealing(work())))
+
+
+def test_a_replica_that_dies_before_it_could_be_relieved_fails_what_it_held(stealing: Running) -> None:
+    async def work() -> None:
+        waiting = [
+            asyncio.create_task(stealing.mesh.generate(request)) for request in requests(2, Sampling(600), samples=8)
+        ]
+        await asyncio.sleep(0.05)
+        os.kill(stealing.pids[0], signal.SIGSTOP)
+        relieved, _ = await asyncio.gather(waiting[1], asyncio.sleep(3))
+        assert len(relieved) == 8
+        os.kill(stealing.pids[0], signal.SIGKILL)
+        with pytest.raises(RunError, match=r"^generator0\[tp=0\] died"):
+            await waiting[0]
+        for call in (stealing.mesh.generate(requests(1, Sampling(4))[0]), stealing.mesh.pull(50)):
+            with pytest.raises(RunError, match="generator0"):
+                await call
+
+    stealing(work())
+
+
 @pytest.mark.parametrize("running", ["replicas2"], indirect=True)
 def test_an_error_between_steps_fails_every_call(running: Running) -> None:
     replica, late = running.mesh.replicas[0], Request("late", [1], [0], Sampling(4))
 
     async def work() -> None:
-        waiting = asyncio.create_task(replica.generate(Request("open", [1], [0], Sampling(240))))
+        waiting = replica.put(Request("open", [1], [0], Sampling(240)))
         await asyncio.sleep(0.05)
         await running.mesh.connect([[]])
         with pytest.raises(RunError, match="failed in switch: RuntimeError") as failure:
@@ -310,9 +430,7 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
         if not replica.error:
             await replica.scatter("connect", [[] for _ in range(tp)], c.WeightSync(), seconds=60)
         os.kill(lost, signal.SIGSTOP)
-        waiting: list[asyncio.Task[Any]] = [
-            asyncio.create_task(replica.generate(request)) for request in requests(4, Sampling(240))
-        ]
+        waiting: list[asyncio.Future[Any]] = [replica.put(request) for request in requests(4, Sampling(240))]
         slots, reading = Slots(), Publication(3, 0, [], 0.0)
 
         async def read() -> None:

@@ -100,11 +100,12 @@ def stream(
     pulls=st.lists(st.integers(0, 20), min_size=1, max_size=5),
     lag=st.integers(0, 4),
     window=st.integers(0, 3),
+    pace=st.booleans(),
     n=st.integers(1, 3),
     begun=st.integers(0, 2),
 )
 def test_no_token_is_older_than_the_bound(
-    tokenizer: TextTokenizer, delays: list[int], pulls: list[int], lag: int, window: int, n: int, begun: int
+    tokenizer: TextTokenizer, delays: list[int], pulls: list[int], lag: int, window: int, pace: bool, n: int, begun: int
 ) -> None:
     """Whatever takes how long: sampling, or until the generators serve a version. Every prompt is trained on once."""
     window = window if lag else 0
@@ -118,7 +119,7 @@ def test_no_token_is_older_than_the_bound(
             source(tokenizer),
             tokenizer,
             n * (steps - begun),
-            rollout=Rollout(groups_per_step=n, group_size=3, lag=lag, window=window),
+            rollout=Rollout(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
             first=begun + 1,
         )
         trained: list[int] = []
@@ -190,11 +191,51 @@ def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) ->
     assert asyncio.run(reached(lag=2, window=3)) == (4, 3)
 
 
+def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) -> None:
+    """Where sampling is quicker than training, two steps' worth in flight are enough. Where it takes four steps as
+    long, there are as many more as keep the trainers busy."""
+
+    async def ages_with(pace: bool, turns: int) -> tuple[int, int]:
+        echo = Echo([turns])
+        oldest = 0
+        rollout = Rollout(groups_per_step=2, group_size=3, lag=4, pace=pace)
+        rollouts = stream(echo, source(tokenizer), tokenizer, rollout=rollout)
+        async with aclosing(rollouts):
+            rollouts.admit(10)
+            for step in range(1, 20):
+                groups = await rollouts.take(2, step)
+                oldest = max(oldest, *ages_of(step, groups))
+                for _ in range(10):  # training
+                    await asyncio.sleep(0)
+                echo.version = step
+                rollouts.admit(2)
+            return int(oldest), rollouts.backlog.inflight
+
+    assert asyncio.run(ages_with(pace=False, turns=5)) == (4, 10)
+    assert asyncio.run(ages_with(pace=True, turns=5))[0] <= 2
+    oldest, inflight = asyncio.run(ages_with(pace=True, turns=38))
+    assert oldest <= 4
+    assert inflight == 10
+
+
+def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer)  # 1 3 5 7 9 turns
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            parts = [ids(part) async for part in rollouts.parts(5, 2)]
+            assert parts == [[0, 1], [2, 3], [4]]
+            assert rollouts.backlog.inflight == 1
+            assert [ids(part) async for part in rollouts.parts(1, 4)] == [[5]]
+
+    asyncio.run(body())
+
+
 def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer) -> None:
     """Also one that resumes twice before the straggler is trained on."""
 
     async def body() -> None:
-        rollout = Rollout(groups_per_step=1, group_size=3, lag=2, window=4)
+        rollout = Rollout(groups_per_step=1, group_size=3, lag=2, window=4, pace=False)
         prompts = source(tokenizer)
         seen: list[int] = []
         for life in range(3):

@@ -208,8 +208,25 @@ def _run(config: Config) -> Iterator[str]:
     if rollout.window and config.algorithm.dynamic_sampling:
         why = "for replaced groups would break its bound"
         yield f"rollout.window: expected 0 beside algorithm.dynamic_sampling, {why}, found {rollout.window}"
+    yield from _streaming(config)
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"
+
+
+def _streaming(config: Config) -> Iterator[str]:
+    """What must be known of all of a step's groups before any of them is trained on."""
+    a, size = config.algorithm, config.training.stream_groups
+    needs = {
+        'algorithm.normalize is "batch"': a.normalize == "batch",
+        "a step has several updates": a.updates > 1,
+        "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
+        "a critic is trained": a.needs_critic,
+        "rollout.window lets groups overtake each other": config.rollout.window > 0,
+        'placement.kind is "colocated"': config.placement.kind == "colocated",
+    }
+    if size and a.kind == "rl" and any(needs.values()):
+        why = " and ".join(reason for reason, holds in needs.items() if holds)
+        yield f"training.stream_groups: expected 0 where {why}, found {size}"
 
 
 def _algorithm(config: Config) -> Iterator[str]:

@@ -1,9 +1,12 @@
-"""Where a step's time goes. The verbs of the loop charge their seconds here; the log reads them once a step."""
+"""Where a step's time goes. The verbs of the loop charge their seconds here; the log reads them once a step, and the
+timeline shows each as a span."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from titan_rl.spans import span
 
 
 class Clock:
@@ -15,7 +18,8 @@ class Clock:
     def __call__(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self._lap[name] += time.perf_counter() - began
 

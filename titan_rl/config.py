@@ -95,6 +95,9 @@ class Training:
     """Examples of sft, or pairs of dpo and reward_model, in one step. RL's size is rollout.groups_per_step."""
     seq_len: int = bounds(256, ge=2)
     """Length of a packed row."""
+    stream_groups: int = bounds(0, ge=0)
+    """Train on so many groups as soon as they are finished, while the step's others are still sampled; 0 waits for all.
+    The update is the same one, summed in another order."""
     local_batch_size: int = bounds(8, ge=1)
     """Packed rows in one microbatch of one data-parallel rank; more rows accumulate gradients."""
     max_norm: float = bounds(1.0, gt=0)
@@ -247,6 +250,8 @@ class Rollout:
     on-policy."""
     window: int = bounds(0, ge=0)
     """Steps by which finished groups may overtake a straggler: it is trained so much later, hence lag + window old."""
+    pace: bool = True
+    """Under a lag of 2 or more, keep no more groups in flight than keep the trainers busy: fresher, and as fast."""
     timeout_seconds: int = bounds(600, ge=1)
     """Deadline for one prompt's group."""
 

@@ -28,7 +28,7 @@ from titan_rl.rollouts import RolloutStream
 from titan_rl.seeds import derive
 from titan_rl.setup import Setup
 from titan_rl.stop import Stop
-from titan_rl.types import PhaseName, Sample
+from titan_rl.types import Group, PhaseName, Sample, StepStats
 from titan_rl.weights import WeightSync
 
 BEFORE_RL = -1  # the version of weights that a cold start has yet to shape; RL begins with version 0
@@ -66,11 +66,14 @@ class Controller:
             stream.admit(groups_per_step * (lag + 1))
 
             for step in self.stop.steps(start + 1, last):
-                groups = await weights.beside(stream.take(groups_per_step, step))  # gather
-                await self.meshes.turn_of_trainers()
-                samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
-                groups, samples = with_advantages(groups, samples, algorithm)
-                stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
+                if self.config.training.stream_groups:
+                    groups, samples, stats = await weights.beside(self.streamed(stream))
+                else:
+                    groups = await weights.beside(stream.take(groups_per_step, step))  # gather
+                    await self.meshes.turn_of_trainers()
+                    samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
+                    groups, samples = with_advantages(groups, samples, algorithm)
+                    stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
                 admit = partial(stream.admit, groups_per_step)
                 sync = await (
                     weights.begin(step, admit) if overlaps else weights.sync(step)
@@ -136,6 +139,18 @@ class Controller:
                     await self.meshes.trainers.save(step, state)
                 if enough:
                     break
+
+    async def streamed(self, stream: RolloutStream) -> tuple[list[Group], list[Sample], StepStats]:
+        """A step's update, part by part while the rest of its groups is still sampled."""
+        algorithm, training, count = self.config.algorithm, self.config.training, self.config.rollout.groups_per_step
+        groups: list[Group] = []
+        samples: list[Sample] = []
+        async for part in stream.parts(count, training.stream_groups):
+            judged = await self.roles.judge(samples_of(part, algorithm))
+            part, judged = with_advantages(part, judged, algorithm)
+            await self.roles.accumulate(judged)
+            groups, samples = [*groups, *part], [*samples, *judged]
+        return sorted(groups, key=lambda group: group.prompt.id), samples, await self.roles.update()
 
     # -- parts ------------------------------------------------------------------------------------------------
 

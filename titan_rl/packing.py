@@ -32,12 +32,14 @@ def pack(
     aggregation: Aggregation = "token_mean",
     length: int = 1,
     together: int = 1,
+    whole: bool = True,
 ) -> list[Batch]:
     """The samples as one Batch a shard, all of equally many microbatches of [rows_per_microbatch, L].
 
     How many: as few as rows of seq_len allow. L: the shortest length at which the samples still fit those rows, since
     an empty place costs what a filled one does. A token whose sampling log-prob is not finite is masked out.
-    `together` consecutive samples always share a row: a preference pair needs both members in one place.
+    `together` consecutive samples always share a row: a preference pair needs both members in one place. Where the
+    samples are not the `whole` of an update, the weights lack its `divisor`, and the counts are those of the part.
     """
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
@@ -47,12 +49,21 @@ def pack(
     slots = rounds * round_of_rows
     block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
     weights, tokens, sequences = _weights(block, len(samples), aggregation, length)
+    if whole:
+        tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without a trained token has loss 0
+        weights = weights / divisor(aggregation, tokens, sequences)
+    weights = weights.astype(np.float32)
 
     # Rows come fullest first and are dealt back and forth, so that shards carry nearly equal tokens.
     deal = np.arange(slots).reshape(-1, shards)
     deal[1::2] = deal[1::2, ::-1].copy()
     hands = deal.T.reshape(shards, rounds, rows_per_microbatch)
     return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences) for hand in hands]
+
+
+def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
+    """The denominator that is fixed once all of an update's samples are known."""
+    return tokens if aggregation == "token_mean" else sequences
 
 
 def unpack(
@@ -178,8 +189,8 @@ def _write(
 
 
 def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int) -> tuple[np.ndarray, int, int]:
-    """What each token counts, and how many tokens and sequences are trained on: global numbers, which is what makes a
-    loss independent of mesh and microbatching. Denominators are at least 1: a step without a trained token has loss 0.
+    """What each token counts, less the divisor, and how many tokens and sequences are trained on: global numbers, which
+    is what makes a loss independent of mesh and microbatching.
 
     token_mean      1 / tokens
     sequence_mean   1 / (tokens of the sequence x sequences)
@@ -187,15 +198,13 @@ def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int)
     """
     on = block.mask > 0
     per_sample = np.bincount(block.owner[on], minlength=samples)
-    tokens, sequences = max(int(on.sum()), 1), max(int((per_sample > 0).sum()), 1)
-    if aggregation == "token_mean":
-        weights = block.mask / tokens
-    elif aggregation == "sequence_mean":
+    weights = block.mask.astype(np.float64)
+    if aggregation == "sequence_mean":
         own = np.append(per_sample, 1)[block.owner]  # -1, padding, finds the appended 1
-        weights = block.mask / np.maximum(own, 1) / sequences
-    else:
-        weights = block.mask / (length * sequences)
-    return weights.astype(np.float32), tokens, sequences
+        weights = weights / np.maximum(own, 1)
+    elif aggregation == "sequence_sum":
+        weights = weights / length
+    return weights, int(on.sum()), int((per_sample > 0).sum())
 
 
 def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:

@@ -17,7 +17,7 @@ from titan_rl.export import export
 from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.launch import Meshes
 from titan_rl.meshes.models import ModelMesh
-from titan_rl.packing import pack, unpack
+from titan_rl.packing import divisor, pack, unpack
 from titan_rl.setup import Setup
 from titan_rl.types import Batch, Sample, StepStats
 
@@ -26,6 +26,7 @@ class Roles:
     def __init__(self, setup: Setup, meshes: Meshes, clock: Clock) -> None:
         self._config, self._setup, self._meshes, self._clock = setup.config, setup, meshes, clock
         self._checksums: dict[str, list[int]] = {}
+        self._tokens = self._sequences = 0  # accumulated for the step's update
 
     async def begin(self, at: int) -> None:
         """Give every role its weights, as the algorithm begins or where it resumes."""
@@ -74,6 +75,23 @@ class Roles:
         stats.metrics.update(learnt.metrics | own)
         return stats
 
+    async def accumulate(self, samples: Sequence[Sample]) -> None:
+        """A part of the step's update: forward and backward now, the rest when `update` knows all of them."""
+        trainers = self._meshes.trainers
+        with self._clock("train"):
+            part = self.batches(samples, trainers, whole=False)
+            await trainers.accumulate(part)
+        self._tokens += part[0].tokens
+        self._sequences += part[0].sequences
+
+    async def update(self) -> StepStats:
+        """The step's update of what was accumulated."""
+        whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
+        self._tokens = self._sequences = 0
+        with self._clock("train"):
+            aggregation = self._config.algorithm.aggregation
+            return await self._meshes.trainers.update(whole, divisor(aggregation, whole.tokens, whole.sequences))
+
     async def supervise(self, samples: Sequence[Sample]) -> StepStats:
         """A cold start's step: cross-entropy, whatever the algorithm that comes after it."""
         mesh = self._meshes.trainers
@@ -87,7 +105,7 @@ class Roles:
                 await self._meshes.critic.save(step)
             await self._meshes.trainers.save(step, controller)
 
-    def batches(self, samples: Sequence[Sample], mesh: ModelMesh) -> list[Batch]:
+    def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm
         return self._packed(
             samples,
@@ -95,6 +113,7 @@ class Roles:
             aggregation=algorithm.aggregation,
             length=algorithm.length_constant or self._config.rollout.max_new_tokens,
             together=2 if algorithm.kind in ("preference", "reward") else 1,
+            whole=whole,
         )
 
     def _packed(self, samples: Sequence[Sample], mesh: ModelMesh, **how: Any) -> list[Batch]:

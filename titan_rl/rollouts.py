@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -74,6 +74,9 @@ class RolloutStream:
         self._first = first  # step
         self._left = groups  # how many the rest of the run needs: admission beyond it would be waste
         self._admitted = 0  # replacements apart
+        self._allowed = 0  # to start
+        self._paced = rollout.pace and rollout.lag > 1
+        self._steps_in_flight, self._ahead = 2, 0  # if paced
         self._seed = seed
         self._clock = clock
         self._inflight: deque[InFlight] = deque()
@@ -95,15 +98,23 @@ class RolloutStream:
         return Backlog(len(self._inflight), sum(group.task.done() for group in self._inflight))
 
     def admit(self, n: int) -> None:
-        for _ in range(min(n, self._left)):
-            self._left -= 1
-            self._start(self._first + self._admitted // self._rollout.groups_per_step)
-            self._admitted += 1
+        """Allow n more groups. Where that many finished ones wait already that the next two steps are sure, some start
+        later than they may: when they are needed, and so with newer weights."""
+        n = min(n, self._left)
+        self._left -= n
+        self._allowed += n
+        self._ahead = self._ahead + 1 if self.backlog.finished >= 2 * self._rollout.groups_per_step else 0
+        if self._ahead > self._rollout.lag:  # so often in a row: no accident
+            self._ahead, self._steps_in_flight = 0, max(2, self._steps_in_flight - 1)
+        self._fill()
 
     async def take(self, n: int, step: int) -> list[Group]:
         """n groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds. A round is
         admitted at once, never group by group: so engines see the same batches in every synchronous run."""
         with self._clock("generate"):
+            if self._paced and self.backlog.finished < n and step > self._first:  # the trainers wait
+                self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.lag + 1)
+                self._fill()
             groups, self.dropped = await self._gather(n, step), []
             for _ in range(self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0):
                 flat = [group for group in groups if group.flat]
@@ -119,15 +130,36 @@ class RolloutStream:
                 raise RuntimeError(f"prompt {group.prompt.id} holds tokens of version {group.version} at step {step}")
         return groups
 
+    async def parts(self, n: int, size: int) -> AsyncIterator[list[Group]]:
+        """The n oldest, `size` at a time, in the order in which they finish."""
+        chosen, finished = list(islice(self._inflight, n)), asyncio.Queue[asyncio.Task[Group]]()
+        for group in chosen:
+            group.task.add_done_callback(finished.put_nowait)
+        while n > 0:
+            with self._clock("generate"):
+                part = [await finished.get() for _ in range(min(size, n))]
+            n -= len(part)
+            yield [task.result() for task in part]
+        self._inflight = deque(group for group in self._inflight if group not in chosen)
+
     def _start(self, turn: int) -> None:
         before = self._prompts.state_dict()
         prompt = self._prompts.next()
         self._inflight.append(InFlight(asyncio.create_task(self._sample(prompt)), prompt.id, turn, before))
 
+    def _fill(self) -> None:
+        room = self._steps_in_flight * self._rollout.groups_per_step - len(self._inflight)
+        for _ in range(min(self._allowed, room) if self._paced else self._allowed):
+            self._allowed -= 1
+            self._start(self._first + self._admitted // self._rollout.groups_per_step)
+            self._admitted += 1
+
     async def _gather(self, n: int, step: int) -> list[Group]:
         """The n oldest. With a window: all whose last chance this step is, and of the others those that are finished
         first. In the order of admission."""
         chosen = list(islice(self._inflight, n))
+        if len(chosen) < n:
+            raise RuntimeError(f"step {step} takes {n} groups, but {len(chosen)} are in flight")
         if self._rollout.window:
             due = [group for group in self._inflight if group.turn + self._rollout.window <= step]
             others = [group for group in self._inflight if group not in due]

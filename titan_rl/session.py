@@ -12,6 +12,7 @@ from titan_rl.run_log import RunLog
 from titan_rl.setup import Setup
 from titan_rl.stop import Stop
 from titan_rl.terminal import Terminal
+from titan_rl.timeline import timeline
 from titan_rl.weights import WeightSync
 
 
@@ -22,7 +23,10 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     stop, clock = Stop(task), Clock()
     config, resume = setup.config, setup.resume
     try:
-        async with launch(setup, terminal) as meshes:
+        async with (
+            launch(setup, terminal) as meshes,
+            timeline(setup.folder / "timeline.json", meshes.all, terminal.note),
+        ):
             weights = None
             if meshes.generators is not None:
                 weights = WeightSync(meshes.trainers, meshes.generators, clock)

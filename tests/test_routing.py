@@ -1,0 +1,394 @@
+"""The routing policy in virtual time: engines of any pace, samples of any length, all events in one heap."""
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.actors.engine import Report, SampleId, Withdrawn
+from titan_rl.meshes.routing import SILENT_SECONDS, Load, Move, Pace, Routing
+from titan_rl.types import Completion, Request, Sampling
+
+REPORT_SECONDS = 0.25
+CONTEXT = [1, 2, 3, 4]
+
+
+@dataclass
+class Running:
+    """A sample in an engine."""
+
+    completion: Completion
+    length: int  # at which it ends
+    unread: int  # tokens that its next step computes
+
+
+@dataclass
+class Engine:
+    """A step takes a + b seconds for each token that it computes; from `stops` to `resumes` nothing happens."""
+
+    a: float
+    b: float
+    stops: float = float("inf")
+    resumes: float = float("inf")
+    requests: dict[str, dict[int, Running]] = field(default_factory=dict)
+    ended: dict[str, dict[int, Completion]] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+
+    def wall(self, began: float, seconds: float) -> float:
+        """When work of so many seconds is done."""
+        if began >= self.resumes or began + seconds <= self.stops:
+            return began + seconds
+        return max(self.resumes, began) + seconds - max(0.0, self.stops - began)
+
+    def add(self, request: Request, lengths: Mapping[int, int]) -> None:
+        begun = request.begun or [Completion([], [], [], "abort") for _ in request.seeds]
+        assert all(sample.finish == "abort" for sample in begun)
+        self.ended[request.id] = {}
+        self.requests[request.id] = {
+            i: Running(sample, lengths[seed], len(sample.tokens) + (len(request.tokens) if i == 0 else 1))
+            for i, (seed, sample) in enumerate(zip(request.seeds, begun, strict=True))
+        }
+
+    def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
+        withdrawn = []
+        for sample in samples:
+            if running := self.requests.get(sample.request, {}).pop(sample.nth, None):
+                withdrawn.append(Withdrawn(sample, running.completion))
+                self.ended[sample.request][sample.nth] = running.completion
+        return withdrawn
+
+    @property
+    def reads(self) -> int:
+        return sum(sample.unread for request in self.requests.values() for sample in request.values())
+
+    def step(self, seconds: float, replica: int) -> None:
+        reads, tokens = self.reads, 0
+        for id, samples in self.requests.items():
+            for i, sample in list(samples.items()):
+                old, tokens, sample.unread = sample.completion, tokens + 1, 1
+                now = [*old.tokens, len(old.tokens)], [*old.logprobs, 0.0], [*old.versions, replica]
+                sample.completion = Completion(*now, "abort")
+                if len(sample.completion.tokens) == sample.length:
+                    self.ended[id][i] = Completion(*now, "stop")
+                    del samples[i]
+        lengths = {
+            id: {i: len(s.completion.tokens) for i, s in samples.items()} for id, samples in self.requests.items()
+        }
+        r = self.report
+        self.report = Report(r.steps + 1, r.seconds + seconds, r.read + reads, r.tokens + tokens, lengths)
+
+    def done(self) -> list[tuple[str, list[Completion]]]:
+        ids = [id for id, samples in self.requests.items() if not samples]
+        for id in ids:
+            del self.requests[id]
+        return [(id, [completion for _, completion in sorted(self.ended.pop(id).items())]) for id in ids]
+
+
+class World:
+    """What the generator mesh does, with engines in place of processes. A seed's length is `lengths[seed]`."""
+
+    def __init__(
+        self, engines: Sequence[Engine], lengths: Mapping[int, int], *, slots: int | None, steals: bool = True
+    ) -> None:
+        self.engines, self.lengths = engines, lengths
+        self.routing, self.steals = Routing(len(engines), slots), steals
+        for replica, engine in enumerate(engines):  # it has run before
+            for tokens in (1, 100):
+                r = engine.report
+                engine.report = Report(r.steps + 1, r.seconds + engine.a + engine.b * tokens, r.read + tokens, r.tokens)
+                self.routing.report(replica, engine.report, 0.0)
+        self.answers: dict[str, list[Completion]] = {}
+        self.at: dict[str, float] = {}  # answered
+        self.sent: list[tuple[str, int]] = []
+        self.now, self.move_seconds = 0.0, 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = count()
+        self._stepping = [False] * len(engines)
+        self._between: list[list[Callable[[], None]]] = [[] for _ in engines]  # two steps
+
+    def run(self, requests: Sequence[Request], until: float = 1e5) -> float:
+        """Answers with the makespan."""
+        for request in requests:
+            self.routing.add(request)
+        for replica in range(len(self.engines)):
+            self._after(replica, 0.0, lambda replica=replica: self._beat(replica))
+        self._send()
+        while self._events and len(self.answers) < len(requests):
+            self.now, _, happens = heapq.heappop(self._events)
+            if self.now > until:
+                break
+            happens()
+        return self.now
+
+    def _after(self, replica: int, seconds: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.engines[replica].wall(self.now, seconds), next(self._ids), happens))
+
+    def _beat(self, replica: int) -> None:
+        self._heard(replica)
+        self._after(replica, REPORT_SECONDS, lambda: self._beat(replica))
+
+    def _heard(self, replica: int) -> None:
+        self.routing.report(replica, self.engines[replica].report, self.now)
+        self._send()
+        while self.steals and (move := self.routing.steal(self.now)):
+            self._wake(move.victim, lambda move=move: self._withdraw(move))
+
+    def _withdraw(self, move: Move) -> None:
+        withdrawn = self.engines[move.victim].withdraw(move.samples)
+        victim, thief = self.engines[move.victim], self.engines[move.thief]
+        reads = sum(len(sample.begun.tokens) for sample in withdrawn)
+        reads += len(CONTEXT) * len({sample.sample.request for sample in withdrawn})
+        samples = sum(len(request) for request in victim.requests.values()) + len(withdrawn)
+        self.move_seconds = max(self.move_seconds, victim.a + victim.b * samples + thief.a + thief.b * reads)
+        self.routing.moved(move, withdrawn)
+        self._send()
+
+    def _send(self) -> None:
+        for replica, request, _ in self.routing.send(self.now):
+            self.sent.append((request.id, replica))
+            self._wake(
+                replica, lambda replica=replica, request=request: self.engines[replica].add(request, self.lengths)
+            )
+
+    def _wake(self, replica: int, then: Callable[[], None]) -> None:
+        self._between[replica].append(then)
+        if not self._stepping[replica]:
+            self._stepping[replica] = True
+            self._after(replica, 0.0, lambda: self._go_on(replica))
+
+    def _go_on(self, replica: int) -> None:
+        engine = self.engines[replica]
+        while self._between[replica]:
+            self._between[replica].pop(0)()
+        done = engine.done()
+        for id, completions in done:
+            answer = self.routing.done(replica, id, completions)
+            if answer is not None:
+                whole = id.partition("~")[0]
+                assert whole not in self.answers
+                self.answers[whole], self.at[whole] = answer, self.now
+                self.routing.forget(whole)
+        if done:
+            self._heard(replica)
+        self._stepping[replica] = bool(engine.reads or self._between[replica])
+        if self._stepping[replica]:
+            began, seconds = self.now, engine.a + engine.b * engine.reads
+
+            def ends() -> None:
+                engine.step(self.now - began, replica)
+                self._go_on(replica)
+
+            self._after(replica, seconds, ends)
+
+
+def groups(lengths: Sequence[Sequence[int]], most: int, *, hints: bool = False) -> tuple[list[Request], dict[int, int]]:
+    """One request each, every seed its own."""
+    seeds: Iterator[int] = count()
+    asked, ends = [], {}
+    for i, group in enumerate(lengths):
+        own = [next(seeds) for _ in group]
+        ends |= dict(zip(own, group, strict=True))
+        asked.append(Request(f"r{i}", CONTEXT, own, Sampling(most), expected=max(group) if hints else 0))
+    return asked, ends
+
+
+def complete(world: World, requests: Sequence[Request]) -> None:
+    """Every sample is there once, in its place, each token sampled once."""
+    assert world.answers.keys() == {request.id for request in requests}
+    for request in requests:
+        for seed, completion in zip(request.seeds, world.answers[request.id], strict=True):
+            assert completion.tokens == list(range(world.lengths[seed]))
+            assert len(completion.versions) == len(completion.logprobs) == len(completion.tokens)
+            assert completion.finish == "stop"
+
+
+def fresh(fleet: Sequence[Engine], *stop: float) -> list[Engine]:
+    """The first of them may stop, and resume."""
+    engines = [Engine(engine.a, engine.b) for engine in fleet]
+    if stop:
+        engines[0].stops, engines[0].resumes = stop
+    return engines
+
+
+MOST = 60
+fleets = st.lists(st.builds(Engine, st.floats(0.001, 0.1), st.floats(0, 0.02)), min_size=2, max_size=4)
+batches = st.lists(st.lists(st.integers(1, MOST), min_size=1, max_size=6), min_size=1, max_size=6)
+even = st.lists(st.tuples(st.integers(1, MOST), st.integers(1, 6)).map(lambda g: [g[0]] * g[1]), min_size=1, max_size=6)
+slots = st.integers(4, 20)
+
+
+@given(fleets, batches, st.none() | slots, st.booleans())
+def test_no_sample_is_lost_or_answered_twice(
+    fleet: list[Engine], batch: list[list[int]], slots: int | None, hints: bool
+) -> None:
+    requests, lengths = groups(batch, MOST, hints=hints)
+    world = World(fresh(fleet), lengths, slots=slots)
+    world.run(requests)
+    complete(world, requests)
+    assert [load[:2] for load in world.routing.loads()] == [(0, 0)] * len(fleet)
+    if slots is None:
+        assert all(len(set(c.versions)) == 1 for cs in world.answers.values() for c in cs), "none has moved"
+
+
+@given(fleets, even, slots)
+def test_stealing_costs_at_most_one_move_where_lengths_are_known(
+    fleet: list[Engine], batch: list[list[int]], slots: int
+) -> None:
+    requests, lengths = groups(batch, MOST, hints=True)
+    world, other = World(fresh(fleet), lengths, slots=slots), World(fresh(fleet), lengths, slots=slots, steals=False)
+    assert world.run(requests) <= other.run(requests) + world.move_seconds + 1e-9
+
+
+def test_stealing_shortens_the_makespan_of_uneven_fleets_though_no_length_is_known() -> None:
+    ratios = []
+    for seed in range(60):
+        draw, slots = Random(seed), 64  # room for all: engines are alike with and without
+        fleet = [Engine(10 ** draw.uniform(-3, -1), 10 ** draw.uniform(-4, -2)) for _ in range(draw.randint(2, 4))]
+        requests, lengths = groups([[draw.randint(1, 200) for _ in range(8)] for _ in range(6)], 200)
+        makespans = [World(fresh(fleet), lengths, slots=n).run(requests) for n in (slots, None)]
+        ratios.append(makespans[0] / makespans[1])
+    assert mean(ratios) < 0.6
+    assert max(ratios) < 1.05
+
+
+@given(fleets, batches, slots, st.floats(0.01, 1), st.floats(1, 30))
+def test_a_stopped_replica_delays_only_what_it_alone_holds(
+    fleet: list[Engine], batch: list[list[int]], slots: int, stops: float, lasts: float
+) -> None:
+    requests, lengths = groups(batch, MOST)
+    for_ever = World(fresh(fleet, stops, 1e9), lengths, slots=slots)
+    for_ever.run(requests, until=200)
+    held = {id for id, replica in for_ever.sent if replica == 0}
+    assert {request.id for request in requests} - for_ever.answers.keys() <= held
+
+    back = World(fresh(fleet, stops, stops + lasts), lengths, slots=slots)
+    back.run(requests)
+    complete(back, requests)
+
+
+def test_what_a_stopped_replica_held_is_stolen_as_soon_as_it_answers() -> None:
+    requests, lengths = groups([[200] * 8] * 2, 200)
+    fleet = [Engine(0.01, 0.0), Engine(0.01, 0.0)]
+    world = World(fresh(fleet, 0.5, 6.0), lengths, slots=8)
+    stopped, relieved = world.run(requests), world.routing.loads()[1].stolen
+    assert relieved == 8
+    assert world.at["r1"] < 2.1  # 200 steps: as if nothing had happened
+    assert stopped < 6.0 + 1.6 + 2 * world.move_seconds  # what 150 steps take, and a move
+    assert world.answers["r0"][0].versions[-1] == 1
+
+
+def test_members_of_one_group_spread_when_that_finishes_sooner() -> None:
+    requests, lengths = groups([[200] * 8], 200)
+    world = World([Engine(0.0, 0.01), Engine(0.0, 0.01)], lengths, slots=8)
+    assert world.run(requests) < 0.6 * 200 * 8 * 0.01
+    complete(world, requests)
+    assert [[c.versions[-1] for c in world.answers["r0"]].count(replica) for replica in (0, 1)] == [4, 4]
+
+
+def test_nothing_moves_between_engines_that_are_no_faster_with_fewer_samples() -> None:
+    requests, lengths = groups([[200] * 8], 200)
+    world = World([Engine(0.01, 0.0), Engine(0.01, 0.0)], lengths, slots=8)
+    world.run(requests)
+    assert world.sent == [("r0", 0)]
+
+
+@given(batches, st.integers(1, 4))
+def test_without_slots_the_order_of_requests_alone_decides(batch: list[list[int]], replicas: int) -> None:
+    requests, _ = groups(batch, MOST)
+    routing, loads = Routing(replicas), [0] * replicas
+    for request in requests:
+        least = loads.index(min(loads))
+        loads[least] += len(request.seeds) * MOST
+        routing.add(request)
+        routing.report(least, Report(1, 1.0, 1, 1, {"r0": {0: MOST - 1}}), 9.0)  # of progress, which must not decide
+        assert [(sent.replica, sent.request) for sent in routing.send(99.0)] == [(least, request)]
+    assert [load.outstanding for load in routing.loads()] == loads
+
+
+def test_with_slots_the_longest_expected_wait_least() -> None:
+    routing = Routing(2, slots=4)
+    for id, expected in (("short", 5), ("long", 50), ("longer", 60), ("unknown", 0)):
+        routing.add(Request(id, CONTEXT, [1, 2, 3], Sampling(100), expected=expected))
+    assert [(sent.request.id, sent.replica) for sent in routing.send(0.0)] == [("unknown", 0), ("longer", 1)]
+    assert routing.loads() == [Load(1, 300, 0, 0), Load(1, 180, 0, 0)]
+    assert routing.done(1, "longer", [Completion([7], [0.0], [0], "stop")] * 3)
+    assert [(sent.request.id, sent.replica) for sent in routing.send(0.0)] == [("long", 1)]
+
+
+def test_nothing_new_goes_to_a_replica_that_has_fallen_silent() -> None:
+    routing = Routing(2, slots=4)
+    for replica, at in ((0, 10.0), (1, 10.0 + SILENT_SECONDS)):
+        routing.report(replica, Report(), at)
+    routing.add(Request("a", CONTEXT, [1], Sampling(8)))
+    assert [sent.replica for sent in routing.send(10.0 + SILENT_SECONDS)] == [1]
+
+
+def test_a_hint_that_proves_too_short_is_forgotten() -> None:
+    routing = Routing(1, slots=4)
+    routing.add(Request("a", CONTEXT, [1], Sampling(100), expected=10))
+    routing.send(0.0)
+    outstanding = []
+    for length in (0, 4, 9, 10, 40):
+        routing.report(0, Report(lengths={"a": {0: length}}), 0.0)
+        outstanding.append(routing.loads()[0].outstanding)
+    assert outstanding == [10, 6, 1, 90, 60]
+
+
+def test_what_nobody_waits_for_is_ignored() -> None:
+    routing = Routing(2, slots=4)
+    request = Request("a", CONTEXT, [1, 2], Sampling(8))
+    routing.add(request)
+    with pytest.raises(ValueError, match="request a: its id is that of an unfinished request"):
+        routing.add(request)
+    routing.send(0.0)
+    begun = Completion([7], [0.0], [0], "abort")
+    routing.forget("a")
+    routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun)])
+    assert routing.send(0.0) == []
+    assert routing.done(0, "a", [begun, begun]) is None
+    assert routing.loads() == [Load(0, 0, 0, 0)] * 2
+    routing.add(request)
+    assert [sent.replica for sent in routing.send(0.0)] == [0]
+
+
+def test_a_withdrawn_sample_may_be_heard_of_before_or_after_its_finished_siblings() -> None:
+    for first in ("done", "moved"):
+        routing = Routing(2, slots=4)
+        routing.add(Request("a", CONTEXT, [1, 2], Sampling(8)))
+        routing.send(0.0)
+        stop, begun = Completion([7, 8], [0.0] * 2, [0] * 2, "stop"), Completion([9], [0.0], [0], "abort")
+        for what in ("done", "moved") if first == "done" else ("moved", "done"):
+            if what == "done":
+                assert routing.done(0, "a", [stop, begun]) is None
+            else:
+                routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun)])
+        ((replica, part, whole),) = routing.send(0.0)
+        assert (replica, part, whole) == (1, Request("a~1", CONTEXT, [2], Sampling(8), [begun]), "a")
+        assert routing.done(1, "a~1", [stop]) == [stop, stop]
+        assert routing.loads() == [Load(0, 0, 0, 0), Load(0, 0, 0, 1)]
+
+
+@given(st.floats(0.001, 1), st.floats(0.0001, 0.1), st.lists(st.integers(1, 500), min_size=2, max_size=20))
+def test_a_pace_is_the_line_through_what_was_measured(a: float, b: float, reads: list[int]) -> None:
+    pace, report = Pace(), Report()
+    assert pace.line is None
+    for read in reads:
+        report = Report(report.steps + 1, report.seconds + a + b * read, report.read + read)
+        pace.measure(report)
+    expected = (a, b) if max(reads) - min(reads) > 0.1 * max(reads) else (a + b * mean(reads), 0.0)
+    if len(set(reads)) == 1 or expected == (a, b):
+        assert pace.line == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_a_pace_forgets() -> None:
+    pace, seconds = Pace(), 0.0
+    for i in range(1, 60):
+        seconds += 0.1 if i < 20 else 0.5
+        pace.measure(Report(i, seconds, 8 * i))
+    assert pace.line == pytest.approx((0.5, 0.0), rel=0.02)
