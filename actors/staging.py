@@ -111,11 +111,9 @@ class Staging:
             for slot in range(SLOTS)
         ]
         local, every = self._local(), [copy for run in copies.values() for copy in run]
-        self._broken = set() if self._on_gpu else broken(local, every)
+        self._broken = set() if self._on_gpu else broken(local, every, dtype)
         most = max((local[name].numel() for name in self._broken), default=0)
-        self._casts = [
-            torch.empty(most, dtype=dtype) for _ in range(2)
-        ]  # for blocks that end in one and begin in another
+        self._casts = [torch.empty(most, dtype=dtype) for _ in range(2)]  # a block may begin in one and end in another
         order = {name: i for i, name in enumerate(dict.fromkeys(copy.name for copy in every))}
         self._order = sorted(  # what is read of one parameter is packed together
             ((reader, i, block) for reader, found in self._blocks.items() for i, block in enumerate(found)),

@@ -272,10 +272,9 @@ class GeneratorMesh:
                 await self._settle()
                 return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
-        try:
-            answers = await asyncio.gather(*map(pulled, self.replicas))
-        finally:
-            self._switching = False
+        answers = await asyncio.gather(*map(pulled, self.replicas))
+        self._switching = False  # not after a refusal: who serves nothing can take nothing over
+        self._routing.resume(asyncio.get_running_loop().time())
         ranks, switched = [rank for arrived, _ in answers for rank in arrived], [switch for _, switch in answers]
         return Pulled(
             read=max(rank.seconds - rank.verify for rank in ranks),
@@ -349,7 +348,7 @@ class GeneratorMesh:
 
     async def _settle(self) -> None:
         """From here to the end of a pull no sample is on its way between two engines: one that drains finishes what it
-        has before it switches, and nothing that was begun on the old weights may come afterwards."""
+        has before it switches, and nothing that was begun on the old weights may come to it afterwards."""
         self._switching = True
         while self._moving:
             self._moved.clear()

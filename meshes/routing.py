@@ -175,6 +175,11 @@ class Routing:
             if (part := held.parts.get(id)) is not None:
                 part.lengths = {i: length for i, length in lengths.items() if i in part.unanswered}
 
+    def resume(self, now: float) -> None:
+        """All were kept from sampling, so that silence says nothing."""
+        for held in self._held:
+            held.heard = now
+
     def done(self, replica: int, id: str, completions: Sequence[Completion]) -> list[Completion] | None:
         """A part is. Answers with the whole request if that was the last of it. Of what was withdrawn from the part,
         `moved` tells, earlier or later."""

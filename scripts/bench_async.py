@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/bench_async.py overlap              # about 10 minutes
     .venv/bin/python scripts/bench_async.py capacity             # about 6 minutes
-    .venv/bin/python scripts/bench_async.py prefix               # about 2 minutes
+    .venv/bin/python scripts/bench_async.py prefix               # about 1 minute
     .venv/bin/python scripts/bench_async.py learning             # about 25 minutes; goes on where it was stopped
 
 overlap    real runs, one trainer process and one engine, of rollouts whose lengths have a long tail: throughput at a
@@ -47,6 +47,7 @@ from titan_rl.clock import Clock
 from titan_rl.config_file import find, load
 from titan_rl.data import PromptSource
 from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.ledger import Ledger
 from titan_rl.meshes.generators import GeneratorMesh, Replica
 from titan_rl.meshes.procs import spawn
 from titan_rl.metrics import EVAL_SCORE
@@ -81,8 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     part = {name: parts.add_parser(name) for name in ("overlap", "capacity", "prefix", "learning")}
-    for name in ("overlap", "prefix"):
-        part[name].add_argument("--repeats", type=int, default=5)
+    for name, repeats in (("overlap", 3), ("prefix", 7)):
+        part[name].add_argument("--repeats", type=int, default=repeats)
     for name in ("overlap", "capacity", "prefix"):
         part[name].add_argument("--csv", type=Path, default=BENCHMARKS / "async.csv")
     part["overlap"].add_argument("--steps", type=int, default=15, help="that count, of each run")
@@ -130,11 +131,20 @@ WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as l
     "eval.size": 0,
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
+    "metrics.timeline": "false",
 }
 MEDIAN, SIGMA = 40, 0.8  # tokens; of a lognormal that is truncated at rollout.max_new_tokens
-MODES = {"synchronous": (0, 0), "lag 1": (1, 0), "lag 2": (2, 0), "lag 4": (4, 0), "lag 2, window 2": (2, 2)}
-FIRST = 5  # steps until the backlog with which a run begins is used up
-LAST = 1 + max(lag for lag, _ in MODES.values())  # steps beside which nothing is left to generate
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "synchronous, streamed": {"training.stream_groups": 4},
+    "lag 1": {"rollout.lag": 1},
+    "lag 2": {"rollout.lag": 2},
+    "lag 2, window 2": {"rollout.lag": 2, "rollout.window": 2},
+    "lag 4": {"rollout.lag": 4},
+    "lag 4, not paced": {"rollout.lag": 4, "rollout.pace": "false"},
+}
+FIRST = 6  # steps until the backlog with which a run begins is used up, and the pace is found
+LAST = 5  # steps beside which nothing is left to generate, at the largest lag
 
 
 class LongTailed:
@@ -187,7 +197,7 @@ def overlap(repeats: int, steps: int, more: Sequence[str]) -> Iterator[Row]:
     """Rounds of all modes in turn; what is compared is of one round."""
     measured: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
     for _ in range(repeats):
-        found = {mode: long_tailed(lag, window, steps, more) for mode, (lag, window) in MODES.items()}
+        found = {mode: long_tailed(keys, steps, more) for mode, keys in MODES.items()}
         synchronous = found["synchronous"]
         g, t = synchronous["waiting for rollouts, s"], synchronous["training, s"]
         bound = synchronous["bound: (G + T) / max(G, T)"] = (g + t) / max(g, t)
@@ -203,9 +213,9 @@ def overlap(repeats: int, steps: int, more: Sequence[str]) -> Iterator[Row]:
             yield Row("overlap", mode, names.get(name, name) if mode == "synchronous" else name, each)
 
 
-def long_tailed(lag: int, window: int, steps: int, more: Sequence[str]) -> dict[str, float]:
+def long_tailed(mode: Mapping[str, Any], steps: int, more: Sequence[str]) -> dict[str, float]:
     """Means over the steps of one run that count."""
-    keys = WORKLOAD | {"rollout.lag": lag, "rollout.window": window, "training.steps": FIRST + steps + LAST}
+    keys = {**WORKLOAD, **mode, "training.steps": FIRST + steps + LAST}
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--config", "grpo_llama", *flagged(keys), "--job.dump_folder", folder, *more]
         lines = metrics_of([str(Path(__file__)), "drive", *flags], Path(folder), "rl")[FIRST : FIRST + steps]
@@ -224,6 +234,7 @@ def long_tailed(lag: int, window: int, steps: int, more: Sequence[str]) -> dict[
         "inside TorchTitan, s": mean("engine/training_seconds"),
         "policy age, mean": mean("policy_age/mean"),
         "policy age, most": max(line["policy_age/max"] for line in lines),
+        "groups under way": mean("inflight/groups"),
     }
 
 
@@ -327,9 +338,9 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     mesh = GeneratorMesh(replicas, init_seconds=SECONDS, seconds=SECONDS)
     await mesh.start()
     stopwatch = Stopwatch(mesh, seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        characters.build(Path(folder))
-        tokenizer = TextTokenizer.load(Path(folder))
+    folder = tempfile.TemporaryDirectory()
+    characters.build(Path(folder.name))
+    tokenizer = TextTokenizer.load(Path(folder.name))
     stream = RolloutStream(
         stopwatch,
         PromptSource(load_task(c.Task(), seed=0, eval_size=0), tokenizer, seed=0),
@@ -342,13 +353,14 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
         groups=groups * steps,
         seed=0,
         clock=Clock(),
+        ledger=Ledger(Path(folder.name)),
     )
     cpu, wall, settled, resident = 0.0, 0.0, 0, []
     try:
         async with aclosing(stream):
             stream.admit(groups * (LAG + 1))
             for step in range(1, steps + 1):
-                await stream.take(groups, step)
+                stream.trained(step, await stream.take(groups, step))
                 await mesh.pull(step)
                 stream.admit(groups)
                 if step == SETTLED:
@@ -360,6 +372,7 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     finally:
         await mesh.close()
         await mesh.stop()
+        folder.cleanup()
     late = 1e3 * np.percentile(stopwatch.late[settled:], [50, 99, 100])
     case = f"{rollouts} rollouts admitted, groups of {group_size}, {PROCS} processes"
     measured = {
@@ -472,7 +485,8 @@ Key = tuple[int, int, str]  # seed, lag, correction
 
 
 def learning(path: Path, folder: Path, seeds: int, steps: int, lags: Sequence[int]) -> None:
-    """Every (seed, lag, correction) of which the CSV does not hold all steps."""
+    """Every (seed, lag, correction) of which the CSV does not hold all steps. Nothing is paced: tokens are as old as a
+    lag lets them be."""
     there = {(int(row["seed"]), int(row["lag"]), row["correction"]) for row in read(path) if int(row["step"]) == steps}
     cases: list[tuple[Key, dict[str, Any]]] = []
     for seed in range(seeds):
@@ -484,7 +498,12 @@ def learning(path: Path, folder: Path, seeds: int, steps: int, lags: Sequence[in
         if key not in there:
             seed, lag, correction = key
             began = time.monotonic()
-            curve = learnt(cold_started(folder / f"seed{seed}", seed), seed, steps, keys | {"rollout.lag": lag})
+            curve = learnt(
+                cold_started(folder / f"seed{seed}", seed),
+                seed,
+                steps,
+                keys | {"rollout.lag": lag, "rollout.pace": "false"},
+            )
             common = {"seed": seed, "lag": lag, "correction": correction}
             append(path, [common | point | ran_on() for point in curve])
             took, last = time.monotonic() - began, curve[-1]["score"]
@@ -526,7 +545,7 @@ def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[
     ]
 
 
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 60, 40, 170, 50
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 420, 60, 40, 190, 50
 COLORS = ("#7f7f7f", "#2f7ed8", "#d9822b", "#c23b80", "#2e9e6b", "#8a63d2")  # readable on white and on black
 
 

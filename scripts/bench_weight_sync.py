@@ -49,6 +49,7 @@ from torch import Tensor
 from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
 from titan_rl.actors.landing import Landing, Source
+from titan_rl.actors.quiet import quiet_rdma
 from titan_rl.actors.staging import Staging
 from titan_rl.actors.transport import Offer, is_remote
 from titan_rl.clock import Clock
@@ -713,7 +714,8 @@ class PackingTrainer(Actor):
             block_bytes=sync.block_kb << 10,
             checksums=sync.verify != "off" or sync.delta,
         )
-        return self.staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
+        with quiet_rdma():
+            return self.staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
 
     @endpoint
     async def change(self, named: str) -> None:

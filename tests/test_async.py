@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from running import Run, Runs
+from titan_rl.audit import audit
 from titan_rl.clock import Clock
 from titan_rl.types import SyncStats
 from titan_rl.weights import WeightSync
@@ -48,6 +49,7 @@ def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_every_token_is_within_the_bound_and_the_lag_is_used(lagging: Run) -> None:
     assert {0, 1} <= set(ages(lagging)) <= {0, 1, 2}
     assert trained_prompts(lagging, 12) == list(range(48))  # oldest first
+    assert audit(lagging.folder)[0] == []
     for line in lagging.lines("metrics.jsonl"):
         assert line["policy_age/max"] <= 2
         assert sum(line["policy_age/histogram"]) == line["tokens/sampled"]
@@ -89,6 +91,7 @@ def test_a_lagging_run_that_is_stopped_trains_every_prompt_once(runs: Runs, tmp_
     assert stopped < 40
     resumed = runs.finish(run.folder, **keys)
     assert sorted(trained_prompts(resumed, 40)) == list(range(160))
+    assert audit(resumed.folder)[0] == []
     assert max(ages(resumed)) <= 3
 
 

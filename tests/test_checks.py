@@ -10,7 +10,7 @@ from folders import write_hf
 from titan_rl import tokenizer
 from titan_rl.checks import CPU_HEAD_DIMS, host_problems, problems, visible_gpus, warnings
 from titan_rl.config import Config, Model
-from titan_rl.config_file import find, load, shipped
+from titan_rl.config_file import find, load, shipped, to_toml
 from titan_rl.model_shape import shape_of
 
 
@@ -399,6 +399,22 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=2) == []
     (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=1)
     assert "2 GPUs (2 of the trainer, 1 of the generators; the first two share theirs)" in problem
+
+
+def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    here = f'[job]\ndump_folder = "{run}"\n'
+    (run / "checkpoint" / "step-2").mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
+    other = "[debug]\nseed = 3\n[eval]\nsize = 7\n[model]\nn_layers = 2"
+    assert problems(config(tmp_path, here + other)) == []  # nothing to resume
+    (run / "checkpoint" / "step-2" / ".metadata").write_text("")
+    assert problems(config(tmp_path, here)) == []
+    seed, size, model = problems(config(tmp_path, here + other))
+    assert seed == f"debug.seed: expected 0, with which {run} began (job.fresh begins anew), found 3"
+    assert size.startswith("eval.size: expected 256")
+    assert model.startswith(f"[model]: expected the model that {run} began with")
+    assert problems(config(tmp_path, f'[job]\nfresh = true\ndump_folder = "{run}"\n{other}')) == []
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.kernels.pack_weights import pack, reference_pack, window
+from titan_rl.kernels.pack_weights import Cast, broken, pack, reference_pack, window
 from titan_rl.weight_plan import Copy
 
 
@@ -38,6 +38,37 @@ def test_any_copies_are_packed_as_by_indices(data: st.DataObject, held: torch.dt
     pack(params, copies, found)
     reference_pack(params, copies, expected)
     assert torch.equal(found, expected)
+    most = max(p.numel() for p in params.values())
+    cast = Cast(
+        params,
+        data.draw(st.sets(st.sampled_from(sorted(params))), "cast whole"),
+        torch.zeros(2, most, dtype=sent).unbind(),
+    )
+    pack(cast, copies, found.zero_())
+    assert torch.equal(found, expected)
+
+
+def test_a_parameter_is_cast_when_it_is_asked_for_into_the_memory_that_held_one_longest() -> None:
+    params = {name: torch.full((2, 3), value) for name, value in {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}.items()}
+    cast = Cast(params, {"a", "b", "c"}, torch.zeros(2, 8, dtype=torch.bfloat16).unbind())
+    assert cast["d"] is params["d"]
+    kept = {name: cast[name] for name in "abc"}
+    params["b"].zero_()
+    assert cast["b"].data_ptr() == kept["b"].data_ptr()
+    assert cast["b"].unique().tolist() == [2]  # as it was when it was cast
+    assert kept["a"].data_ptr() == cast["c"].data_ptr()
+    assert cast["a"].unique().tolist() == [1]
+    assert cast["b"].unique().tolist() == [0]
+
+
+def test_worth_casting_whole_is_what_is_taken_mostly_and_by_parts_of_rows() -> None:
+    params = {name: torch.zeros(8, 4) for name in ("halves", "half", "rotary", "rows")} | {"vector": torch.zeros(8)}
+    copies = [Copy(name, 0, 0, 8, 2, "p", 0, 0) for name in ("halves", "half")]
+    copies += [Copy("rotary", row, 0, 4, 4, "p", 0, 0, src_step=2) for row in (0, 1)]
+    copies += [Copy("halves", 0, 2, 8, 2, "p", 0, 0), Copy("rows", 0, 0, 8, 4, "p", 0, 0)]
+    copies += [Copy("vector", 0, 0, 8, 1, "p", 0, 0)] * 2
+    assert broken(params, copies, torch.bfloat16) == {"halves", "rotary"}
+    assert broken(params, copies, torch.float32) == set()
 
 
 def test_nothing_is_written_beyond_the_run() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ from titan_rl import tokenizer as characters
 from titan_rl.clock import Clock
 from titan_rl.config import Algorithm, Rollout, Task
 from titan_rl.data import PromptSource
+from titan_rl.ledger import Ledger
 from titan_rl.metrics import ages_of
 from titan_rl.reward_model import by_rule
 from titan_rl.rollouts import Judge, RolloutStream
@@ -91,6 +93,7 @@ def stream(
         groups=groups,
         seed=7,
         clock=Clock(),
+        ledger=Ledger(Path(tempfile.mkdtemp())),
     )
 
 
@@ -248,7 +251,7 @@ def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer
                 await asyncio.sleep(0)
                 groups = await rollouts.take(1, life + 1)
                 seen += ids(groups)
-                cursor = rollouts.cursor
+                cursor = rollouts.cut(life + 1)
             prompts = source(tokenizer)
             prompts.load_state_dict(json.loads(json.dumps(cursor)))
         assert seen == [1, 2, 3]
@@ -280,7 +283,7 @@ def test_the_cursor_is_behind_what_is_in_flight(tokenizer: TextTokenizer) -> Non
             rollouts.admit(6)
             taken = [g.prompt.id for g in await rollouts.take(2, 1)]
             resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cursor)
+            resumed.load_state_dict(rollouts.cut(1))
         assert taken == [0, 1]
         assert resumed.next().id == 2
 
@@ -389,7 +392,7 @@ def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None
             rollouts.admit(2)
             assert ids(await rollouts.take(2, 1)) == [0, 3]
             resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cursor)
+            resumed.load_state_dict(rollouts.cut(1))
         assert resumed.next().id == 4
 
     asyncio.run(body())

@@ -105,7 +105,7 @@ class World:
                 self.routing.report(replica, engine.report, 0.0)
         self.answers: dict[str, list[Completion]] = {}
         self.at: dict[str, float] = {}  # answered
-        self.sent: list[tuple[str, int]] = []
+        self.sent: list[tuple[str, int]] = []  # of which request, where to
         self.now, self.move_seconds = 0.0, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
@@ -150,8 +150,8 @@ class World:
         self._send()
 
     def _send(self) -> None:
-        for replica, request, _ in self.routing.send(self.now):
-            self.sent.append((request.id, replica))
+        for replica, request, whole in self.routing.send(self.now):
+            self.sent.append((whole, replica))
             self._wake(
                 replica, lambda replica=replica, request=request: self.engines[replica].add(request, self.lengths)
             )
@@ -327,6 +327,9 @@ def test_nothing_new_goes_to_a_replica_that_has_fallen_silent() -> None:
         routing.report(replica, Report(), at)
     routing.add(Request("a", CONTEXT, [1], Sampling(8)))
     assert [sent.replica for sent in routing.send(10.0 + SILENT_SECONDS)] == [1]
+    routing.resume(12.0 + SILENT_SECONDS)
+    routing.add(Request("b", CONTEXT, [1], Sampling(8)))
+    assert [sent.replica for sent in routing.send(12.0 + SILENT_SECONDS)] == [0]
 
 
 def test_a_hint_that_proves_too_short_is_forgotten() -> None:

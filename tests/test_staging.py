@@ -26,7 +26,7 @@ from titan_rl.actors.landing import Landing, Source
 from titan_rl.actors.staging import Staging, octets, shards_of
 from titan_rl.actors.transport import How, Offer, here
 from titan_rl.config import WeightSync
-from titan_rl.kernels.pack_weights import window
+from titan_rl.kernels.pack_weights import reference_pack, window
 from titan_rl.manifest import Manifest, blocks, checksum, layout
 from titan_rl.model_shape import ModelShape
 from titan_rl.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
@@ -258,6 +258,22 @@ async def sync_twice() -> None:
 
 async def done(future: Any, seconds: float = 30) -> Any:
     return await asyncio.wait_for(future.as_asyncio(), seconds)
+
+
+def test_readers_that_want_parameters_in_different_orders_get_their_own() -> None:
+    params = {name: torch.randn(16, 8) for name in "abc"}
+    halves = {name: [Copy(name, 0, col, 16, 4, "p", 0, 0) for col in (0, 4)] for name in params}
+    runs = {reader: tuple(halves[name][reader] for name in names) for reader, names in enumerate(("abc", "cab"))}
+    staging = Staging(params, runs, torch.bfloat16, slice_bytes=64, block_bytes=96)
+    for serial, scale in enumerate((1.0, -0.375), start=1):
+        for param in params.values():
+            param.mul_(scale)
+        manifests = staging.pack(version=serial, slot=serial % 2, serial=serial)
+        for reader, copies in runs.items():
+            run, expected = staging.runs[serial % 2][reader], torch.empty(3 * 64, dtype=torch.bfloat16)
+            reference_pack(params, copies, expected)
+            assert torch.equal(run, expected)
+            assert manifests[reader].checksums == tuple(checksum(octets(run, block)) for block in blocks(copies, 48))
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

@@ -323,7 +323,9 @@ def test_a_file_that_cannot_be_written_is_told_and_is_no_failure(tmp_path: Path)
 # -- a real run ---------------------------------------------------------------------------------------------------
 
 EXPECTED = {
-    ("controller", "main"): {"generate", "judge", "train", "sync", "eval", "save"},
+    ("controller", "main"): {"step", "generate", "judge", "train", "sync", "eval", "save"},
+    ("controller", "publish"): {"publish"},
+    ("controller", "pull"): {"pull"},
     ("trainer[dp=0 tp=0]", "main"): {"step", "forward", "backward", "reduce", "optimizer", "scores", "publish", "save"},
     ("generator0[tp=0]", "main"): {"sampling", "switch", "write", "verify"},
     ("generator0[tp=0]", "weights"): {"read"},
@@ -351,6 +353,19 @@ def test_a_run_s_spans_add_up_to_its_metrics(run: Run) -> None:
             ends = [(e["ts"] + e["dur"], e) for e in found["controller", "main"] if e["name"] == part]
             seconds = sum(e["dur"] for end, e in ends if before["time"] < end / 1e6 <= line["time"]) / 1e6
             assert seconds == pytest.approx(line.get(f"time/{part}", 0.0), abs=0.01)
+
+
+def test_a_group_is_followed_from_its_admission_to_the_step_that_takes_it(run: Run) -> None:
+    events = [e for e in read(run.folder / "timeline.json") if e.get("cat") == "groups"]
+    groups: defaultdict[int, dict[tuple[str, str], Event]] = defaultdict(dict)
+    for event in events:
+        groups[event["id"]][event["name"], event["ph"]] = event
+    took = {r["prompt_id"]: r["step"] for r in run.lines("rollouts.jsonl")}
+    assert {id: group["group", "b"]["args"]["step"] for id, group in groups.items()} == took
+    life = [("group", "b"), ("sample", "b"), ("sample", "e"), ("judge", "b"), ("judge", "e"), ("group", "e")]
+    for group in groups.values():
+        times = [group[point]["ts"] for point in life]
+        assert times == sorted(times)
 
 
 def test_sampling_has_all_tokens_and_a_trainer_s_step_all_its_parts(run: Run) -> None:

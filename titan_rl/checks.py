@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_rl.config import BYTES, Config
+from titan_rl.config_file import ConfigError, as_toml, load
 from titan_rl.model_shape import ModelShape, shape_of, shape_of_folder
 from titan_rl.rewards import last_number, reward_for
 from titan_rl.tasks import jsonl
@@ -34,7 +35,7 @@ CPU_BLOCK_SIZE = 32
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
     """Everything that would make the run fail on this host, which has so many GPUs."""
     shape, unusable = _shape(config)
-    rules = [_assets(config, shape), _task(config), _run(config), _algorithm(config)]
+    rules = [_assets(config, shape), _task(config), _run(config), _algorithm(config), _resume(config, shape)]
     if shape:
         rules += [_dimensions(config, shape), _parallelism(config, shape), _lengths(config, shape)]
         rules += [_roles(config, shape)]
@@ -211,6 +212,30 @@ def _run(config: Config) -> Iterator[str]:
     yield from _streaming(config)
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"
+
+
+def _resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """What a run that goes on may not change: the order of its prompts, and the model in its checkpoint."""
+    folder = Path(config.job.dump_folder)
+    if config.job.fresh or not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+        return
+    try:
+        before = load(folder / "config.toml")
+        had = shape_of(before.model)
+    except (ConfigError, OSError, ValueError):
+        return  # another version's, or its model's folder is gone: the checkpoint itself will tell
+    kept = {
+        "debug.seed": (before.debug.seed, config.debug.seed),
+        "task.name": (before.task.name, config.task.name),
+    }
+    if config.task.name == before.task.name == "addition":  # what is held out is not trained on
+        kept["eval.size"] = (before.eval.size, config.eval.size)
+    for key, (was, found) in kept.items():
+        if was != found:
+            expected = f"{as_toml(was)}, with which {folder} began (job.fresh begins anew)"
+            yield f"{key}: expected {expected}, found {as_toml(found)}"
+    if shape is not None and replace(had, head=shape.head) != shape:
+        yield f"[model]: expected the model that {folder} began with (job.fresh begins anew), found another shape"
 
 
 def _streaming(config: Config) -> Iterator[str]:

@@ -194,6 +194,8 @@ class Metrics:
     """Write TensorBoard events."""
     save_tb_folder: str = "tb"
     """Folder below the dump folder."""
+    timeline: bool = True
+    """Write timeline.json: what every process did when, for ui.perfetto.dev or chrome://tracing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from functools import partial
 from titan_rl.clock import Clock
 from titan_rl.data import SAMPLES, PromptSource
 from titan_rl.experience import dead, minibatches, samples_of, with_advantages
+from titan_rl.ledger import Ledger
 from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.launch import Meshes
 from titan_rl.report import Report
@@ -74,10 +75,9 @@ class Controller:
                     samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
                     groups, samples = with_advantages(groups, samples, algorithm)
                     stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
+                stream.trained(step, groups)
                 admit = partial(stream.admit, groups_per_step)
-                sync = await (
-                    weights.begin(step, admit) if overlaps else weights.sync(step)
-                )  # publish, broadcast, read
+                sync = await (weights.begin(step, admit) if overlaps else weights.sync(step))  # publish, read
                 score = await self.evaluate() if self.evaluates(step) else None
                 if not overlaps:
                     admit()
@@ -85,7 +85,7 @@ class Controller:
                 dead_steps = dead_steps + 1 if dead(samples) else 0
                 given_up = 0 < algorithm.max_dead_steps <= dead_steps
                 if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or given_up:
-                    await self.roles.save(step, json.dumps(stream.cursor))
+                    await self.roles.save(step, json.dumps(stream.cut(step)))
                 if given_up:
                     raise no_signal(dead_steps, groups[0].rewards)
         await weights.settle()
@@ -181,6 +181,7 @@ class Controller:
             groups=(last - first + 1) * config.rollout.groups_per_step,
             seed=config.debug.seed,
             clock=self.clock,
+            ledger=Ledger(self.setup.folder),
         )
 
     async def sync(self, version: int) -> None:
@@ -197,14 +198,14 @@ class Controller:
         orders rightly. None without held-out problems."""
         if not self.setup.heldout.prompts:
             return None
+        if self.weights is not None:
+            await self.weights.settle()
         with self.clock("eval"):
             if self.config.algorithm.kind == "reward":
                 tokenizer = self.setup.tokenizer
                 pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
                 return accuracy(scores_of(pairs, await self.roles.scores(pairs)))
             assert self.meshes.generators is not None
-            assert self.weights is not None
-            await self.weights.settle()
             return await self.setup.heldout.score(self.meshes.generators)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -12,8 +12,10 @@ from titan_rl.clock import Clock
 from titan_rl.config import Algorithm
 from titan_rl.config import Rollout as RolloutConfig
 from titan_rl.data import PromptSource
+from titan_rl.ledger import Ledger
 from titan_rl.meshes.faults import DeadlinePassed
 from titan_rl.seeds import sample_seed
+from titan_rl.spans import span
 from titan_rl.types import Backlog, Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
 Decode = Callable[[Sequence[int]], str]
@@ -33,6 +35,7 @@ class InFlight:
     prompt: int
     turn: int  # the step that trains it, if none overtakes another
     before: dict[str, Any]  # the data source's state in which this prompt is the next
+    admitted: int = field(default_factory=span.now)
 
     def finished(self) -> bool:
         if self.task.done():
@@ -63,6 +66,7 @@ class RolloutStream:
         groups: int,
         seed: int,
         clock: Clock,
+        ledger: Ledger,
     ) -> None:
         self._generators = generators
         self._prompts = prompts
@@ -79,19 +83,27 @@ class RolloutStream:
         self._steps_in_flight, self._ahead = 2, 0  # if paced
         self._seed = seed
         self._clock = clock
+        self._ledger = ledger
+        self._issued = 0  # the prompt after the last that was started
+        ledger.begun(first - 1)
         self._inflight: deque[InFlight] = deque()
         self.dropped: list[Group] = []
         """The groups without signal that the last `take` replaced."""
 
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """Where a run that resumes goes on: at the oldest group still in flight, but without the groups that overtook
-        it. What is in flight is sampled again."""
-        if not self._inflight:
+    def trained(self, step: int, groups: Sequence[Group]) -> None:
+        """A step's update is made."""
+        self._ledger.trained(step, groups)
+
+    def cut(self, step: int) -> dict[str, Any]:
+        """Where a run that resumes after this step goes on: at the oldest group still in flight, but without the groups
+        that overtook it. What is in flight is sampled again."""
+        open = [group.prompt for group in self._inflight]
+        self._ledger.saved(step, self._issued, open)
+        if not open:
             return self._prompts.state_dict()
-        oldest, open = self._inflight[0], {group.prompt for group in self._inflight}
-        taken = {id for id in range(oldest.prompt, self._inflight[-1].prompt) if id not in open}
-        return oldest.before | {"taken": sorted(taken.union(oldest.before["taken"]))}
+        before = self._inflight[0].before
+        taken = {id for id in range(open[0], open[-1]) if id not in open}
+        return before | {"taken": sorted(taken.union(before["taken"]))}
 
     @property
     def backlog(self) -> Backlog:
@@ -121,6 +133,7 @@ class RolloutStream:
                 if not flat:
                     break
                 self.dropped += flat
+                self._ledger.dropped(flat, "flat")
                 for _ in flat:  # they take the places of the last in flight, whose groups move up
                     self._start(self._inflight[-1].turn if self._inflight else step)
                 groups = [group for group in groups if not group.flat] + await self._gather(len(flat), step)
@@ -145,6 +158,8 @@ class RolloutStream:
     def _start(self, turn: int) -> None:
         before = self._prompts.state_dict()
         prompt = self._prompts.next()
+        self._issued = prompt.id + 1
+        self._ledger.admitted(prompt.id, turn)
         self._inflight.append(InFlight(asyncio.create_task(self._sample(prompt)), prompt.id, turn, before))
 
     def _fill(self) -> None:
@@ -168,6 +183,8 @@ class RolloutStream:
                 await asyncio.wait(open, return_when=asyncio.FIRST_COMPLETED)
             chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
         groups = [await group.task for group in chosen]
+        for group in chosen:
+            span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
         self._inflight = deque(group for group in self._inflight if group not in chosen)
         return groups
 
@@ -176,25 +193,30 @@ class RolloutStream:
         for group in self._inflight:
             group.task.cancel()
         await asyncio.gather(*(group.task for group in self._inflight), return_exceptions=True)
+        self._ledger.close()
 
     async def _sample(self, prompt: Prompt) -> Group:
         seeds = [sample_seed(self._seed, prompt.id, k) for k in range(self._rollout.group_size)]
         request = Request(f"prompt-{prompt.id}", prompt.tokens, seeds, self._sampling)
         seconds = self._rollout.timeout_seconds
         try:
-            async with asyncio.timeout(seconds):
-                completions = await self._generators.generate(request)
+            with span("sample", lane="groups", id=prompt.id):
+                async with asyncio.timeout(seconds):
+                    completions = await self._generators.generate(request)
         except TimeoutError:
             raise DeadlinePassed(
                 f"generators.generate did not answer prompt {prompt.id} within {seconds} s",
                 f"{len(self._inflight)} groups are in flight. Slow rather than stuck? Raise [rollout] timeout_seconds.",
             ) from None
+        self._ledger.sampled(prompt.id, completions)
         texts = [self._decode(completion.tokens) for completion in completions]
-        rewards = await self._judge(prompt, completions, texts)
+        with span("judge", lane="groups", id=prompt.id):
+            rewards = await self._judge(prompt, completions, texts)
         rollouts = [
             Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
             for completion, text, reward in zip(completions, texts, rewards, strict=True)
         ]
+        self._ledger.scored(prompt.id, rewards)
         return Group(prompt, rollouts)
 
     def _penalty(self, completion: Completion) -> float:

@@ -1,6 +1,7 @@
 """One process's share of a run: bring everything up, drive it to the end or to a stop, take everything down."""
 
 import asyncio
+from contextlib import nullcontext
 
 from titan_rl.clock import Clock
 from titan_rl.config import BYTES
@@ -25,7 +26,9 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     try:
         async with (
             launch(setup, terminal) as meshes,
-            timeline(setup.folder / "timeline.json", meshes.all, terminal.note),
+            timeline(setup.folder / "timeline.json", meshes.all, terminal.note)
+            if config.metrics.timeline
+            else nullcontext(),
         ):
             weights = None
             if meshes.generators is not None:

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+from titan_rl.spans import span
+
 GRACE_SECONDS = 5.0  # for the step in hand; saving and shutting down come on top
 
 
@@ -28,7 +30,8 @@ class Stop:
             for step in range(first, last + 1):
                 if self._leaving:
                     return
-                yield step
+                with span("step", step=step):
+                    yield step
         finally:
             self._stepping = False
 

@@ -24,10 +24,17 @@ from titan_rl.meshes.faults import DeadlinePassed
 from titan_rl.meshes.generators import GeneratorMesh, Pulled
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.model_shape import ModelShape
+from titan_rl.spans import span
 from titan_rl.types import SyncStats
 from titan_rl.weight_plan import Plan, pieces, plan
 
 T = TypeVar("T")
+
+
+def _seen(task: asyncio.Task[SyncStats]) -> None:
+    """Its error is told by who waits for it; asyncio need not."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Slots:
@@ -112,18 +119,20 @@ class WeightSync:
     async def publish(self, version: int) -> Publication:
         """Pack what the trainers hold into the slot that is not the newest, as soon as nobody reads it."""
         async with self._publishing:
-            slot = 1 - self._newest.slot if self._newest else 0
-            await self._slots.free(slot, self._seconds)
-            self._serial += 1
-            self._newest = await self._trainers.publish(version, slot, self._serial)
-            return self._newest
+            with span("publish", lane="publish", version=version):
+                slot = 1 - self._newest.slot if self._newest else 0
+                await self._slots.free(slot, self._seconds)
+                self._serial += 1
+                self._newest = await self._trainers.publish(version, slot, self._serial)
+                return self._newest
 
     async def pull(self, publication: Publication) -> Pulled:
         """Make every generator serve a publication; one publication after the other."""
         async with self._pulling:
             manifests = [publication.of(reader) for reader in range(self._readers)]
             lease = partial(self._slots.reading, publication)
-            return await self._generators.pull(publication.version, manifests, lease)
+            with span("pull", lane="pull", version=publication.version):
+                return await self._generators.pull(publication.version, manifests, lease)
 
     async def sync(self, version: int) -> SyncStats:
         """Make the generators serve what the trainers hold."""
@@ -139,11 +148,12 @@ class WeightSync:
             began = time.perf_counter()
             published = await self.publish(version)
             self._under_way = asyncio.create_task(self._serve(published, then, began))
-            self._under_way.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # or asyncio tells it too
+            self._under_way.add_done_callback(_seen)
             self._waited = time.perf_counter() - began
-            return before or await self.settle()
+            if before is None:
+                before = await self._settled()
+            assert before is not None
+            return before
 
     async def settle(self) -> SyncStats:
         """Wait for the sync under way. Answers with what the last one cost."""
