@@ -4,6 +4,7 @@ from titan_rl.actors import titan_cpu  # noqa: F401
 
 # isort: split
 # titan_cpu is imported for its patches, before any torchtitan import.
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,19 +127,22 @@ class Phase:
             mesh = self._model.dims.get_optional_mesh("loss")
             reduction = Reduction.of(self._statistics, batch, mesh, scale)
             self._statistics = []
-            grad_norm = dist_utils.clip_grad_norm_(
-                list(self._model.model.parameters()),
-                self._model.config.training.max_norm,
-                foreach=True,
-                pp_mesh=self._model.dims.get_optional_mesh("pp"),
-                ep_enabled=self._model.dims.ep_enabled,
+            grad_norm = float(
+                dist_utils.clip_grad_norm_(
+                    list(self._model.model.parameters()),
+                    self._model.config.training.max_norm,
+                    foreach=True,
+                    pp_mesh=self._model.dims.get_optional_mesh("pp"),
+                    ep_enabled=self._model.dims.ep_enabled,
+                )
             )
         with span("optimizer"):
             self._checkpoints.maybe_wait_for_staging()
-            self._optimizers.step()
+            if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
+                self._optimizers.step()
             self._optimizers.zero_grad()
         self._seconds += time.perf_counter() - began
-        return reduction.with_grad_norm(float(grad_norm))
+        return reduction.with_grad_norm(grad_norm)
 
     def save(self, step: int, controller: str) -> None:
         """Atomic: a checkpoint without DCP's .metadata, written last, does not count."""

@@ -1,5 +1,6 @@
 """Statistics of microbatches, ranks and updates, added up into a step's metrics. Two all-reduces an update in all."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -76,6 +77,7 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepSt
         lr=lr,
         tokens=sum(u.tokens for u in updates),
         seconds=seconds,
+        skipped=sum(not math.isfinite(u.grad_norm) for u in updates),
         metrics=derived(metrics),
         histograms={
             name: [sum(column) for column in zip(*(u.histograms[name] for u in updates), strict=True)]

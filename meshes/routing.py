@@ -254,10 +254,10 @@ class Routing:
         return Sent(replica, request, whole)
 
     def _continue(self, move: Move, id: str, samples: Mapping[int, Completion], now: float) -> Sent:
-        """Usually on the thief; on another replica if that has got work from elsewhere since."""
+        """On the thief, unless it has fallen silent since it was to take over."""
         whole, places = self._wholes[id], sorted(samples)
-        others = [i for i in self._awake(now) if i != move.victim] or [move.thief]
-        replica = move.thief if move.thief in others and not self._held[move.thief].parts else self._least(others)
+        awake = self._awake(now)
+        replica = move.thief if move.thief in awake else self._least(awake)
         seeds, begun = [whole.request.seeds[place] for place in places], [samples[place] for place in places]
         request = replace(whole.request, id=f"{id}~{whole.parts}", seeds=seeds, begun=begun)
         self._held[replica].stolen += len(places)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What it brings, and costs, that rollouts lag behind: time, room, cached prefixes, learning. Appends rows to CSVs.
 
-    .venv/bin/python scripts/bench_async.py overlap              # about 10 minutes
-    .venv/bin/python scripts/bench_async.py capacity             # about 6 minutes
+    .venv/bin/python scripts/bench_async.py overlap              # about 15 minutes
+    .venv/bin/python scripts/bench_async.py capacity             # about 7 minutes
     .venv/bin/python scripts/bench_async.py prefix               # about 1 minute
     .venv/bin/python scripts/bench_async.py learning             # about 25 minutes; goes on where it was stopped
 
@@ -87,7 +87,8 @@ def main() -> None:
     for name in ("overlap", "capacity", "prefix"):
         part[name].add_argument("--csv", type=Path, default=BENCHMARKS / "async.csv")
     part["overlap"].add_argument("--steps", type=int, default=15, help="that count, of each run")
-    part["overlap"].add_argument("--set", nargs="*", default=[], help="more flags of the runs: --set=--model.dim=64")
+    part["overlap"].add_argument("--modes", nargs="+", choices=list(MODES)[1:], default=list(MODES)[1:])
+    part["overlap"].add_argument("--set", action="append", default=[], help="a flag of the runs: --set=--model.dim=64")
     part["capacity"].add_argument("--steps", type=int, default=100)
     part["capacity"].add_argument("--rollouts", type=int, default=1600, help="admitted at a time")
     part["capacity"].add_argument("--seconds", type=float, default=2.0, help="that a rollout takes, on average")
@@ -100,7 +101,7 @@ def main() -> None:
     part["learning"].add_argument("--plot", action="store_true", help="only draw what the CSV holds")
     a = parser.parse_args()
     if a.part == "overlap":
-        report(a.csv, overlap(a.repeats, a.steps, a.set))
+        report(a.csv, overlap(a.modes, a.repeats, a.steps, a.set))
     elif a.part == "capacity":
         for group_size in (1, 10):
             report(a.csv, asyncio.run(capacity(a.rollouts, group_size, a.steps, a.seconds)))
@@ -193,11 +194,11 @@ def drive(flags: Sequence[str]) -> None:
     os._exit(code)
 
 
-def overlap(repeats: int, steps: int, more: Sequence[str]) -> Iterator[Row]:
+def overlap(modes: Sequence[str], repeats: int, steps: int, more: Sequence[str]) -> Iterator[Row]:
     """Rounds of all modes in turn; what is compared is of one round."""
-    measured: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
+    measured: dict[str, dict[str, list[float]]] = {mode: {} for mode in ("synchronous", *modes)}
     for _ in range(repeats):
-        found = {mode: long_tailed(keys, steps, more) for mode, keys in MODES.items()}
+        found = {mode: long_tailed(MODES[mode], steps, more) for mode in measured}
         synchronous = found["synchronous"]
         g, t = synchronous["waiting for rollouts, s"], synchronous["training, s"]
         bound = synchronous["bound: (G + T) / max(G, T)"] = (g + t) / max(g, t)
@@ -485,29 +486,29 @@ Key = tuple[int, int, str]  # seed, lag, correction
 
 
 def learning(path: Path, folder: Path, seeds: int, steps: int, lags: Sequence[int]) -> None:
-    """Every (seed, lag, correction) of which the CSV does not hold all steps. Nothing is paced: tokens are as old as a
-    lag lets them be."""
-    there = {(int(row["seed"]), int(row["lag"]), row["correction"]) for row in read(path) if int(row["step"]) == steps}
-    cases: list[tuple[Key, dict[str, Any]]] = []
+    """The curves that the CSV does not hold to their end. Nothing is paced: tokens are as old as a lag lets them be."""
+    for (seed, lag, correction), keys in missing(read(path), seeds, steps, lags).items():
+        began = time.monotonic()
+        curve = learnt(cold_started(folder / f"seed{seed}", seed), seed, steps, keys)
+        common = {"seed": seed, "lag": lag, "correction": correction}
+        append(path, [common | point | ran_on() for point in curve])
+        took, last = time.monotonic() - began, curve[-1]["score"]
+        print(f"seed {seed}, lag {lag}, correction {correction}: {last} after {steps} steps, {took:.0f} s", flush=True)
+
+
+def missing(
+    rows: Sequence[Mapping[str, str]], seeds: int, steps: int, lags: Sequence[int]
+) -> dict[Key, dict[str, Any]]:
+    """With the keys of each run. Where nothing lags there is nothing to correct."""
+    there = {(int(row["seed"]), int(row["lag"]), row["correction"]) for row in rows if int(row["step"]) == steps}
+    found: dict[Key, dict[str, Any]] = {}
     for seed in range(seeds):
         for lag in lags:
-            cases.append(((seed, lag, "default" if lag else "none"), {}))
+            keys = {"rollout.lag": lag, "rollout.pace": "false"}
             if lag:
-                cases.append(((seed, lag, "none"), UNCORRECTED))
-    for key, keys in cases:
-        if key not in there:
-            seed, lag, correction = key
-            began = time.monotonic()
-            curve = learnt(
-                cold_started(folder / f"seed{seed}", seed),
-                seed,
-                steps,
-                keys | {"rollout.lag": lag, "rollout.pace": "false"},
-            )
-            common = {"seed": seed, "lag": lag, "correction": correction}
-            append(path, [common | point | ran_on() for point in curve])
-            took, last = time.monotonic() - began, curve[-1]["score"]
-            print(f"seed {seed}, lag {lag}, correction {correction}: {last} after {steps} steps, {took:.0f} s")
+                found[seed, lag, "default"] = keys
+            found[seed, lag, "none"] = keys | (UNCORRECTED if lag else {})
+    return {key: keys for key, keys in found.items() if key not in there}
 
 
 def cold_started(folder: Path, seed: int) -> Path:

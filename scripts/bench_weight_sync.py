@@ -795,7 +795,7 @@ async def loaded(
         await weights.sync(version := version + 1)
         load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
         stats: list[SyncStats] = []
-        beside, alone = [], []  # tokens a second
+        beside, alone = [], []  # seconds, and the tokens sampled in them
         for i in range(1 + repeats):
             await trainers.each("change", CHANGED if sync.delta else "")
             marks = [await mark(generators)]
@@ -805,24 +805,27 @@ async def loaded(
             marks.append(await mark(generators))
             if i:  # the first touches the second slot's pages
                 stats.append(synced)
-                for rates, ((then, before), (now, after)) in zip((beside, alone), pairwise(marks), strict=True):
-                    rates.append((after - before) / (now - then))
+                for spans, ((then, before), (now, after)) in zip((beside, alone), pairwise(marks), strict=True):
+                    spans.append((now - then, after - before))
         await trainers.each("drop")
-        for row in served(case, way, stats, beside, statistics.median(alone)):
+        for row in served(case, way, stats, beside, statistics.median(tokens / took for took, tokens in alone)):
             yield row
 
 
-def served(case: str, way: str, stats: Sequence[SyncStats], beside: Sequence[float], alone: float) -> Iterator[Row]:
+def served(
+    case: str, way: str, stats: Sequence[SyncStats], beside: Sequence[tuple[float, int]], alone: float
+) -> Iterator[Row]:
+    """`alone` is the engine's tokens a second without a sync. What a sync costs beyond its pause is above all the step
+    that computes the keys and values of unfinished samples anew."""
     for part in ("seconds", "publish", "read", "pause"):
         yield Row("load", case, way, f"{part}, s", [getattr(s, part) for s in stats])
     work = [1 - s.pause / (s.publish + s.read + s.pause) for s in stats]
     yield Row("load", case, way, "hidden: share of publish, read and pause", work)
     yield Row("load", case, way, "hidden: share of the sync's wall time", [1 - s.pause / s.seconds for s in stats])
     yield Row("load", case, way, "pause / an engine step", [s.pause * alone / SAMPLES for s in stats])
-    note = f"{alone:.0f} tokens/s without"
-    yield Row(
-        "load", case, way, "tokens a second around a sync / without", [rate / alone for rate in beside], note=note
-    )
+    lost, note = [took - tokens / alone for took, tokens in beside], f"{alone:.0f} tokens/s without"
+    yield Row("load", case, way, "sampling lost, s", lost, note=note)
+    yield Row("load", case, way, "pause / sampling lost", [s.pause / most for s, most in zip(stats, lost, strict=True)])
     if changed := [s.changed for s in stats if s.changed is not None]:
         yield Row("load", case, way, "changed: share of the blocks", changed)
 

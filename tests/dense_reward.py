@@ -4,3 +4,12 @@
 def digits(completion: str) -> float:
     """The share of characters that are digits, longer being a little better."""
     return sum(c.isdigit() for c in completion) / 8
+
+
+def huge(completion: str) -> float:
+    """Finite, but no gradient of it is."""
+    return 1e38 * digits(completion)
+
+
+def broken(completion: str) -> float:
+    raise ZeroDivisionError("no such thing")

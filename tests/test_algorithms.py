@@ -167,6 +167,33 @@ def test_without_a_signal_a_run_stops_and_says_why(runs: Runs, tmp_path: Path) -
     assert not run.processes()
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_ends_the_run_if_it_stays(
+    runs: Runs, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"cold_start__steps": 0, "training__steps": 50, "eval__interval": 0}
+    huge = {"task__reward": "dense_reward:huge", "task__eval_reward": "exact", "algorithm__normalize": "none"}
+    run = runs.start(tmp_path / "run", **huge, **keys)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "3 steps in a row had a gradient that is not finite" in out
+    assert "fault.max_bad_steps" in out
+    lines = run.lines("metrics.jsonl")
+    assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
+    # The weights are good: another reward goes on from the checkpoint, and its log-probs are the generator's.
+    keys["training__steps"] = lines[-1]["step"] + 1
+    resumed = runs.finish(run.folder, **DENSE, **keys)
+    assert steps(resumed)[-1]["logprob_gap/mean"] <= TIGHT
+
+
+def test_a_reward_that_raises_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
+    run = runs.start(tmp_path / "run", task__reward="dense_reward:broken", cold_start__steps=0, eval__size=0)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "error: the reward failed on prompt 0: ZeroDivisionError: no such thing" in out
+    assert "dense_reward.py" in out
+    assert not run.processes()
+
+
 DRIFT = """
 import os, sys, socket
 import numpy as np

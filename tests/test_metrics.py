@@ -149,6 +149,7 @@ def test_a_step_on_given_data_has_times_and_what_the_loss_told() -> None:
             "time/save": 1.0,
             "loss": 0.01,
             "grad_norm": 0.9,
+            "updates/skipped": 0,
             "lr": 1e-3,
             "tokens/trained": 5,
             "entropy": 1.2,

@@ -207,6 +207,12 @@ class Comm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    max_bad_steps: int = bounds(3, ge=0)
+    """An update whose gradient is not finite is skipped; stop after so many such steps in a row. 0 never stops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     name: Literal["addition", "jsonl"] = "addition"
     """"addition" makes its own data; "jsonl" reads files."""
@@ -524,6 +530,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
+    fault: Fault = field(default_factory=Fault)
     debug: Debug = field(default_factory=Debug)
 
     @property

@@ -17,9 +17,9 @@ from functools import partial
 
 from titan_rl.clock import Clock
 from titan_rl.data import SAMPLES, PromptSource
-from titan_rl.experience import dead, minibatches, samples_of, with_advantages
+from titan_rl.experience import minibatches, samples_of, with_advantages
+from titan_rl.health import Health
 from titan_rl.ledger import Ledger
-from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.launch import Meshes
 from titan_rl.report import Report
 from titan_rl.reward_model import accuracy, by_model, by_rule, scores_of
@@ -43,7 +43,7 @@ class Controller:
     ) -> None:
         self.setup, self.config = setup, setup.config
         self.meshes, self.weights, self.roles = meshes, weights, Roles(setup, meshes, clock)
-        self.report, self.stop, self.clock = report, stop, clock
+        self.report, self.stop, self.clock, self.health = report, stop, clock, Health(setup.config)
 
     async def train(self) -> None:
         """The algorithm, from its beginning or from the checkpoint in the dump folder."""
@@ -52,7 +52,7 @@ class Controller:
     async def reinforce(self) -> None:
         assert self.weights is not None
         algorithm, weights, last = self.config.algorithm, self.weights, self.config.training.steps
-        groups_per_step, lag, dead_steps = self.config.rollout.groups_per_step, self.config.rollout.lag, 0
+        groups_per_step, lag = self.config.rollout.groups_per_step, self.config.rollout.lag
         overlaps = lag > 0 and not self.meshes.colocated
 
         start, cursor = await self.meshes.trainers.begin("rl")
@@ -82,12 +82,11 @@ class Controller:
                 if not overlaps:
                     admit()
                 self.report.step(step, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
-                dead_steps = dead_steps + 1 if dead(samples) else 0
-                given_up = 0 < algorithm.max_dead_steps <= dead_steps
-                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or given_up:
+                hopeless = self.health.after(stats, groups, samples)
+                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or hopeless:
                     await self.roles.save(step, json.dumps(stream.cut(step)))
-                if given_up:
-                    raise no_signal(dead_steps, groups[0].rewards)
+                if hopeless:
+                    raise hopeless
         await weights.settle()
 
     async def fit(self) -> None:
@@ -110,8 +109,11 @@ class Controller:
                     await self.sync(step)
                     score = await self.evaluate()
                 self.report.fitted(step, stats, score)
-                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last:
+                hopeless = self.health.after(stats)
+                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or hopeless:
                     await self.roles.save(step, json.dumps(examples.state_dict()))
+                if hopeless:
+                    raise hopeless
 
     async def cold_start(self) -> None:
         """Supervised steps on the task's own answers before RL, for sampling needs something to find."""
@@ -207,11 +209,3 @@ class Controller:
                 return accuracy(scores_of(pairs, await self.roles.scores(pairs)))
             assert self.meshes.generators is not None
             return await self.setup.heldout.score(self.meshes.generators)
-
-
-def no_signal(steps: int, rewards: list[float]) -> RunError:
-    return RunError(
-        f"{steps} steps in a row had no learning signal: the rewards within every group were equal",
-        f"The last step's first group: {rewards}. The task may be solved, too hard, or its reward constant. A "
-        "checkpoint was saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces such groups.",
-    )

@@ -28,6 +28,7 @@ DOCS: dict[str, str] = {
     "loss": "The algorithm's loss, normalized over the whole step; near zero on-policy by construction.",
     "grad_norm": "Gradient norm before clipping.",
     "lr": "Learning rate of the step.",
+    "updates/skipped": "Optimizer updates skipped because their gradient was not finite.",
     "entropy": "Mean entropy of the policy over trained tokens, in nats.",
     "logprob_gap/mean": "Mean |trainer log-prob - sampling log-prob| over trained tokens.",
     "logprob_gap/max": "Largest |trainer log-prob - sampling log-prob|.",
@@ -166,6 +167,7 @@ def step_metrics(
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
+        "updates/skipped": stats.skipped,
         **stats.metrics,
         "policy_age/mean": ages.mean(),
         "policy_age/max": ages.max(),
@@ -224,6 +226,7 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
+        "updates/skipped": stats.skipped,
         "tokens/trained": stats.tokens,
         **stats.metrics,
     }

@@ -1,11 +1,13 @@
 """Who judges a group's completions: a rule, or a reward model on its mesh."""
 
+import traceback
 from collections.abc import Sequence
 
 import numpy as np
 
 from titan_rl.config import Config
 from titan_rl.data import to_judge
+from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.roles import FrozenMesh
 from titan_rl.packing import pack, unpack
 from titan_rl.rewards import Reward
@@ -15,7 +17,12 @@ from titan_rl.types import Completion, Prompt, Sample
 
 def by_rule(reward: Reward) -> Judge:
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        return [reward(prompt, text) for text in texts]
+        try:
+            return [reward(prompt, text) for text in texts]
+        except Exception as error:
+            raise RunError(
+                f"the reward failed on prompt {prompt.id}: {type(error).__name__}: {error}", traceback.format_exc()
+            ) from None
 
     return judge
 

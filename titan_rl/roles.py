@@ -7,6 +7,7 @@ Frozen weights are named by a folder that nothing writes to, and watched by a ch
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +74,7 @@ class Roles:
             )
         own = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
         stats.metrics.update(learnt.metrics | own)
-        return stats
+        return replace(stats, skipped=stats.skipped + learnt.skipped)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """A part of the step's update: forward and backward now, the rest when `update` knows all of them."""

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,7 +70,13 @@ def resume_hint(setup: Setup) -> str:
 
 def entry() -> None:
     """Leave without waiting for anybody: worker processes die with the controller."""
-    code = main()
+    try:
+        code = main()
+    except SystemExit:
+        raise
+    except BaseException:  # ours to mend; Monarch's threads would abort an interpreter that ends by an exception
+        traceback.print_exc()
+        code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

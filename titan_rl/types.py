@@ -204,6 +204,7 @@ class StepStats:
     lr: float
     tokens: int  # trained tokens
     seconds: float  # inside the slowest rank
+    skipped: int = 0  # updates, for their gradient was not finite
     metrics: dict[str, float] = field(default_factory=dict)  # under the names that are logged
     histograms: dict[str, list[float]] = field(default_factory=dict)
 

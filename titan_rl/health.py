@@ -1,0 +1,34 @@
+"""When going on makes no sense: steps in a row without anything to learn, or without a finite gradient."""
+
+from collections.abc import Sequence
+
+from titan_rl.config import Config
+from titan_rl.experience import dead
+from titan_rl.meshes.faults import RunError
+from titan_rl.types import Group, Sample, StepStats
+
+
+class Health:
+    def __init__(self, config: Config) -> None:
+        self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
+        self._dead = self._bad = 0
+
+    def after(self, stats: StepStats, groups: Sequence[Group] = (), samples: Sequence[Sample] = ()) -> RunError | None:
+        """Why to end the run after this step, if there is a reason."""
+        self._dead = self._dead + 1 if samples and dead(samples) else 0
+        self._bad = self._bad + 1 if stats.skipped else 0
+        if 0 < self._most_bad <= self._bad:
+            return RunError(
+                f"{self._bad} steps in a row had a gradient that is not finite",
+                "Their updates were skipped, so the weights are still good; a checkpoint was saved. A smaller "
+                "optimizer.lr, float32 instead of bfloat16, or rewards without extremes may help. "
+                "fault.max_bad_steps sets the limit.",
+            )
+        if 0 < self._most_dead <= self._dead:
+            return RunError(
+                f"{self._dead} steps in a row had no learning signal: the rewards within every group were equal",
+                f"The last step's first group: {groups[0].rewards}. The task may be solved, too hard, or its reward "
+                "constant. A checkpoint was saved. algorithm.max_dead_steps sets the limit; dynamic_sampling replaces "
+                "such groups.",
+            )
+        return None
