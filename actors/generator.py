@@ -201,6 +201,7 @@ class Generator(Actor):
                     self._sampling.cut()
                     with span("switch", version=decision.version):
                         await self._switch(decision.version, decision.timeout)
+                    await asyncio.sleep(0)  # answer before the next step, which may recompute a great deal
                 if decision.requests:
                     with self._sampling:
                         self._engine.add(decision.requests)

@@ -145,7 +145,8 @@ class Routing:
 
     def forget(self, id: str) -> None:
         """Nobody waits for a request any more. Engines may go on with it; what they say of it is ignored."""
-        self._wholes.pop(id, None)
+        if self._wholes.pop(id, None) is None:
+            return
         self._waiting = [request for request in self._waiting if request.id != id]
         self._returned = [returned for returned in self._returned if returned[1] != id]
         for held in self._held:
@@ -157,12 +158,22 @@ class Routing:
         self._returned = []
         if self._slots is not None:
             self._waiting.sort(key=lambda request: request.expected or request.sampling.max_new_tokens, reverse=True)
-        while self._waiting:
-            candidates = [i for i in self._awake(now) if self._has_room(i, len(self._waiting[0].seeds))]
+        awake, rest = self._awake(now), iter(self._waiting)
+        outstanding = {i: self._held[i].outstanding for i in awake}  # counted once: a burst is of many requests
+        unfinished = {i: len(self._held[i].unfinished) for i in awake}
+        for request in rest:
+            samples = len(request.seeds)
+            slots = self._slots or 1 << 62
+            candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
             if not candidates:
-                break
-            request = self._waiting.pop(0)
-            sent.append(self._put(self._least(candidates), request, request.id, range(len(request.seeds))))
+                self._waiting = [request, *rest]
+                return sent
+            least = min(candidates, key=outstanding.__getitem__)
+            put = self._put(least, request, request.id, range(samples))
+            outstanding[least] += self._held[least].parts[put.request.id].outstanding
+            unfinished[least] += samples
+            sent.append(put)
+        self._waiting = []
         return sent
 
     def report(self, replica: int, report: Report, now: float) -> None:
@@ -194,6 +205,7 @@ class Routing:
         self._drop_if_answered(held, part)
         if len(whole.completions) < len(whole.request.seeds):
             return None
+        del self._wholes[part.whole]
         return [whole.completions[place] for place in range(len(whole.request.seeds))]
 
     def steal(self, now: float) -> Move | None:
@@ -240,13 +252,6 @@ class Routing:
             return everybody
         return [i for i in everybody if now - self._held[i].heard < SILENT_SECONDS] or everybody
 
-    def _has_room(self, replica: int, samples: int) -> bool:
-        unfinished = len(self._held[replica].unfinished)
-        return self._slots is None or unfinished == 0 or unfinished + samples <= self._slots
-
-    def _least(self, candidates: Sequence[int]) -> int:
-        return min(candidates, key=lambda i: self._held[i].outstanding)
-
     def _put(self, replica: int, request: Request, whole: str, places: Sequence[int]) -> Sent:
         lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(request.begun)}
         self._held[replica].parts[request.id] = Part(request, whole, places, set(lengths), lengths)
@@ -257,7 +262,7 @@ class Routing:
         """On the thief, unless it has fallen silent since it was to take over."""
         whole, places = self._wholes[id], sorted(samples)
         awake = self._awake(now)
-        replica = move.thief if move.thief in awake else self._least(awake)
+        replica = move.thief if move.thief in awake else min(awake, key=lambda i: self._held[i].outstanding)
         seeds, begun = [whole.request.seeds[place] for place in places], [samples[place] for place in places]
         request = replace(whole.request, id=f"{id}~{whole.parts}", seeds=seeds, begun=begun)
         self._held[replica].stolen += len(places)

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -319,7 +320,7 @@ class Stopwatch:
 
     def __init__(self, generators: Generates, seconds: float) -> None:
         self._generators, self._seconds = generators, seconds
-        self.late: list[float] = []
+        self.late = array("d")  # eight bytes each: it must not look as if memory grew
 
     async def generate(self, request: Request) -> list[Completion]:
         began = time.perf_counter()
@@ -356,7 +357,8 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
         clock=Clock(),
         ledger=Ledger(Path(folder.name)),
     )
-    cpu, wall, settled, resident = 0.0, 0.0, 0, []
+    cpu, wall, settled = 0.0, 0.0, 0
+    resident = dict.fromkeys((SETTLED, (SETTLED + steps - LAG) // 2, steps - LAG), 0.0)  # by step; as much under way
     try:
         async with aclosing(stream):
             stream.admit(groups * (LAG + 1))
@@ -366,8 +368,8 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
                 stream.admit(groups)
                 if step == SETTLED:
                     cpu, wall, settled = time.process_time(), time.perf_counter(), len(stopwatch.late)
-                if step in (SETTLED, steps - LAG):  # both with as many rollouts under way
-                    resident.append(rss())
+                if step in resident:
+                    resident[step] = rss()
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             answered = group_size * (len(stopwatch.late) - settled)
     finally:
@@ -384,9 +386,7 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
         "answered later than its timer: median, ms": late[0],
         "answered later than its timer: p99, ms": late[1],
         "answered later than its timer: most, ms": late[2],
-        f"controller: resident after step {SETTLED}, MB": resident[0],
-        f"controller: resident after step {steps - LAG}, MB": resident[-1],
-        f"controller: KB more a rollout since step {SETTLED}": 1e3 * (resident[-1] - resident[0]) / answered,
+        **{f"controller: resident after step {step}, MB": megabytes for step, megabytes in resident.items()},
     }
     note = f"{steps} steps of {groups} groups, {seconds:g} s a rollout, give or take half"
     return [Row("capacity", case, measure, [value], note) for measure, value in measured.items()]

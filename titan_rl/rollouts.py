@@ -18,6 +18,9 @@ from titan_rl.seeds import sample_seed
 from titan_rl.spans import span
 from titan_rl.types import Backlog, Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
+MEMORY = 0.05
+"""What one more group counts in the mean length of samples."""
+
 Decode = Callable[[Sequence[int]], str]
 Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
 """Rewards of a group's completions, whose texts come along: a rule at once, a reward model after a while."""
@@ -84,6 +87,7 @@ class RolloutStream:
         self._seed = seed
         self._clock = clock
         self._ledger = ledger
+        self._mean_length = 0.0  # of the latest samples: what routing expects of the next
         self._issued = 0  # the prompt after the last that was started
         ledger.begun(first - 1)
         self._inflight: deque[InFlight] = deque()
@@ -197,7 +201,8 @@ class RolloutStream:
 
     async def _sample(self, prompt: Prompt) -> Group:
         seeds = [sample_seed(self._seed, prompt.id, k) for k in range(self._rollout.group_size)]
-        request = Request(f"prompt-{prompt.id}", prompt.tokens, seeds, self._sampling)
+        expected = round(self._mean_length) if self._rollout.lag else 0
+        request = Request(f"prompt-{prompt.id}", prompt.tokens, seeds, self._sampling, expected=expected)
         seconds = self._rollout.timeout_seconds
         try:
             with span("sample", lane="groups", id=prompt.id):
@@ -209,6 +214,8 @@ class RolloutStream:
                 f"{len(self._inflight)} groups are in flight. Slow rather than stuck? Raise [rollout] timeout_seconds.",
             ) from None
         self._ledger.sampled(prompt.id, completions)
+        length = sum(len(completion.tokens) for completion in completions) / len(completions)
+        self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
         texts = [self._decode(completion.tokens) for completion in completions]
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judge(prompt, completions, texts)
