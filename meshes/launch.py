@@ -141,7 +141,8 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
             env_of=lambda at: _resources(setup, first=first + at["replica"] * tp, count=tp),
             init_seconds=config.comm.init_timeout_seconds,
             seconds=config.comm.train_timeout_seconds,
-            steal=config.rollout.lag > 0,  # what a moved sample draws depends on when: never in a synchronous run
+            # What a moved sample draws depends on when it moved: never in a synchronous run.
+            steal=config.rollout.lag > 0 and g.replicas > 1,
         )
         for rank in await mesh.start():
             verify_complete(rank.shapes, setup.shape, tp)

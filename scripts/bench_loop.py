@@ -17,10 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
+from titan_rl.ledger import Ledger
 from titan_rl.run_log import git_commit, machine, versions
+from titan_rl.spans import Recorder
+from titan_rl.types import Completion, Group, Prompt, Rollout, Turn
 
 HERE = Path(__file__).resolve().parents[1]
 LONG_STEP = ["--rollout.groups_per_step", "64"]  # a step of a second or more
@@ -64,7 +68,31 @@ def run(config: str, steps: int) -> dict[str, float]:
         "sync: wall, s": median(rl, "sync/seconds"),
         "sync: bytes": median(rl, "sync/bytes"),
     }
-    return found
+    return found | records()
+
+
+def records() -> dict[str, float]:
+    """What the run's own records cost, each: a span of the timeline, a group's four lines in the ledger."""
+    recorder, prompt = Recorder(), Prompt(7, "47+38=", [1] * 7, "580")
+    completion = Completion([5, 8, 0, 2], [-0.1] * 4, [3] * 4, "stop")
+    group = Group(prompt, [Rollout([Turn(prompt.tokens, completion)], "580", 1.0)] * 16)
+
+    def spanned() -> None:
+        with recorder("forward", tokens=96):
+            pass
+
+    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder)) as ledger:
+
+        def lived() -> None:
+            ledger.admitted(7, 1)
+            ledger.sampled(7, [completion] * 16)
+            ledger.scored(7, group.rewards)
+            ledger.trained(1, [group])
+
+        return {
+            "timeline: one span, us": min(timeit.repeat(spanned, number=2000, repeat=9)) / 2000 * 1e6,
+            "ledger: one group of 16 rollouts, us": min(timeit.repeat(lived, number=500, repeat=9)) / 500 * 1e6,
+        }
 
 
 def inside(line: dict[str, Any]) -> float:

@@ -392,6 +392,13 @@ def test_streaming_needs_groups_that_stand_alone(tmp_path: Path, toml: str, why:
     assert problem == f"training.stream_groups: expected 0 where {why}, found 2"
 
 
+def test_colocated_engines_cannot_drain(tmp_path: Path) -> None:
+    toml = '[placement]\nkind = "colocated"\n[weight_sync]\nin_flight = "drain"\n'
+    assert problems(config(tmp_path, toml)) == []  # without a lag nothing is in flight
+    (problem,) = problems(config(tmp_path, f"{toml}[rollout]\nlag = 1"))
+    assert problem.startswith('weight_sync.in_flight: expected "swap" under a lag')
+
+
 def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
     (problem,) = problems(config(tmp_path, toml), gpus=2)

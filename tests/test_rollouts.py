@@ -226,10 +226,10 @@ def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer: TextT
         rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer)  # 1 3 5 7 9 turns
         async with aclosing(rollouts):
             rollouts.admit(6)
-            parts = [ids(part) async for part in rollouts.parts(5, 2)]
+            parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
             assert parts == [[0, 1], [2, 3], [4]]
             assert rollouts.backlog.inflight == 1
-            assert [ids(part) async for part in rollouts.parts(1, 4)] == [[5]]
+            assert [ids(part) async for part in rollouts.parts(1, 2, 4)] == [[5]]
 
     asyncio.run(body())
 

@@ -112,7 +112,7 @@ def ends_by_name(run: Run, victim: str) -> None:
 @pytest.mark.parametrize("victim", TRAINERS)
 def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
     shared = shared_memory()
-    run = runs.start(tmp_path / "run", training__steps=1000, cold_start__steps=0, **LARGE)
+    run = runs.start(tmp_path / "run", training__steps=1000, cold_start__steps=0, algorithm__max_dead_steps=0, **LARGE)
     run.wait_for_step(1)
     stop_while_packing(run.workers()[victim])
     ends_by_name(run, victim)
@@ -121,7 +121,7 @@ def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, t
 
 def test_a_generator_rank_killed_while_it_reads_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
     shared = shared_memory()
-    keys = {"cold_start__steps": 0, "weight_sync__transport": "rdma", **LARGE}
+    keys = {"cold_start__steps": 0, "algorithm__max_dead_steps": 0, "weight_sync__transport": "rdma", **LARGE}
     run = runs.start(tmp_path / "run", training__steps=1000, **keys)
     run.wait_for_step(1)
     pids = run.workers()

@@ -209,6 +209,9 @@ def _run(config: Config) -> Iterator[str]:
     if rollout.window and config.algorithm.dynamic_sampling:
         why = "for replaced groups would break its bound"
         yield f"rollout.window: expected 0 beside algorithm.dynamic_sampling, {why}, found {rollout.window}"
+    if rollout.lag and config.placement.kind == "colocated" and config.weight_sync.in_flight == "drain":
+        why = 'as engines that sleep finish nothing before a switch (placement.kind = "colocated")'
+        yield f'weight_sync.in_flight: expected "swap" under a lag, {why}, found "drain"'
     yield from _streaming(config)
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"

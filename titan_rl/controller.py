@@ -68,7 +68,7 @@ class Controller:
 
             for step in self.stop.steps(start + 1, last):
                 if self.config.training.stream_groups:
-                    groups, samples, stats = await weights.beside(self.streamed(stream))
+                    groups, samples, stats = await weights.beside(self.streamed(stream, step))
                 else:
                     groups = await weights.beside(stream.take(groups_per_step, step))  # gather
                     await self.meshes.turn_of_trainers()
@@ -142,12 +142,12 @@ class Controller:
                 if enough:
                     break
 
-    async def streamed(self, stream: RolloutStream) -> tuple[list[Group], list[Sample], StepStats]:
+    async def streamed(self, stream: RolloutStream, step: int) -> tuple[list[Group], list[Sample], StepStats]:
         """A step's update, part by part while the rest of its groups is still sampled."""
         algorithm, training, count = self.config.algorithm, self.config.training, self.config.rollout.groups_per_step
         groups: list[Group] = []
         samples: list[Sample] = []
-        async for part in stream.parts(count, training.stream_groups):
+        async for part in stream.parts(count, step, training.stream_groups):
             judged = await self.roles.judge(samples_of(part, algorithm))
             part, judged = with_advantages(part, judged, algorithm)
             await self.roles.accumulate(judged)

@@ -128,9 +128,7 @@ class RolloutStream:
         """n groups; under dynamic sampling, n that have a signal, or those found after max_refills rounds. A round is
         admitted at once, never group by group: so engines see the same batches in every synchronous run."""
         with self._clock("generate"):
-            if self._paced and self.backlog.finished < n and step > self._first:  # the trainers wait
-                self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.lag + 1)
-                self._fill()
+            self._hurry(n, step)
             groups, self.dropped = await self._gather(n, step), []
             for _ in range(self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0):
                 flat = [group for group in groups if group.flat]
@@ -141,15 +139,12 @@ class RolloutStream:
                 for _ in flat:  # they take the places of the last in flight, whose groups move up
                     self._start(self._inflight[-1].turn if self._inflight else step)
                 groups = [group for group in groups if not group.flat] + await self._gather(len(flat), step)
-        bound = self._rollout.lag + self._rollout.window
-        for group in groups:
-            if group.version < step - 1 - bound:
-                raise RuntimeError(f"prompt {group.prompt.id} holds tokens of version {group.version} at step {step}")
         return groups
 
-    async def parts(self, n: int, size: int) -> AsyncIterator[list[Group]]:
+    async def parts(self, n: int, step: int, size: int) -> AsyncIterator[list[Group]]:
         """The n oldest, `size` at a time, in the order in which they finish."""
-        chosen, finished = list(islice(self._inflight, n)), asyncio.Queue[asyncio.Task[Group]]()
+        self._hurry(n, step)
+        chosen, finished = self._oldest(n, step), asyncio.Queue[asyncio.Task[Group]]()
         for group in chosen:
             group.task.add_done_callback(finished.put_nowait)
         while n > 0:
@@ -157,7 +152,7 @@ class RolloutStream:
                 part = [await finished.get() for _ in range(min(size, n))]
             n -= len(part)
             yield [task.result() for task in part]
-        self._inflight = deque(group for group in self._inflight if group not in chosen)
+        self._taken(chosen, step)
 
     def _start(self, turn: int) -> None:
         before = self._prompts.state_dict()
@@ -176,9 +171,7 @@ class RolloutStream:
     async def _gather(self, n: int, step: int) -> list[Group]:
         """The n oldest. With a window: all whose last chance this step is, and of the others those that are finished
         first. In the order of admission."""
-        chosen = list(islice(self._inflight, n))
-        if len(chosen) < n:
-            raise RuntimeError(f"step {step} takes {n} groups, but {len(chosen)} are in flight")
+        chosen = self._oldest(n, step)
         if self._rollout.window:
             due = [group for group in self._inflight if group.turn + self._rollout.window <= step]
             others = [group for group in self._inflight if group not in due]
@@ -186,14 +179,33 @@ class RolloutStream:
                 open = [group.task for group in self._inflight if not group.task.done()]
                 await asyncio.wait(open, return_when=asyncio.FIRST_COMPLETED)
             chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
-        groups = [await group.task for group in chosen]
+        for group in chosen:
+            await group.task
+        return self._taken(chosen, step)
+
+    def _hurry(self, n: int, step: int) -> None:
+        """Do the trainers wait? Then more may be in flight."""
+        if self._paced and self.backlog.finished < n and step > self._first:
+            self._ahead, self._steps_in_flight = 0, min(self._steps_in_flight + 1, self._rollout.lag + 1)
+            self._fill()
+
+    def _oldest(self, n: int, step: int) -> list[InFlight]:
+        if len(self._inflight) < n:
+            raise RuntimeError(f"step {step} takes {n} groups, but {len(self._inflight)} are in flight")
+        return list(islice(self._inflight, n))
+
+    def _taken(self, chosen: Sequence[InFlight], step: int) -> list[Group]:
+        """They leave the stream, and none of them is too old."""
+        self._inflight = deque(group for group in self._inflight if group not in chosen)
+        oldest = step - 1 - self._rollout.lag - self._rollout.window
         for group in chosen:
             span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
-        self._inflight = deque(group for group in self._inflight if group not in chosen)
-        return groups
+            if (version := group.task.result().version) < oldest:
+                raise RuntimeError(f"prompt {group.prompt} holds tokens of version {version} at step {step}")
+        return [group.task.result() for group in chosen]
 
     async def aclose(self) -> None:
-        self._left = 0  # a sync under way admits nothing more
+        self._left = self._allowed = 0  # a sync under way admits nothing more
         for group in self._inflight:
             group.task.cancel()
         await asyncio.gather(*(group.task for group in self._inflight), return_exceptions=True)
