@@ -156,6 +156,8 @@ class Routing:
         """What is to go where: first the samples that move, then whole requests as far as there is room."""
         sent = [self._continue(*returned, now) for returned in self._returned]
         self._returned = []
+        if not self._waiting:
+            return sent
         if self._slots is not None:
             self._waiting.sort(key=lambda request: request.expected or request.sampling.max_new_tokens, reverse=True)
         awake, rest = self._awake(now), iter(self._waiting)

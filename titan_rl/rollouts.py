@@ -196,7 +196,8 @@ class RolloutStream:
 
     def _taken(self, chosen: Sequence[InFlight], step: int) -> list[Group]:
         """They leave the stream, and none of them is too old."""
-        self._inflight = deque(group for group in self._inflight if group not in chosen)
+        gone = {group.prompt for group in chosen}
+        self._inflight = deque(group for group in self._inflight if group.prompt not in gone)
         oldest = step - 1 - self._rollout.lag - self._rollout.window
         for group in chosen:
             span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
