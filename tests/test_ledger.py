@@ -165,15 +165,8 @@ def test_an_audit_names_what_is_wrong(
 def test_rollouts_that_the_ledger_does_not_know_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(Config()))
     with Ledger(tmp_path) as ledger:
-        ledger.begun(0)
+        ledger.begun(0, 0, [])
     line = {"kind": "rl", "step": 1, "prompt_id": 4}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
     problems, _ = audit(tmp_path)
     assert "rollouts.jsonl has prompt 4 at step 1, the ledger does not" in problems
-
-
-def test_a_resume_without_a_cut_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(Config()))
-    with Ledger(tmp_path) as ledger:
-        ledger.begun(6)
-    assert audit(tmp_path)[0][0] == "a process goes on from step 6, of which the ledger has no cut"

@@ -42,7 +42,6 @@ class History:
 
     lives: dict[int, Life] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)  # in which prompts were trained on
-    cuts: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     processes: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -52,16 +51,13 @@ class History:
     def _begun(self, event: dict[str, Any]) -> None:
         """A resumed run goes back to its checkpoint's cut: what came later, or was under way then, begins anew."""
         self.processes += 1
-        if event["step"] and event["step"] not in self.cuts:
-            self.problems.append(f"a process goes on from step {event['step']}, of which the ledger has no cut")
-        next, open = self.cuts.get(event["step"], (0, []))
         for id, life in self.lives.items():
-            if id >= next or id in open:
+            if id >= event["next"] or id in event["open"]:
                 self.lives[id] = Life(-1, life.attempts)
         self.order = [id for id in self.order if self.lives[id].trained is not None]
 
     def _saved(self, event: dict[str, Any]) -> None:
-        self.cuts[event["step"]] = (event["next"], event["open"])
+        """Tells when the lines before were safe; the cut itself is in the checkpoint, and in who begins with it."""
 
     def _admitted(self, event: dict[str, Any]) -> None:
         life = self.lives.get(event["prompt"])

@@ -62,7 +62,7 @@ class Controller:
         if start in (0, last) and (score := await self.evaluate()) is not None:
             self.report.eval(start, score)
 
-        stream = self.stream(prompts, start + 1, last)
+        stream = self.stream(prompts, self.ledger(start, cursor), start + 1, last)
         async with aclosing(stream):
             stream.admit(groups_per_step * (lag + 1))
 
@@ -166,7 +166,12 @@ class Controller:
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
-    def stream(self, prompts: PromptSource, first: int, last: int) -> RolloutStream:
+    def ledger(self, start: int, cursor: str) -> Ledger:
+        ledger, cut = Ledger(self.setup.folder), json.loads(cursor) if start else {}
+        ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
+        return ledger
+
+    def stream(self, prompts: PromptSource, ledger: Ledger, first: int, last: int) -> RolloutStream:
         assert self.meshes.generators is not None
         reward_model, config = self.meshes.reward_model, self.config
         return RolloutStream(
@@ -183,7 +188,7 @@ class Controller:
             groups=(last - first + 1) * config.rollout.groups_per_step,
             seed=config.debug.seed,
             clock=self.clock,
-            ledger=Ledger(self.setup.folder),
+            ledger=ledger,
         )
 
     async def sync(self, version: int) -> None:

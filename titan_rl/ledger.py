@@ -3,7 +3,6 @@
     begun at step s ── admitted ── sampled ── scored ── trained at step t
                           │                     └────── dropped, with its reason
                           └── admitted again, by a run that resumes: its next attempt
-    saved at step t: the prompts that are open at that cut
 
 One event a line, `CRC-32 JSON`, the JSON with a number that counts lines. Lines, not a database: appending needs no
 lock and no second file, a person can grep it, and what a crash tears is the last line's end, which the next process
@@ -31,9 +30,10 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self._file, self._lines = _open(folder / NAME)
 
-    def begun(self, step: int) -> None:
-        """A process goes on after step `step`: what was trained on later, or is under way, is no longer."""
-        self._append("begun", step=step)
+    def begun(self, step: int, next: int, open: Sequence[int]) -> None:
+        """A process goes on after step `step`, at the cut that its checkpoint holds: prompts before `next` have their
+        fate, but for the `open` ones. What came later is undone."""
+        self._append("begun", step=step, next=next, open=list(open))
 
     def admitted(self, prompt: int, turn: int) -> None:
         self._append("admitted", prompt=prompt, turn=turn)
@@ -55,10 +55,9 @@ class Ledger:
             tokens = sum(rollout.sampled for rollout in group.rollouts)
             self._append("dropped", prompt=group.prompt.id, reason=reason, tokens=tokens)
 
-    def saved(self, step: int, next: int, open: Sequence[int]) -> None:
-        """A checkpoint of this step is about to be written: prompts before `next` have their fate, but for the `open`
-        ones. On disk when this returns."""
-        self._append("saved", step=step, next=next, open=list(open))
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is about to be written, with its cut. All before is on disk when this returns."""
+        self._append("saved", step=step)
         self._to_disk()
 
     def close(self) -> None:

@@ -89,7 +89,6 @@ class RolloutStream:
         self._ledger = ledger
         self._mean_length = 0.0  # of the latest samples: what routing expects of the next
         self._issued = 0  # the prompt after the last that was started
-        ledger.begun(first - 1)
         self._inflight: deque[InFlight] = deque()
         self.dropped: list[Group] = []
         """The groups without signal that the last `take` replaced."""
@@ -102,12 +101,13 @@ class RolloutStream:
         """Where a run that resumes after this step goes on: at the oldest group still in flight, but without the groups
         that overtook it. What is in flight is sampled again."""
         open = [group.prompt for group in self._inflight]
-        self._ledger.saved(step, self._issued, open)
+        self._ledger.saved(step)
+        cut = {"next": self._issued, "open": open}
         if not open:
-            return self._prompts.state_dict()
+            return self._prompts.state_dict() | cut
         before = self._inflight[0].before
         taken = {id for id in range(open[0], open[-1]) if id not in open}
-        return before | {"taken": sorted(taken.union(before["taken"]))}
+        return before | cut | {"taken": sorted(taken.union(before["taken"]))}
 
     @property
     def backlog(self) -> Backlog:
