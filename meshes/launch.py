@@ -107,8 +107,8 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
     spawning = TrainerMesh.spawn(host, config, setup.shape, deal(config.parallelism.world_size))
     starting["trainers"] = begun(spawning, "trainer: processes, model, optimizer")
     if setup.samples_rollouts:
-        if not colocated:
-            deal(g.replicas * g.tensor_parallel_degree)
+        count = g.replicas * g.tensor_parallel_degree
+        deal(max(0, count - config.parallelism.world_size) if colocated else count)  # beyond those they share
         starting["generators"] = _generators(host, setup, terminal)
     for name, own in config.roles.items():
         starting[name] = role(name, own)
