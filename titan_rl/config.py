@@ -208,8 +208,32 @@ class Comm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
+    detect_seconds: float = bounds(2.0, gt=0)
+    """How soon a dead process is known: at once on this host, by asking every half of this on others."""
+    hang_seconds: float = bounds(60.0, gt=0)
+    """A generator rank that shows no sign of life for so long is replaced. Above its longest step between two tokens."""
+    max_restarts: int = bounds(3, ge=0)
+    """So many times within restart_window_seconds a role is respawned; once more ends the run, resumable. 0: never."""
+    restart_window_seconds: float = bounds(600.0, gt=0)
+    """See max_restarts."""
+    min_replicas: int = bounds(1, ge=1)
+    """The run goes on with fewer generators where some cannot be replaced, down to so many."""
+    snapshot_interval: int = bounds(5, ge=0)
+    """Keep the trainers' state in memory that outlives them every so many steps: all that a lost trainer costs. 0: only
+    checkpoints."""
+    reward_attempts: int = bounds(2, ge=1)
+    """How often a group whose reward raises is judged before it is dropped and another prompt takes its place."""
+    max_failed_saves: int = bounds(3, ge=0)
+    """A checkpoint that cannot be written is tried again after the next step; stop after so many in a row."""
+    straggler_factor: float = bounds(2.0, gt=1)
+    """Name a replica or rank that is so many times slower than its peers' median ..."""
+    straggler_steps: int = bounds(5, ge=0)
+    """... in so many steps in a row; 0 names nobody."""
     max_bad_steps: int = bounds(3, ge=0)
-    """An update whose gradient is not finite is skipped; stop after so many such steps in a row. 0 never stops."""
+    """An update whose gradient is not finite is skipped; act after so many such steps in a row. 0 never does."""
+    on_bad_steps: Literal["stop", "rollback"] = "stop"
+    """End the run, or go back to the newest snapshot or checkpoint from before those steps, once more each
+    max_restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
