@@ -7,6 +7,7 @@ from titan_rl.actors.phase import Phase, Schedule
 from titan_rl.actors.titan_model import TitanModel
 from titan_rl.config import Config
 from titan_rl.model_shape import ModelShape, shape_of_folder
+from titan_rl.snapshot import Part
 from titan_rl.types import Batch, StepStats
 
 
@@ -16,9 +17,10 @@ class Critic(TitanModel):
         self._objectives = Objectives(self, config)
         self._phase: Phase | None = None
 
-    def begin(self, folder: str, at: int) -> None:
-        """Start from the weights in `folder`, or resume at the step that the policy stands at."""
-        if at == 0:
+    def begin(self, folder: str, at: int, part: Part | None = None) -> None:
+        """Start from the weights in `folder`, or resume at the step that the policy stands at, or from a snapshot."""
+        self.close()
+        if at == 0 and part is None:
             judges = (
                 shape_of_folder(folder, "critic.hf_assets_path").head == "value"
             )  # a reward model: its head is kept
@@ -29,7 +31,7 @@ class Critic(TitanModel):
         schedule = Schedule(
             lr=critic.lr, steps=self.config.training.steps, warmup_steps=critic.warmup_steps, decay_ratio=0.0
         )
-        self._phase = Phase(self, schedule, folder=f"{self.config.checkpoint.folder}/critic", at=at)
+        self._phase = Phase(self, schedule, folder=f"{self.config.checkpoint.folder}/critic", at=at, part=part)
 
     def scores(self, batch: Batch) -> list[np.ndarray]:
         """Values, place by place."""
@@ -42,6 +44,9 @@ class Critic(TitanModel):
 
     def save(self, step: int) -> None:
         self._in_phase().save(step, "{}")
+
+    def snapshot(self, step: int, part: Part) -> int:
+        return self._in_phase().snapshot(step, "{}", part)
 
     def close(self) -> None:
         if self._phase is not None:

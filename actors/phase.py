@@ -1,4 +1,4 @@
-"""A stretch of optimization of one model: optimizer, schedule, checkpoints; and how one step of it goes."""
+"""A stretch of optimization of one model: optimizer, schedule, checkpoints, snapshots; and how one step of it goes."""
 
 from titan_rl.actors import titan_cpu  # noqa: F401
 
@@ -11,14 +11,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import (
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    CheckpointManager,
+    ModelWrapper,
+)
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.model_spec import adapter
 from titan_rl.actors.reduction import Reduction, finish
+from titan_rl.actors.snapshot import StateCopy
 from titan_rl.actors.titan_model import DeviceRows, TitanModel
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.snapshot import Part
 from titan_rl.spans import span
 from titan_rl.types import Batch, StepStats
 
@@ -35,8 +45,8 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "controller": self.controller}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.controller = state["step"], state["controller"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.controller = state_dict["step"], state_dict["controller"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +62,13 @@ class Schedule:
 
 
 class Phase:
-    def __init__(self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | None = None) -> None:
-        """Resumes from the latest checkpoint in `folder`, or from step `at`; 0 does not look."""
+    def __init__(
+        self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | None = None, part: Part | None = None
+    ) -> None:
+        """Resumes from this rank's part of a snapshot; else from the latest checkpoint in `folder`, or from step `at`;
+        0 does not look."""
         self._model = model
+        model.model.zero_grad()  # what a phase cut short had accumulated
         config = model.config
         self._optimizers = self._optimizer(schedule.lr)
         self._schedulers = LRSchedulersContainer.Config(
@@ -77,11 +91,22 @@ class Phase:
             model_parts=[model.model],
             optimizers=self._optimizers,
             lr_schedulers=self._schedulers,
-            states={"train_state": self.state},
+            states={TRAIN_STATE: self.state},
             sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
             base_folder=config.job.dump_folder,
         )
-        if at is None:
+        # What the manager's checkpoints hold; it has no states of its own where checkpoint.enable is off.
+        self._copies = StateCopy(
+            {
+                MODEL: ModelWrapper([model.model]),
+                OPTIMIZER: self._optimizers,
+                LR_SCHEDULER: self._schedulers,
+                TRAIN_STATE: self.state,
+            }
+        )
+        if part is not None:
+            self._copies.restore(part)
+        elif at is None:
             self._checkpoints.load()
         elif at > 0:
             self._checkpoints.load(step=at)
@@ -138,6 +163,7 @@ class Phase:
             )
         with span("optimizer"):
             self._checkpoints.maybe_wait_for_staging()
+            self.settle()
             if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
                 self._optimizers.step()
             self._optimizers.zero_grad()
@@ -146,10 +172,23 @@ class Phase:
 
     def save(self, step: int, controller: str) -> None:
         """Atomic: a checkpoint without DCP's .metadata, written last, does not count."""
+        self._stands_at(step, controller)
+        self._checkpoints.save(step)
+
+    def snapshot(self, step: int, controller: str, part: Part) -> int:
+        """Begin to copy what a checkpoint would hold, whose bytes this answers with. Forward and backward of the next
+        step go on beside it."""
+        self._stands_at(step, controller)
+        return self._copies.begin(part)
+
+    def settle(self) -> None:
+        """Wait until a snapshot that was begun is whole: before anything changes the model or its optimizer."""
+        self._copies.wait()
+
+    def _stands_at(self, step: int, controller: str) -> None:
         if self.state.step != step:
             raise RuntimeError(f"asked to save step {step}, but the optimizer has taken {self.state.step}")
         self.state.controller = controller
-        self._checkpoints.save(step)
 
     def wait_for_saving(self) -> None:
         self._checkpoints.maybe_wait_for_saving()
@@ -157,11 +196,18 @@ class Phase:
     def close(self) -> None:
         self._checkpoints.maybe_wait_for_saving()
         self._checkpoints.close()
+        self._copies.close()
 
     def _optimizer(self, lr: float) -> OptimizersContainer:
         o = self._model.config.optimizer
         arguments = {"lr": lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
         group = ParamGroupConfig(pattern=r".*", optimizer_name=o.name, optimizer_kwargs=arguments)
-        return OptimizersContainer.Config(param_groups=[group], implementation=o.implementation).build(
+        optimizers = OptimizersContainer.Config(param_groups=[group], implementation=o.implementation).build(
             model_parts=[self._model.model]
         )
+        # Else the first who asks for the state makes it, by a step of zeros, which the bias correction would count.
+        for optimizer in optimizers:
+            init_optim_state(optimizer)
+            for state in optimizer.state.values():
+                state["step"].zero_()
+        return optimizers

@@ -14,6 +14,7 @@ from titan_rl.actors.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.actors.titan_model import FrozenWeights, TitanModel
 from titan_rl.config import Config
 from titan_rl.model_shape import ModelShape
+from titan_rl.snapshot import Part
 from titan_rl.types import Batch, PhaseName, StepStats
 
 Weights = Literal["policy", "reference", "teacher"]
@@ -32,14 +33,14 @@ class Policy(TitanModel):
         self._phase: Phase | None = None
         self._phase_name: PhaseName = "rl"
 
-    def begin(self, name: PhaseName) -> TrainState:
-        """Start or resume a phase on the current weights."""
+    def begin(self, name: PhaseName, part: Part | None = None) -> TrainState:
+        """Start or resume a phase on the current weights, or go on from a snapshot of it."""
         if self._phase is not None:
             self._phase.close()
         folder = self.config.checkpoint.folder
         if name == "cold_start":
             folder += "/cold_start"
-        self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder), name
+        self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder, part=part), name
         return self._phase.state
 
     def _schedule(self, name: PhaseName) -> Schedule:
@@ -71,6 +72,7 @@ class Policy(TitanModel):
 
     def freeze(self, role: Weights, folder: str) -> None:
         """Keep the folder's weights beside the trained ones, for `scores`."""
+        self._settle()
         self._frozen[role] = FrozenWeights(self, folder)
 
     def scores(self, batch: Batch, weights: Weights, temperature: float) -> tuple[list[np.ndarray], int]:
@@ -79,11 +81,15 @@ class Policy(TitanModel):
             found = [self.score(rows, temperature=temperature) for rows in batch.microbatches]
             self.reshard()
             return found, 0
+        self._settle()
         with self._frozen[weights].swapped_in() as frozen:
             return [frozen.score(rows, temperature=temperature) for rows in batch.microbatches], frozen.checksum()
 
     def save(self, step: int, controller: str) -> None:
         self._in_phase().save(step, controller)
+
+    def snapshot(self, step: int, controller: str, part: Part) -> int:
+        return self._in_phase().snapshot(step, controller, part)
 
     def export(self, folder: str) -> None:
         self.write(folder)
@@ -93,6 +99,11 @@ class Policy(TitanModel):
     def close(self) -> None:
         if self._phase is not None:
             self._phase.close()
+
+    def _settle(self) -> None:
+        """The weights are about to be exchanged in place."""
+        if self._phase is not None:
+            self._phase.settle()
 
     def _in_phase(self) -> Phase:
         if self._phase is None:

@@ -10,6 +10,7 @@ from monarch.actor import Actor, endpoint
 from titan_rl.actors.fallible import fallible
 from titan_rl.config import Config, Parallelism
 from titan_rl.model_shape import ModelShape
+from titan_rl.snapshot import Part
 from titan_rl.spans import Recorded, span
 from titan_rl.types import Batch, StepStats
 
@@ -76,8 +77,8 @@ class CriticRank(Actor):
 
     @endpoint
     @fallible
-    async def begin(self, folder: str, at: int) -> None:
-        self._critic.begin(folder, at)
+    async def begin(self, part: Part | None, folder: str, at: int) -> None:
+        self._critic.begin(folder, at, part)
 
     @endpoint
     @fallible
@@ -95,6 +96,12 @@ class CriticRank(Actor):
     async def save(self, step: int) -> None:
         with span("save", step=step):
             self._critic.save(step)
+
+    @endpoint
+    @fallible
+    async def snapshot(self, part: Part, step: int, controller: str) -> int:
+        """Begin to copy this rank's state; answers with its bytes. The controller's part is the policy's to keep."""
+        return self._critic.snapshot(step, part)
 
     @endpoint
     @fallible

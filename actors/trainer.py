@@ -13,6 +13,7 @@ from titan_rl.actors.fallible import fallible
 from titan_rl.config import Config, WeightSync
 from titan_rl.manifest import Manifest
 from titan_rl.model_shape import ModelShape
+from titan_rl.snapshot import Part
 from titan_rl.spans import Recorded, span
 from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
@@ -41,9 +42,10 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def begin(self, phase: PhaseName) -> tuple[int, str]:
-        """Start or resume a phase: the step it stands at, and the controller's state saved with that step."""
-        state = self._policy.begin(phase)
+    async def begin(self, part: Part | None, phase: PhaseName) -> tuple[int, str]:
+        """Start or resume a phase, or go on from a snapshot: the step it stands at, and the controller's state saved
+        with that step."""
+        state = self._policy.begin(phase, part)
         return state.step, state.controller
 
     @endpoint
@@ -83,6 +85,12 @@ class Trainer(Actor):
     async def save(self, step: int, controller: str) -> None:
         with span("save", step=step):
             self._policy.save(step, controller)
+
+    @endpoint
+    @fallible
+    async def snapshot(self, part: Part, step: int, controller: str) -> int:
+        """Begin to copy this rank's state; answers with its bytes."""
+        return self._policy.snapshot(step, controller, part)
 
     @endpoint
     @fallible

@@ -8,10 +8,11 @@ be reaped.
 
 import asyncio
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ GONE = "is gone"
 BORN_SECONDS = 300.0  # a spawned process is looked for so long
 
 _lock = threading.Lock()
-_followed: set[int] = set()  # processes
+_followed: dict[int, str] = {}  # processes that live, and their names
+_names: set[str] = set()  # ever followed
+_meant: set[str] = set()  # to die: no listener is told
 _ends: dict[str, str] = {}  # how a dead rank's process ended
 _waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]] = {}
 _listeners: list[Callable[[str, str], None]] = []
@@ -31,7 +34,9 @@ def follow(names: Iterable[str]) -> None:
     """Processes of these names are about to be spawned; who bore a name before is forgotten."""
     for name in names:
         with _lock:
+            _names.add(name)
             _ends.pop(name, None)
+            _meant.discard(name)
         threading.Thread(target=_follow, args=(name,), name=f"follows {name}", daemon=True).start()
 
 
@@ -39,6 +44,32 @@ def end_of(name: str) -> str | None:
     """How a rank's process ended, "was killed by signal 9" say; None while it lives, and of a rank on another host."""
     with _lock:
         return _ends.get(name)
+
+
+def follows(name: str) -> bool:
+    """Whether a rank is this host's, so that its death will be told here."""
+    with _lock:
+        return name in _names
+
+
+def alive() -> dict[str, int]:
+    """The processes of this host's ranks, by name."""
+    with _lock:
+        return {name: pid for pid, name in _followed.items()}
+
+
+async def kill(names: Collection[str], seconds: float = 10.0) -> list[str]:
+    """End these processes, stopped ones too, and tell no listener; their names may be used again afterwards. Answers
+    with those that still live."""
+    with _lock:
+        _meant.update(names)
+    deadline = time.monotonic() + seconds
+    while (left := [name for name in alive() if name in names]) and time.monotonic() < deadline:
+        for name in left:
+            with suppress(ProcessLookupError, KeyError):
+                os.kill(alive()[name], signal.SIGKILL)
+        await asyncio.sleep(0.01)
+    return left
 
 
 @contextmanager
@@ -80,9 +111,9 @@ def _follow(name: str) -> None:
     except ChildProcessError:  # Monarch was quicker
         ended = None
     with _lock:
-        _followed.discard(pid)
+        del _followed[pid]
         how = _ends[name] = _how(ended)
-        waiting, listeners = list(_waiting.get(name, ())), list(_listeners)
+        waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
     for loop, call in waiting:
         if not loop.is_closed():
             loop.call_soon_threadsafe(call.cancel)
@@ -104,7 +135,7 @@ def _born(name: str) -> int | None:
                 continue
             with _lock:
                 if f"{PROC_NAME}={name}".encode() in environment and pid not in _followed:
-                    _followed.add(pid)
+                    _followed[pid] = name
                     return pid
     return None
 

@@ -8,9 +8,9 @@ and then names that.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -18,15 +18,24 @@ from monarch.actor import ActorError
 
 from titan_rl.meshes import deaths
 
+T = TypeVar("T")
+
+LOCAL_SECONDS = 0.5  # for a death to be told that broke a peer's collective first
 CAUSE_SECONDS = 5.0  # for a death of another host's, which supervision polls every second (environment.py)
 
 
 class RunError(Exception):
     """A run cannot go on. str() is a headline; `details` is the remote traceback or signal, shown once."""
 
-    def __init__(self, headline: str, details: str = "") -> None:
+    def __init__(self, headline: str, details: str = "", *, rank: str = "", kind: str = "") -> None:
         super().__init__(headline)
         self.details = details
+        self.rank = rank  # that it is about, "trainer[dp=1 tp=0]"; none: a respawned mesh would not help
+        self.kind = kind  # of the remote exception
+
+    @property
+    def mesh(self) -> str:
+        return self.rank.partition("[")[0]
 
 
 class RankFailed(RunError):
@@ -35,6 +44,10 @@ class RankFailed(RunError):
 
 class RankDied(RankFailed):
     """Its process ended."""
+
+    def __init__(self, rank: str, how: str, report: str = "") -> None:
+        super().__init__(f"{rank} died: its process {how}", report, rank=rank)
+        self.how = how
 
 
 class DeadlinePassed(RunError):
@@ -55,15 +68,17 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
         task, how = asyncio.current_task(), deaths.end_of(actor)
         if how is None or (task is not None and task.cancelling()):
             raise  # it is the caller that was cancelled
-        raise died(actor, how) from None
+        raise RankDied(actor, how) from None
     except ActorError as error:
-        raise RankFailed(f"{actor} failed in {verb}: {type(error.exception).__name__}", remote(error)) from None
+        kind = type(error.exception).__name__
+        raise RankFailed(f"{actor} failed in {verb}: {kind}", remote(error), rank=actor, kind=kind) from None
     except SupervisionError as error:
         raise failure(str(error)) from None
     except TimeoutError:
         raise DeadlinePassed(
             f"{actor}.{verb} did not answer within {seconds:g} s",
             "The controller gave up waiting. If this is slow rather than stuck, raise [comm] *_timeout_seconds.",
+            rank=actor,
         ) from None
 
 
@@ -92,18 +107,14 @@ def failure(report: str) -> RankFailed:
     if actor:
         name = label(actor["name"], dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"])))
     if death is None:
-        return RankFailed(f"{name} failed", report.strip())
+        return RankFailed(f"{name} failed", report.strip(), rank=name if actor else "")
     signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])
-    return died(name, f"was killed by signal {signal[1]}" if signal else death["how"].strip(), report.strip())
+    return RankDied(name, f"was killed by signal {signal[1]}" if signal else death["how"].strip(), report.strip())
 
 
 async def _within(event: Awaitable[Any], seconds: float) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(event, seconds)
-
-
-def died(name: str, how: str, report: str = "") -> RankDied:
-    return RankDied(f"{name} died: its process {how}", report)
 
 
 def label(actor: str, axes: Mapping[str, Any]) -> str:
@@ -112,39 +123,61 @@ def label(actor: str, axes: Mapping[str, Any]) -> str:
 
 
 class Watch:
-    """Root supervision of a run: a rank that dies cancels the task that runs it, whether or not anybody waits on that
-    rank. (Monarch's default hook would end the controller by KeyboardInterrupt, without a word.)"""
+    """Root supervision of a run: a rank that dies ends what is driven, whether or not anybody waits on that rank.
+    (Monarch's default hook would end the controller by KeyboardInterrupt, without a word.)"""
 
-    def __init__(self, body: asyncio.Task[Any]) -> None:
-        self._body = body
+    def __init__(self, tended: Collection[str] = ()) -> None:
+        """Meshes whose ranks somebody else tends: those that begin with one of these names."""
+        self._tended = tuple(tended)
         self._loop = asyncio.get_running_loop()
-        self._armed = True
-        self._died, self._reported = asyncio.Event(), asyncio.Event()  # by anybody, by Monarch
+        self._driven: asyncio.Task[Any] | None = None
         self._told = ExitStack()
         self._told.enter_context(deaths.told(self._death))
-        self.failures: list[RankFailed] = []
+        self._forget()
         monarch.actor.unhandled_fault_hook = self._hook
+
+    async def drive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Until it ends, or until a rank dies or fails: what raises then is the death behind it, if there was one."""
+        self._forget()
+        task = self._driven = asyncio.create_task(work)
+        try:
+            return await task
+        except RunError as error:
+            raise await self.cause(error) from None
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not self.failures or (caller is not None and caller.cancelling()):
+                raise  # Ctrl-C
+            raise await self.cause(self.failures[0]) from None
+        finally:
+            self._driven = None
 
     def close(self) -> None:
         """From here on processes are meant to end."""
-        self._armed = False
+        self._driven = None
         self._told.close()
         monarch.actor.unhandled_fault_hook = lambda _: None
 
     async def cause(self, error: RunError) -> RunError:
-        """The death behind an error, if one is reported in time; else the error itself."""
-        self._armed = False
+        """The death behind an error of a rank, if one is reported in time; else the error itself."""
+        self._driven = None
+        if not error.rank:
+            return error
         if not isinstance(error, RankDied):
-            await _within(self._died.wait(), CAUSE_SECONDS)
-        dead = [failed for failed in [*self.failures, error] if isinstance(failed, RankDied)]
-        if not dead or not str(dead[0]).endswith(deaths.GONE):
-            return dead[0] if dead else error
+            await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.alive() else CAUSE_SECONDS)
+        dead = next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), None)
+        if dead is None or dead.how != deaths.GONE:
+            return dead or error
         await _within(self._reported.wait(), CAUSE_SECONDS)  # Monarch knows how, for it reaped the process
-        name = str(dead[0]).removesuffix(deaths.GONE)
-        return next((failed for failed in self.failures if failed.details and str(failed).startswith(name)), dead[0])
+        return next((report for report in self._reports if report.rank == dead.rank), dead)
+
+    def _forget(self) -> None:
+        self.failures: list[RankFailed] = []
+        self._reports: list[RankDied] = []  # by Monarch, which knows more, but later
+        self._died, self._reported = asyncio.Event(), asyncio.Event()  # by anybody, by Monarch
 
     def _death(self, name: str, how: str) -> None:  # on a thread of its own
-        self._loop.call_soon_threadsafe(self._note, died(name, how))
+        self._loop.call_soon_threadsafe(self._note, RankDied(name, how))
 
     def _hook(self, failed: Any) -> None:  # on Monarch's thread
         report = failed.report()
@@ -152,11 +185,16 @@ class Watch:
             self._loop.call_soon_threadsafe(self._note, failure(report))
 
     def _note(self, failed: RankFailed) -> None:
+        if failed.mesh.startswith(self._tended):
+            return
+        if isinstance(failed, RankDied) and failed.details:
+            self._reports.append(failed)
+            self._reported.set()
+            if deaths.follows(failed.rank):  # the kernel told of it before, or it was ended on purpose
+                return
         self.failures.append(failed)
         if isinstance(failed, RankDied):
             self._died.set()
-            if failed.details:
-                self._reported.set()
-        if self._armed:
-            self._armed = False
-            self._body.cancel()
+        if self._driven is not None:
+            self._driven.cancel()
+            self._driven = None

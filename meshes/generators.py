@@ -6,23 +6,30 @@
 
 A pull has two phases: every rank of every replica reads, then every engine switches. None takes a version before all
 have it within reach, and none serves it before it has passed the check that weight_sync.verify asks for.
+
+A replica that dies, hangs or fails is lost: the others take over what it had at once, and go on. It is replaced beside
+them, whole, and serves again when it holds the weights that they hold. Without `healing` its loss ends the mesh.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from monarch.actor import HostMesh, ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.actors.engine import ENV, EngineInfo, EngineSettings, Report, Withdrawn
+from titan_rl.actors.engine import ENV, EngineInfo, EngineSettings, Report, SampleId, Withdrawn
 from titan_rl.actors.generator import Arrived, Generator, News, Switched, drain
 from titan_rl.config import WeightSync
+from titan_rl.incidents import Incident, Incidents
 from titan_rl.manifest import Manifest
-from titan_rl.meshes.faults import RunError, ask, ask_all, label
-from titan_rl.meshes.procs import spawn
+from titan_rl.meshes.faults import RankDied, RunError, ask, ask_all, label
+from titan_rl.meshes.procs import end, spawn
 from titan_rl.meshes.routing import Load, Move, Routing
 from titan_rl.spans import Recorded
 from titan_rl.types import Completion, EngineStats, Request
@@ -31,9 +38,12 @@ if TYPE_CHECKING:
     from titan_rl.actors.landing import Source
 
 DEFAULTS = WeightSync()
-SUBMIT_SECONDS = 60  # a submit waits for one engine step at most
+T = TypeVar("T")
 REPORT_SECONDS = 0.25  # how often an engine says how far it is, where that decides anything
+BEATS = 10  # signs of life that an idle engine gives before it counts as hung
 GRACE_SECONDS = 5  # the rank's own deadline passes first: its error says what it was reading
+CAUSE_SECONDS = 0.5  # a trainer that died breaks its readers' transfers: who cancels them comes first
+DRAIN_SECONDS = 60.0  # a replica that is let go gives back what it has
 
 
 class Pulled(NamedTuple):
@@ -52,10 +62,22 @@ class Pulled(NamedTuple):
 class Replica:
     """One engine: its processes, its open requests, and the tasks that carry those back and forth."""
 
-    def __init__(self, name: str, procs: ProcMesh, settings: EngineSettings) -> None:
-        self.name = name
-        self.error: Exception | None = None  # once set, it stays: a replica does not come back
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        procs: ProcMesh,
+        settings: EngineSettings,
+        *,
+        hang_seconds: float = 60.0,
+        seconds: float = 600.0,
+    ) -> None:
+        self.index, self.name = index, name
+        self.error: Exception | None = None  # once set, it stays: another replica may come in its place
+        self.state = "starting"
+        self.since = time.time()
         self._procs = procs
+        self._hang_seconds, self._seconds = hang_seconds, seconds
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
@@ -63,6 +85,13 @@ class Replica:
         self._outbox: asyncio.Queue[Request] = asyncio.Queue()
         self._moves: asyncio.Queue[Move] = asyncio.Queue()
         self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def ranks(self) -> list[str]:
+        return list(self._ranks)
+
+    def now(self, state: str) -> None:
+        self.state, self.since = state, time.time()
 
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
         """The same call on every rank, by name."""
@@ -89,10 +118,14 @@ class Replica:
         self,
         heard: Callable[[Report], None],
         gave: Callable[[Move, list[Withdrawn]], None],
+        lost: Callable[[Exception], None],
         within: float | None = None,
     ) -> None:
-        """The engine is built: watch it, and carry requests. `heard` when one is done, and after `within` seconds."""
-        self._serving = asyncio.create_task(self._serve(heard, gave, within))
+        """The engine is built: watch it, and carry requests. `heard` when one is done, and after `within` seconds at
+        most; `lost` when it fails."""
+        within = min(self._hang_seconds / BEATS, within or self._hang_seconds)
+        self._serving = asyncio.create_task(self._serve(heard, gave, lost, within))
+        self.now("serving")
 
     def put(self, request: Request) -> asyncio.Future[list[Completion]]:
         """On its way into the engine. What is withdrawn of it comes back as "abort"."""
@@ -120,17 +153,32 @@ class Replica:
         self._serving.cancel()
         await asyncio.wait({self._serving})
         if self.error is None:
-            self._fail(RunError("the generators are closed"))
+            self.fail(RunError("the generators are closed"))
             await ask_all(self.calls("close"), verb="close", seconds=10)
 
     async def stop(self) -> None:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
 
+    async def end(self) -> None:
+        """Kill its processes, whatever they are at."""
+        await end(self.ranks, self._procs)
+
+    def fail(self, error: Exception) -> None:
+        """It is given nothing any more; what it has fails."""
+        self.error = self.error or error
+        self.now("lost")
+        if self._serving is not None and self._serving is not asyncio.current_task():
+            self._serving.cancel()
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
     async def _serve(
         self,
         heard: Callable[[Report], None],
         gave: Callable[[Move, list[Withdrawn]], None],
-        within: float | None,
+        lost: Callable[[Exception], None],
+        within: float,
     ) -> None:
         """Until closed, or until the first failure, which every open request then gets."""
         try:
@@ -140,54 +188,72 @@ class Replica:
                 tasks.create_task(self._read(heard, within))
                 tasks.create_task(self._relieve(gave))
         except* Exception as errors:
-            self._fail(errors.exceptions[0])
+            self.fail(errors.exceptions[0])
+            lost(errors.exceptions[0])
 
     async def _write(self) -> None:
         """One message carries all requests of an event-loop tick: they enter the engine together, run after run."""
         while True:
             requests = await drain(self._outbox)
-            await self.head("submit", requests, seconds=SUBMIT_SECONDS)
+            await self.head("submit", requests, seconds=self._hang_seconds)
             for _ in requests:
                 self._outbox.task_done()
 
-    async def _read(self, heard: Callable[[Report], None], within: float | None) -> None:
+    async def _read(self, heard: Callable[[Report], None], within: float) -> None:
+        """Every answer is a sign of life."""
         while True:
-            news: News = await self.head("take", within, seconds=None)
+            news: News = await self.head("take", within, seconds=within + self._hang_seconds)
             for request in news.done:
                 self._open.pop(request.id).set_result(request.completions)
             asyncio.get_running_loop().call_soon(heard, news.report)  # behind what these results bring about
 
     async def _relieve(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:
-        """As long as the engine stands still, so does this: nobody but it can tell what there is of its samples."""
+        """Nobody but the engine can tell what there is of its samples; one that drains keeps them until it has."""
         while True:
             move, withdrawn = await self._moves.get(), []
             try:
-                withdrawn = await self.head("withdraw", move.samples, seconds=None)
+                withdrawn = await self.head("withdraw", move.samples, seconds=self._seconds)
             finally:
                 gave(move, withdrawn)
 
-    def _fail(self, error: Exception) -> None:
-        self.error = error
-        for waiting in self._open.values():
-            if not waiting.done():
-                waiting.set_exception(error)
+
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """What is done about lost replicas."""
+
+    incidents: Incidents
+    min_replicas: int
 
 
 class GeneratorMesh:
     """With slots (see Routing) it steals: what a sample draws then depends on timing, for it may move."""
 
     def __init__(
-        self, replicas: Sequence[Replica], *, init_seconds: float, seconds: float, slots: int | None = None
+        self,
+        replicas: Iterable[Replica],
+        *,
+        init_seconds: float,
+        seconds: float,
+        slots: int | None = None,
+        make: Callable[[int], Awaitable[Replica]] | None = None,
+        healing: Healing | None = None,
     ) -> None:
-        self.replicas = replicas
+        self.replicas = {replica.index: replica for replica in replicas}  # that serve, or are about to at the start
+        self.coming: dict[int, Replica | None] = {}  # being spawned; None: not even begun
         self._steals = slots is not None
-        self._routing = Routing(len(replicas), slots)
+        self._routing = Routing(len(self.replicas), slots)
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._moving = 0
         self._moved = asyncio.Event()
         self._switching = False
         self._init_seconds = init_seconds
         self._seconds = seconds
+        self._make, self._healing = make, healing
+        self._error: Exception | None = None  # once set, it stays: too few replicas are left
+        self._catch_up: Callable[[Replica], Awaitable[None]] | None = None
+        self._gone: Callable[[str], None] = lambda _: None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scaling = asyncio.Lock()
 
     @classmethod
     async def spawn(
@@ -200,31 +266,33 @@ class GeneratorMesh:
         env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
         init_seconds: float = 300,
         seconds: float = 600,
+        hang_seconds: float = 60,
         steal: bool = False,
+        healing: Healing | None = None,
     ) -> "GeneratorMesh":
         """`env_of` adds to `env` what differs by {"replica": i, "tp": j}: a GPU, say. `seconds` bounds one pull.
         `steal`: an idle replica takes over samples of a slow one."""
         tp = settings.tensor_parallel_degree
 
-        def place(replica: int) -> ProcMesh:
+        async def make(replica: int) -> Replica:
             def extra(point: dict[str, int]) -> Mapping[str, str]:
                 return env_of({"replica": replica, **point}) if env_of else {}
 
-            return spawn(host, name=f"generator{replica}", shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
+            name = f"generator{replica}"
+            procs = spawn(host, name=name, shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
+            if tp > 1:
+                await asyncio.wait_for(setup_torch_elastic_env_async(procs), init_seconds)
+            return Replica(replica, name, procs, settings, hang_seconds=hang_seconds, seconds=seconds)
 
-        procs = [place(replica) for replica in range(replicas)]
-        if tp > 1:
-            async with asyncio.timeout(init_seconds):
-                await asyncio.gather(*map(setup_torch_elastic_env_async, procs))
-        made = [Replica(f"generator{index}", mesh, settings) for index, mesh in enumerate(procs)]
+        made = await asyncio.gather(*map(make, range(replicas)))
         slots = settings.max_num_seqs if steal else None
-        return cls(made, init_seconds=init_seconds, seconds=seconds, slots=slots)
+        return cls(made, init_seconds=init_seconds, seconds=seconds, slots=slots, make=make, healing=healing)
 
     async def start(self) -> list[EngineInfo]:
-        """Build every engine; answers rank by rank, replica by replica."""
+        """Build every engine; answers rank by rank, replica by replica. Who fails now was never there: the run ends."""
         info = await self._all("start", seconds=self._init_seconds)
-        for index, replica in enumerate(self.replicas):
-            replica.serve(partial(self._heard, index), self._gave, REPORT_SECONDS if self._steals else None)
+        for replica in self.replicas.values():
+            self._serve(replica)
         return info
 
     async def places(self) -> list[str]:
@@ -234,8 +302,13 @@ class GeneratorMesh:
     async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSync = DEFAULTS) -> list[str]:
         """Scatter, by tensor-parallel rank, where the weights are read from; every replica reads the same. Answers with
         the transport of every run that is read."""
-        connecting = (r.scatter("connect", sources, sync, seconds=self._init_seconds) for r in self.replicas)
-        return [name for ranks in await asyncio.gather(*connecting) for names in ranks for name in names]
+        names = await self._each(lambda r: r.scatter("connect", sources, sync, seconds=self._init_seconds))
+        return [name for ranks in names.values() for names in ranks for name in names]
+
+    def tend(self, catch_up: Callable[[Replica], Awaitable[None]], gone: Callable[[str], None]) -> None:
+        """From here on lost replicas are replaced: `catch_up` brings a new one to the weights that the others serve;
+        `gone` is told who reads nothing any more."""
+        self._catch_up, self._gone = catch_up, gone
 
     async def generate(self, request: Request) -> list[Completion]:
         """Route: to the replica with the least to do, the first among equals."""
@@ -248,7 +321,8 @@ class GeneratorMesh:
             return await answer
         finally:
             del self._answers[request.id]
-            self._routing.forget(request.id)
+            for index, samples in self._routing.forget(request.id).items():  # nobody waits: make room
+                self._take_back(index, samples)
 
     async def pull(
         self,
@@ -257,30 +331,37 @@ class GeneratorMesh:
         lease: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> Pulled:
         """Every rank reads its weights while sampling goes on; then every engine writes them, checks them, and serves
-        `version`. `manifests` are by tensor-parallel rank; a replica holds its lease as long as it may read."""
+        `version`. `manifests` are by tensor-parallel rank; a replica holds its lease as long as it may read. Who is
+        lost on the way is waited for no longer."""
         self._check()
-        all_read = asyncio.Barrier(len(self.replicas))
+        reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
 
         async def pulled(replica: Replica) -> tuple[list[Arrived], Switched]:
             with lease(replica.name):
                 try:
                     arrived = await replica.read(manifests, self._seconds)
-                except BaseException:
-                    await all_read.abort()  # the others' turn never comes
+                except RunError as error:
+                    failed.append(error)
                     raise
+                finally:
+                    reading.discard(replica.index)
+                    if not reading:
+                        all_read.set()
                 await all_read.wait()
+                if failed and self._healing is None:
+                    raise failed[0]
                 await self._settle()
                 return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
-        answers = await asyncio.gather(*map(pulled, self.replicas))
+        answers = list((await self._each(pulled)).values())
         self._switching = False  # not after a refusal: who serves nothing can take nothing over
         self._routing.resume(asyncio.get_running_loop().time())
         ranks, switched = [rank for arrived, _ in answers for rank in arrived], [switch for _, switch in answers]
         return Pulled(
-            read=max(rank.seconds - rank.verify for rank in ranks),
-            write=max(engine.write for engine in switched),
-            verify=max(rank.verify for rank in ranks) + max(engine.verify for engine in switched),
-            pause=max(engine.pause for engine in switched),
+            read=max((rank.seconds - rank.verify for rank in ranks), default=0.0),
+            write=max((engine.write for engine in switched), default=0.0),
+            verify=max((r.verify for r in ranks), default=0.0) + max((e.verify for e in switched), default=0.0),
+            pause=max((engine.pause for engine in switched), default=0.0),
             bytes=sum(rank.bytes for rank in ranks),
             changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
             engines=[engine.engine for engine in switched],
@@ -288,7 +369,7 @@ class GeneratorMesh:
 
     async def sleep(self) -> None:
         """Every engine stops, whatever is unfinished, until the next pull."""
-        await asyncio.gather(*(replica.head("sleep", seconds=self._seconds) for replica in self.replicas))
+        await self._each(lambda replica: replica.head("sleep", seconds=self._seconds))
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """SHA-256 of every live parameter, rank by rank, replica by replica."""
@@ -296,49 +377,204 @@ class GeneratorMesh:
 
     async def stats(self) -> list[EngineStats]:
         """By replica."""
-        return list(await asyncio.gather(*(r.head("stats", seconds=self._seconds) for r in self.replicas)))
+        return list((await self._each(lambda r: r.head("stats", seconds=self._seconds))).values())
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Asks each rank of each replica, by name, what it recorded since it was asked before."""
-        calls = {name: call for replica in self.replicas for name, call in replica.calls("spans").items()}
-        return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
+        calls = {name: call for replica in self.replicas.values() for name, call in replica.calls("spans").items()}
+        return {name: ask(call, actor=name, verb="spans", seconds=self._seconds) for name, call in calls.items()}
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> dict[int, Load]:
         """By replica: what it has to do, and has done."""
         return self._routing.loads()
 
+    async def scale(self, replicas: int) -> int:
+        """Have so many: new ones come beside those that serve; those that go give back what they have first. Answers
+        with how many there are."""
+        if self._make is None:
+            raise RunError("these generators cannot be scaled")
+        async with self._scaling:
+            while len(self.replicas) + len(self.coming) < replicas:
+                index = next(i for i in count() if i not in self.replicas and i not in self.coming)
+                self.coming[index] = None
+                self._in_background(self._join(index))
+            while len(self.replicas) + len(self.coming) > replicas:
+                index = max([*self.replicas, *self.coming])
+                if index in self.coming:
+                    raise RunError(f"generator{index} is being spawned: try again once it serves")
+                await self._let_go(self.replicas[index])
+            while self.coming and self._error is None:
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            return len(self.replicas)
+
     async def close(self) -> None:
         """End every engine between two steps. Open requests fail."""
-        await asyncio.gather(*(replica.close() for replica in self.replicas))
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(RunError("the generators are closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self.replicas.values()))
+        self._fail_answers(RunError("the generators are closed"))
 
     async def stop(self) -> None:
         """End the processes."""
-        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+        await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
+
+    # -- who serves -------------------------------------------------------------------------------------------
+
+    def _serve(self, replica: Replica) -> None:
+        within = REPORT_SECONDS if self._steals else None
+        replica.serve(partial(self._heard, replica.index), self._gave, partial(self._lost, replica), within)
+
+    def _lost(self, replica: Replica, error: Exception) -> None:
+        """The others take over what it had; another one comes in its place."""
+        if self.replicas.get(replica.index) is not replica:
+            return
+        replica.fail(error)
+        if self._healing is None or self._catch_up is None:
+            self._end(error)
+            return
+        known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
+        incident = self._healing.incidents.lost(replica.name, known)
+        del self.replicas[replica.index]
+        again = self._routing.lose(replica.index)
+        self._send()
+        self.coming[replica.index] = None
+        self._in_background(self._replace(replica, known, incident, again))
+
+    async def _replace(self, replica: Replica, error: RunError, incident: Incident, again: int) -> None:
+        assert self._healing is not None
+        await replica.end()
+        self._gone(replica.name)
+        if not self._healing.incidents.may_respawn(replica.name):
+            del self.coming[replica.index]
+            left = len(self.replicas) + len(self.coming)
+            self._healing.incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
+            if left < self._healing.min_replicas:
+                self._end(self._healing.incidents.over_budget(replica.name, error))
+            return
+        if await self._join(replica.index):
+            self._healing.incidents.back(incident, f"{again} samples were begun anew")
+
+    async def _join(self, index: int) -> bool:
+        """A replica comes: its processes, its engine, the weights that the others serve, and then requests."""
+        assert self._make is not None
+        assert self._catch_up is not None
+        replica = self.coming[index] = await self._make(index)
+        try:
+            await ask_all(replica.calls("start"), verb="start", seconds=self._init_seconds)
+            await self._catch_up(replica)
+        except RunError as error:
+            await self._failed_to_come(replica, error)
+            return False
+        del self.coming[index]
+        self.replicas[index] = replica
+        self._serve(replica)
+        self._routing.join(index, asyncio.get_running_loop().time())
+        self._send()
+        return True
+
+    async def _failed_to_come(self, replica: Replica, error: RunError) -> None:
+        """The same as if it had been lost while it served, but that it had nothing."""
+        replica.fail(error)
+        if self._healing is None:
+            del self.coming[replica.index]
+            await replica.end()
+            self._end(error)
+            return
+        incident = self._healing.incidents.lost(replica.name, error)
+        await self._replace(replica, error, incident, 0)
+
+    async def _let_go(self, replica: Replica) -> None:
+        """It gives back what it has not finished, tokens and all, and ends."""
+        self._take_back(replica.index, self._routing.retire(replica.index))
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._routing.loads()[replica.index].requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self.replicas.pop(replica.index, None) is not replica:
+            return  # lost meanwhile
+        self._routing.lose(replica.index)
+        self._send()
+        with suppress(Exception):  # it is killed in any case
+            await asyncio.wait_for(replica.close(), GRACE_SECONDS)
+        await replica.end()
+        self._gone(replica.name)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def told() -> None:
+            try:
+                await work
+            except Exception as error:  # ours to mend; but nobody may wait for ever on it
+                self._end(error)
+
+        task = asyncio.create_task(told())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._fail_answers(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _each(self, work: Callable[[Replica], Awaitable[T]]) -> dict[int, T]:
+        """What every replica answers, those apart that are lost over it."""
+
+        answers: dict[int, T] = {}
+
+        async def one(replica: Replica) -> None:
+            try:
+                answers[replica.index] = await work(replica)
+            except RunError as error:
+                if self._healing is None:
+                    raise
+                if not isinstance(error, RankDied):
+                    await asyncio.sleep(CAUSE_SECONDS)
+                self._lost(replica, error)
+
+        await asyncio.gather(*map(one, self.replicas.values()))
+        self._check()
+        return dict(sorted(answers.items()))
+
+    async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
+        """Broadcast a verb to all ranks of all replicas, and gather the answers."""
+        answers = await self._each(lambda r: ask_all(r.calls(verb, *arguments), verb=verb, seconds=seconds))
+        return [answer for ranks in answers.values() for answer in ranks]
+
+    # -- what goes where --------------------------------------------------------------------------------------
 
     def _send(self) -> None:
         for index, part, whole in self._routing.send(asyncio.get_running_loop().time()):
             self.replicas[index].put(part).add_done_callback(partial(self._done, index, part.id, whole))
 
     def _done(self, index: int, id: str, whole: str, part: asyncio.Future[list[Completion]]) -> None:
-        error, answer = part.exception(), self._answers.get(whole)
-        completions = None if error else self._routing.done(index, id, part.result())
-        if answer is None or answer.done():  # nobody waits any more
+        if part.exception() is not None:  # its replica is lost: the request goes on elsewhere, or all of them fail
             return
-        if error:
-            answer.set_exception(error)
-        elif completions is not None:
+        completions = self._routing.done(index, id, part.result())
+        answer = self._answers.get(whole)
+        if answer is not None and not answer.done() and completions is not None:
             answer.set_result(completions)
+
+    def _fail_answers(self, error: Exception) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def _heard(self, index: int, report: Report) -> None:
         now = asyncio.get_running_loop().time()
         self._routing.report(index, report, now)
         self._send()
         while not self._switching and (move := self._routing.steal(now)) is not None:
-            self._moving += 1
-            self.replicas[move.victim].relieve(move)
+            self._relieve(move)
+
+    def _take_back(self, index: int, samples: list[SampleId]) -> None:
+        if samples:
+            self._relieve(Move(None, index, samples, asyncio.get_running_loop().time()))
+
+    def _relieve(self, move: Move) -> None:
+        self._moving += 1
+        self.replicas[move.victim].relieve(move)
 
     def _gave(self, move: Move, withdrawn: list[Withdrawn]) -> None:
         self._moving -= 1
@@ -354,15 +590,4 @@ class GeneratorMesh:
             self._moved.clear()
             await self._moved.wait()
         if self._steals:
-            await asyncio.gather(*(replica.delivered() for replica in self.replicas))
-
-    async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
-        """Broadcast a verb to all ranks of all replicas, and gather the answers."""
-        calls = {name: call for replica in self.replicas for name, call in replica.calls(verb, *arguments).items()}
-        return await ask_all(calls, verb=verb, seconds=seconds)
-
-    def _check(self) -> None:
-        """A lost replica ends the run: half of the engines would sample the groups of all."""
-        for replica in self.replicas:
-            if replica.error:
-                raise replica.error
+            await asyncio.gather(*(replica.delivered() for replica in self.replicas.values()))

@@ -17,8 +17,9 @@ from titan_rl.actors import vllm_cpu
 from titan_rl.actors.engine import EngineSettings
 from titan_rl.actors.quiet import without_lines
 from titan_rl.config import Role
-from titan_rl.meshes.faults import RunError, Watch
-from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.incidents import Incidents
+from titan_rl.meshes.faults import Watch
+from titan_rl.meshes.generators import GeneratorMesh, Healing
 from titan_rl.meshes.models import ModelMesh
 from titan_rl.meshes.roles import CriticMesh, FrozenMesh
 from titan_rl.meshes.trainers import TrainerMesh
@@ -48,6 +49,10 @@ class Meshes:
         if self.colocated and self.generators is not None:
             await self.generators.sleep()
 
+    def named(self, name: str) -> ModelMesh | None:
+        """One that can be respawned whole; the generators are not one."""
+        return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
+
     @property
     def all(self) -> "list[ModelMesh | GeneratorMesh]":
         every = (self.trainers, self.generators, self.reference, self.teacher, self.reward_model, self.critic)
@@ -55,24 +60,16 @@ class Meshes:
 
 
 @asynccontextmanager
-async def launch(setup: Setup, terminal: Terminal) -> AsyncIterator[Meshes]:
-    """Spawn and start all meshes, concurrently. A rank that dies at any time ends the body, by name."""
-    body = asyncio.current_task()
-    assert body is not None
-    watch = Watch(body)
+async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> AsyncIterator[tuple[Meshes, Watch]]:
+    """Spawn and start all meshes, concurrently; take them down whatever happens. What is driven by the watch ends, by
+    name, when a rank dies that is not a generator's: those are replaced by their mesh."""
+    watch = Watch(tended=["generator"])
     meshes: Meshes | None = None
     try:
         with without_lines(b"Monarch internal logs are being written"):
             host = this_host()
-        meshes = await _start(host, setup, terminal)
-        yield meshes
-    except RunError as error:
-        raise await watch.cause(error) from None
-    except asyncio.CancelledError:
-        if not watch.failures:
-            raise  # Ctrl-C
-        body.uncancel()
-        raise await watch.cause(watch.failures[0]) from None
+        meshes = await watch.drive(_start(host, setup, terminal, incidents))
+        yield meshes, watch
     finally:
         watch.close()
         if meshes is not None:
@@ -80,7 +77,7 @@ async def launch(setup: Setup, terminal: Terminal) -> AsyncIterator[Meshes]:
                 await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), CLOSE_SECONDS)
 
 
-async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
+async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
     """GPUs are dealt in the order of this list."""
     config, starting = setup.config, {}
     g, first, colocated = config.generator, 0, config.placement.kind == "colocated"
@@ -109,13 +106,13 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal) -> Meshes:
     if setup.samples_rollouts:
         count = g.replicas * g.tensor_parallel_degree
         deal(max(0, count - config.parallelism.world_size) if colocated else count)  # beyond those they share
-        starting["generators"] = _generators(host, setup, terminal)
+        starting["generators"] = _generators(host, setup, terminal, incidents)
     for name, own in config.roles.items():
         starting[name] = role(name, own)
     return Meshes(**dict(zip(starting, await asyncio.gather(*starting.values()), strict=True)), colocated=colocated)
 
 
-async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> GeneratorMesh:
+async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> GeneratorMesh:
     config, g = setup.config, setup.config.generator
     settings = EngineSettings(
         model_dir=str(setup.model_folder),
@@ -141,6 +138,8 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal) -> Gener
             env_of=lambda at: _resources(setup, first=first + at["replica"] * tp, count=tp),
             init_seconds=config.comm.init_timeout_seconds,
             seconds=config.comm.train_timeout_seconds,
+            hang_seconds=config.fault.hang_seconds,
+            healing=Healing(incidents, config.fault.min_replicas),
             # What a moved sample draws depends on when it moved: never in a synchronous run.
             steal=config.rollout.lag > 0 and g.replicas > 1,
         )

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
-from monarch.actor import HostMesh, ProcMesh
+from monarch.actor import HostMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.config import Comm, Parallelism
 from titan_rl.meshes.faults import ask, ask_all, label
-from titan_rl.meshes.procs import spawn
+from titan_rl.meshes.procs import end, spawn
+from titan_rl.snapshot import Snapshot
 from titan_rl.spans import Recorded
 from titan_rl.types import Batch, StepStats
 
@@ -18,15 +19,21 @@ class ModelMesh:
     """Each verb is one collective over the mesh. Subclasses add the verbs of their actor."""
 
     def __init__(
-        self, procs: ProcMesh, name: str, parallelism: Parallelism, comm: Comm, actor: type, *given: Any
+        self,
+        host: HostMesh,
+        name: str,
+        parallelism: Parallelism,
+        comm: Comm,
+        env: Mapping[str, str],
+        actor: type,
+        *given: Any,
     ) -> None:
         self.name = name
         self.dp = parallelism.dp
         self.tp = parallelism.tensor_parallel_degree
-        self._procs = procs
+        self._host, self._env, self._actor, self._given = host, env, actor, given
         self._comm = comm
-        actors: Any = procs.spawn(name, actor, *given)
-        self._ranks: list[Any] = [actors.slice(dp=i, tp=j) for i in range(self.dp) for j in range(self.tp)]
+        self._ranks: list[Any] = []
 
     @classmethod
     async def place(
@@ -40,10 +47,21 @@ class ModelMesh:
         *given: Any,
     ) -> Self:
         """Spawn the processes, and the actor on each with what it is `given`."""
-        shape = {"dp": parallelism.dp, "tp": parallelism.tensor_parallel_degree}
-        procs = spawn(host, name=name, shape=shape, env=env)
-        await asyncio.wait_for(setup_torch_elastic_env_async(procs), comm.init_timeout_seconds)
-        return cls(procs, name, parallelism, comm, actor, *given)
+        mesh = cls(host, name, parallelism, comm, env, actor, *given)
+        await mesh._spawn()
+        return mesh
+
+    async def _spawn(self) -> None:
+        self._procs = spawn(self._host, name=self.name, shape={"dp": self.dp, "tp": self.tp}, env=self._env)
+        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._comm.init_timeout_seconds)
+        actors: Any = self._procs.spawn(self.name, self._actor, *self._given)
+        self._ranks = [actors.slice(dp=i, tp=j) for i in range(self.dp) for j in range(self.tp)]
+
+    async def respawn(self) -> None:
+        """New processes in the place of these, dead or alive, as they were after `start`."""
+        await end([self._name(rank) for rank in range(self.dp * self.tp)], self._procs)
+        await self._spawn()
+        await self.start()
 
     async def start(self) -> list[int]:
         """Build the model on every rank; answers with the parameter bytes that each holds."""
@@ -92,3 +110,14 @@ class TrainedMesh(ModelMesh):
         each = [list(batches) for batches in zip(*updates, strict=True)]
         stats: list[StepStats] = await self._scatter("step", self.rows(each))
         return max(stats, key=lambda s: s.seconds)
+
+    async def snapshot(self, snapshot: Snapshot) -> list[int]:
+        """Every rank begins to copy its state into its part; answers with the bytes of each."""
+        return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
+
+    async def _begin(self, snapshot: Snapshot | None, *arguments: Any) -> list[Any]:
+        """Each rank with its part of the snapshot to go on from, if there is one."""
+        parts = [None] * len(self._ranks) if snapshot is None else snapshot.parts(self.name)
+        ranks = enumerate(zip(self._ranks, parts, strict=True))
+        calls = {self._name(i): rank.begin.call_one(part, *arguments) for i, (rank, part) in ranks}
+        return await ask_all(calls, verb="begin", seconds=self._comm.init_timeout_seconds)

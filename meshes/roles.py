@@ -10,6 +10,7 @@ from titan_rl.actors.roles import CriticRank, Frozen
 from titan_rl.config import Config, Parallelism
 from titan_rl.meshes.models import ModelMesh, TrainedMesh
 from titan_rl.model_shape import ModelShape
+from titan_rl.snapshot import Snapshot
 from titan_rl.types import Batch
 
 
@@ -44,9 +45,9 @@ class CriticMesh(TrainedMesh):
     async def spawn(cls, host: HostMesh, config: Config, shape: ModelShape, env: Mapping[str, str]) -> Self:
         return await cls.place(host, "critic", config.critic.parallelism, config.comm, env, CriticRank, config, shape)
 
-    async def begin(self, folder: str, at: int) -> None:
-        """Start from the weights in `folder`, or resume at the policy's step."""
-        await self._all("begin", folder, at, seconds=self._comm.init_timeout_seconds)
+    async def begin(self, folder: str, at: int, snapshot: Snapshot | None = None) -> None:
+        """Start from the weights in `folder`, or resume at the policy's step, or from the policy's snapshot."""
+        await self._begin(snapshot, folder, at)
 
     async def scores(self, batches: Sequence[Batch]) -> list[list[np.ndarray]]:
         """Values by dp row and microbatch."""

@@ -2,15 +2,21 @@
 
     add ─> waiting ── send ──> parts of requests, on a replica each ── done ─> a request's completions
                         ^                                   │    ^ report: how far they are, how fast the engine is
-                        └─── moved <── withdrawn <── steal ─┘
+                        ├─ moved <── withdrawn <── steal, ──┤
+                        └─ anew <── lose           retire   ┘
 
 A request (a group) goes whole to the replica with the fewest tokens left to sample, the first among equals, so that its
 samples share a prefix cache. Without slots that is all, and the order of requests alone decides. With slots, what no
 engine has room for waits here, longest expected first; and a replica that has nothing left takes over unfinished
 samples of the one that would finish last, if by what was measured of both that wins back what a move costs, twice.
+
+Replicas come and go. What a lost one had not answered begins anew, with the same seeds; what a retired one gives up
+goes on where it stands. Either goes before any new request, and at once, room or not: it is what a step waits for. With
+no live replica everything waits. Each part of a request has an id of its own, so that what is still said of those that
+a replica had before it was lost names none that it has now.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,7 +39,7 @@ class Sent(NamedTuple):
 class Move(NamedTuple):
     """Samples that `victim` is asked to give up, for `thief` has nothing to do."""
 
-    thief: int
+    thief: int | None  # None: for whoever has the least to do then, or for nobody if they are forgotten
     victim: int
     samples: list[SampleId]
     since: float
@@ -45,7 +51,7 @@ class Load(NamedTuple):
     requests: int  # open; a part of one counts as one
     outstanding: int  # tokens that these are expected to lack
     sampled: int  # tokens
-    stolen: int  # samples that it took over
+    stolen: int  # samples that it took over, having nothing to do
 
 
 class Pace:
@@ -97,6 +103,10 @@ class Part:
     def outstanding(self) -> int:
         return sum(map(self.left, self.lengths))
 
+    @property
+    def unfinished(self) -> list[SampleId]:
+        return [SampleId(self.request.id, index) for index in self.lengths]
+
 
 @dataclass(slots=True)
 class Whole:
@@ -105,6 +115,15 @@ class Whole:
     request: Request
     completions: dict[int, Completion] = field(default_factory=dict)
     parts: int = 0  # so far
+
+
+class Unsent(NamedTuple):
+    """Samples of one request that a replica had, and no replica has."""
+
+    whole: str
+    places: Sequence[int]
+    begun: list[Completion]  # as in a Request
+    thief: int | None = None  # who asked for them
 
 
 @dataclass(slots=True)
@@ -116,8 +135,7 @@ class Held:
     heard: float = 0.0  # when
     sampled: int = 0
     stolen: int = 0
-    gives: Move | None = None  # asked for, not answered
-    takes: Move | None = None
+    retired: bool = False  # what it has left, it may yet answer
 
     @property
     def unfinished(self) -> list[tuple[Part, int]]:
@@ -131,11 +149,42 @@ class Held:
 class Routing:
     def __init__(self, replicas: int, slots: int | None = None) -> None:
         """`slots`: how many samples an engine advances in one step. With it, requests may wait and samples move."""
-        self._held = [Held() for _ in range(replicas)]
+        self._held = {replica: Held() for replica in range(replicas)}
         self._slots = slots
-        self._wholes: dict[str, Whole] = {}
-        self._waiting: list[Request] = []
-        self._returned: list[tuple[Move, str, dict[int, Completion]]] = []  # of a request: to go on elsewhere
+        self._wholes: dict[str, Whole] = {}  # the oldest first
+        self._waiting: list[Request] = []  # never sent
+        self._again: list[Unsent] = []
+        self._moves: list[Move] = []  # of thieves; asked for, not answered
+
+    @property
+    def live(self) -> list[int]:
+        """The replicas that requests may go to."""
+        return sorted(replica for replica, held in self._held.items() if not held.retired)
+
+    def join(self, replica: int, now: float) -> None:
+        """It takes requests from now on, at a pace that nobody knows. Its index may have been a lost one's."""
+        if replica in self._held:
+            raise ValueError(f"replica {replica}: expected a new or a lost one to join, found it here")
+        self._held[replica] = Held(heard=now)
+
+    def lose(self, replica: int) -> int:
+        """It is gone, with all that it had. Answers with how many samples begin anew, from the tokens that they had
+        been sent with; those that have finished are among them where their part was not done."""
+        lost, parts = 0, self._held.pop(replica, Held()).parts.values()
+        for part in parts:
+            indices, begun = sorted(part.unanswered), part.request.begun
+            places = [part.places[i] for i in indices]
+            self._again.append(Unsent(part.whole, places, [begun[i] for i in indices] if begun else []))
+            lost += len(indices)
+        self._moves = [move for move in self._moves if replica not in (move.thief, move.victim)]
+        return lost
+
+    def retire(self, replica: int) -> list[SampleId]:
+        """It takes nothing over from now on, but is heard until it is lost. Answers with what is to be withdrawn."""
+        if (held := self._held.get(replica)) is None:
+            return []
+        held.retired = True
+        return [sample for part in held.parts.values() for sample in part.unfinished]
 
     def add(self, request: Request) -> None:
         if request.id in self._wholes:
@@ -143,43 +192,57 @@ class Routing:
         self._wholes[request.id] = Whole(request)
         self._waiting.append(request)
 
-    def forget(self, id: str) -> None:
-        """Nobody waits for a request any more. Engines may go on with it; what they say of it is ignored."""
+    def forget(self, id: str) -> dict[int, list[SampleId]]:
+        """Nobody waits for a request any more, and what is said of it is ignored. Answers with what live replicas still
+        have of it, to be withdrawn; of a retired one all is withdrawn anyway."""
         if self._wholes.pop(id, None) is None:
-            return
+            return {}
         self._waiting = [request for request in self._waiting if request.id != id]
-        self._returned = [returned for returned in self._returned if returned[1] != id]
-        for held in self._held:
-            held.parts = {own: part for own, part in held.parts.items() if part.whole != id}
+        self._again = [unsent for unsent in self._again if unsent.whole != id]
+        left: dict[int, list[SampleId]] = {}
+        for replica, held in self._held.items():
+            for part in [part for part in held.parts.values() if part.whole == id]:
+                del held.parts[part.request.id]
+                if part.lengths and not held.retired:
+                    left.setdefault(replica, []).extend(part.unfinished)
+        return left
 
     def send(self, now: float) -> list[Sent]:
-        """What is to go where: first the samples that move, then whole requests as far as there is room."""
-        sent = [self._continue(*returned, now) for returned in self._returned]
-        self._returned = []
-        if not self._waiting:
-            return sent
+        """What is to go where: first what a replica had before, the oldest request's first; then whole requests, as far
+        as there is room."""
+        awake = self._awake(now)
+        if not awake or not (self._again or self._waiting):
+            return []
         if self._slots is not None:
             self._waiting.sort(key=lambda request: request.expected or request.sampling.max_new_tokens, reverse=True)
-        awake, rest = self._awake(now), iter(self._waiting)
         outstanding = {i: self._held[i].outstanding for i in awake}  # counted once: a burst is of many requests
         unfinished = {i: len(self._held[i].unfinished) for i in awake}
-        for request in rest:
+        sent: list[Sent] = []
+
+        def put(replica: int, unsent: Unsent) -> None:
+            part = self._put(replica, unsent)
+            outstanding[replica] += part.outstanding
+            unfinished[replica] += len(part.places)
+            sent.append(Sent(replica, part.request, part.whole))
+
+        age = {id: n for n, id in enumerate(self._wholes)}
+        for unsent in sorted(self._again, key=lambda unsent: age[unsent.whole]):
+            put(unsent.thief if unsent.thief in awake else min(awake, key=outstanding.__getitem__), unsent)
+        self._again = []
+        slots = self._slots or 1 << 62
+        while self._waiting:
+            request = self._waiting[0]
             samples = len(request.seeds)
-            slots = self._slots or 1 << 62
             candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
             if not candidates:
-                self._waiting = [request, *rest]
-                return sent
-            least = min(candidates, key=outstanding.__getitem__)
-            put = self._put(least, request, request.id, range(samples))
-            outstanding[least] += self._held[least].parts[put.request.id].outstanding
-            unfinished[least] += samples
-            sent.append(put)
-        self._waiting = []
+                break
+            put(min(candidates, key=outstanding.__getitem__), Unsent(request.id, range(samples), request.begun))
+            del self._waiting[0]
         return sent
 
     def report(self, replica: int, report: Report, now: float) -> None:
-        held = self._held[replica]
+        if (held := self._held.get(replica)) is None:
+            return
         held.heard, held.sampled = now, report.tokens
         if self._slots is None:  # progress depends on timing: it must not decide
             return
@@ -190,21 +253,20 @@ class Routing:
 
     def resume(self, now: float) -> None:
         """All were kept from sampling, so that silence says nothing."""
-        for held in self._held:
+        for held in self._held.values():
             held.heard = now
 
     def done(self, replica: int, id: str, completions: Sequence[Completion]) -> list[Completion] | None:
         """A part is. Answers with the whole request if that was the last of it. Of what was withdrawn from the part,
         `moved` tells, earlier or later."""
-        held = self._held[replica]
-        if (part := held.parts.get(id)) is None:
+        if (part := self._part(replica, id)) is None:
             return None
         whole = self._wholes[part.whole]
         part.lengths = {}
         for i in [i for i in part.unanswered if completions[i].finish != "abort"]:
             whole.completions[part.places[i]] = completions[i]
             part.unanswered.remove(i)
-        self._drop_if_answered(held, part)
+        self._drop_if_answered(replica, part)
         if len(whole.completions) < len(whole.request.seeds):
             return None
         del self._wholes[part.whole]
@@ -212,67 +274,67 @@ class Routing:
 
     def steal(self, now: float) -> Move | None:
         """What is to be withdrawn from whom next; None: nothing is worth moving."""
-        if self._slots is None or self._waiting or self._returned:
+        if self._slots is None or self._waiting or self._again:
             return None
+        asked = {move.victim for move in self._moves}
+        busy = asked | {move.thief for move in self._moves if now - move.since < SILENT_SECONDS}
         for thief in self._awake(now):
-            held = self._held[thief]
-            asked = held.takes is not None and now - held.takes.since < SILENT_SECONDS
-            if asked or held.gives or held.unfinished:
+            if thief in busy or self._held[thief].unfinished:
                 continue
-            for victim in sorted(range(len(self._held)), key=lambda i: -self._seconds_left(i, now)):
-                if victim != thief and not self._held[victim].gives and (k := self._worth(thief, victim, now)):
+            for victim in sorted(self.live, key=lambda i: -self._seconds_left(i, now)):
+                if victim != thief and victim not in asked and (k := self._worth(thief, victim, now)):
                     samples = [SampleId(part.request.id, i) for part, i in self._by_worth(victim)[:k]]
-                    held.takes = self._held[victim].gives = Move(thief, victim, samples, now)
-                    return held.takes
+                    self._moves.append(Move(thief, victim, samples, now))
+                    return self._moves[-1]
         return None
 
     def moved(self, move: Move, withdrawn: Iterable[Withdrawn]) -> None:
         """The victim gave up these of what it was asked for; the others have finished meanwhile."""
-        victim, thief = self._held[move.victim], self._held[move.thief]
-        victim.gives = None
-        thief.takes = None if thief.takes is move else thief.takes
+        self._moves = [other for other in self._moves if other is not move]
         begun: dict[str, dict[int, Completion]] = {}
         for (id, index), completion in withdrawn:
             begun.setdefault(id, {})[index] = completion
         for id, samples in begun.items():
-            if (part := victim.parts.get(id)) is not None:
-                self._returned.append((move, part.whole, {part.places[i]: s for i, s in samples.items()}))
+            if (part := self._part(move.victim, id)) is not None:
+                places = {part.places[i]: sample for i, sample in sorted(samples.items())}
+                self._again.append(Unsent(part.whole, list(places), list(places.values()), move.thief))
                 part.unanswered -= samples.keys()
                 part.lengths = {i: length for i, length in part.lengths.items() if i not in samples}
-                self._drop_if_answered(victim, part)
+                self._drop_if_answered(move.victim, part)
 
-    def loads(self) -> list[Load]:
-        """By replica."""
-        return [Load(len(held.parts), held.outstanding, held.sampled, held.stolen) for held in self._held]
+    def loads(self) -> dict[int, Load]:
+        """By live replica."""
+        held = {replica: self._held[replica] for replica in self.live}
+        return {i: Load(len(each.parts), each.outstanding, each.sampled, each.stolen) for i, each in held.items()}
 
     # -- where to ---------------------------------------------------------------------------------------------
 
     def _awake(self, now: float) -> list[int]:
-        """The replicas that have reported lately; if none has, as when all of them switch weights, all."""
-        everybody = list(range(len(self._held)))
+        """The live replicas that have reported lately; if none has, as when all of them switch weights, all."""
+        live = self.live
         if self._slots is None:
-            return everybody
-        return [i for i in everybody if now - self._held[i].heard < SILENT_SECONDS] or everybody
+            return live
+        return [i for i in live if now - self._held[i].heard < SILENT_SECONDS] or live
 
-    def _put(self, replica: int, request: Request, whole: str, places: Sequence[int]) -> Sent:
-        lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(request.begun)}
-        self._held[replica].parts[request.id] = Part(request, whole, places, set(lengths), lengths)
-        self._wholes[whole].parts += 1
-        return Sent(replica, request, whole)
+    def _put(self, replica: int, unsent: Unsent) -> Part:
+        id, places, begun, thief = unsent
+        held, whole = self._held[replica], self._wholes[id]
+        request = whole.request
+        if whole.parts:
+            seeds = [request.seeds[place] for place in places]
+            request = replace(request, id=f"{id}~{whole.parts}", seeds=seeds, begun=begun)
+        whole.parts += 1
+        lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(begun)}
+        held.parts[request.id] = part = Part(request, id, places, set(lengths), lengths)
+        held.stolen += len(places) if thief is not None else 0
+        return part
 
-    def _continue(self, move: Move, id: str, samples: Mapping[int, Completion], now: float) -> Sent:
-        """On the thief, unless it has fallen silent since it was to take over."""
-        whole, places = self._wholes[id], sorted(samples)
-        awake = self._awake(now)
-        replica = move.thief if move.thief in awake else min(awake, key=lambda i: self._held[i].outstanding)
-        seeds, begun = [whole.request.seeds[place] for place in places], [samples[place] for place in places]
-        request = replace(whole.request, id=f"{id}~{whole.parts}", seeds=seeds, begun=begun)
-        self._held[replica].stolen += len(places)
-        return self._put(replica, request, id, places)
+    def _part(self, replica: int, id: str) -> Part | None:
+        return held.parts.get(id) if (held := self._held.get(replica)) else None
 
-    def _drop_if_answered(self, held: Held, part: Part) -> None:
+    def _drop_if_answered(self, replica: int, part: Part) -> None:
         if not part.unanswered:
-            del held.parts[part.request.id]
+            del self._held[replica].parts[part.request.id]
 
     # -- what a move is worth ---------------------------------------------------------------------------------
 

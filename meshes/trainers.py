@@ -11,6 +11,7 @@ from titan_rl.config import Config, WeightSync
 from titan_rl.manifest import Publication
 from titan_rl.meshes.models import TrainedMesh
 from titan_rl.model_shape import ModelShape
+from titan_rl.snapshot import Snapshot
 from titan_rl.types import Batch, PhaseName, StepStats
 from titan_rl.weight_plan import Copy, Shard
 
@@ -23,10 +24,11 @@ class TrainerMesh(TrainedMesh):
     async def spawn(cls, host: HostMesh, config: Config, shape: ModelShape, env: Mapping[str, str]) -> Self:
         return await cls.place(host, "trainer", config.parallelism, config.comm, env, Trainer, config, shape)
 
-    async def begin(self, phase: PhaseName) -> tuple[int, str]:
-        """Broadcast; every rank agrees on the step it resumed from."""
-        states = await self._all("begin", phase, seconds=self._comm.init_timeout_seconds)
-        (state,) = set(states)
+    async def begin(self, phase: PhaseName, snapshot: Snapshot | None = None) -> tuple[int, str]:
+        """Broadcast; every rank agrees on the step it resumed from, on disk or, scattered, in a snapshot."""
+        if snapshot is not None and snapshot.phase != phase:
+            raise ValueError(f"expected a snapshot of phase {phase}, found one of {snapshot.phase}")
+        (state,) = set(await self._begin(snapshot, phase))
         return state
 
     async def accumulate(self, part: Sequence[Batch]) -> None:

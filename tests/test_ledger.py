@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from running import Run, Runs
 from titan_rl.audit import audit, main
-from titan_rl.config import Config
+from titan_rl.config import Config, Training
+from titan_rl.config import Rollout as RolloutConfig
 from titan_rl.config_file import to_toml
 from titan_rl.ledger import NAME, Damaged, Ledger, events
 from titan_rl.types import Completion, Group, Prompt, Rollout, Turn
@@ -67,6 +68,106 @@ def test_a_changed_or_missing_line_in_the_midst_is_found(tmp_path: Path) -> None
         list(events(tmp_path))
 
 
+# -- audits of ledgers written by hand ------------------------------------------------------------------------------
+
+
+def lived(ledger: Ledger, *prompts: int, step: int) -> None:
+    """Admitted, sampled, scored and trained on."""
+    for id in prompts:
+        ledger.admitted(id, step)
+        ledger.sampled(id, [COMPLETION])
+        ledger.scored(id, [1.0])
+    ledger.trained(step, [group(id) for id in prompts])
+
+
+def recorded(folder: Path, steps: dict[int, list[int]]) -> None:
+    """The run's other records, as they stand at its end."""
+    config = Config(rollout=RolloutConfig(groups_per_step=2, group_size=1, lag=9), training=Training(steps=len(steps)))
+    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "metrics.jsonl").write_text("".join(f'{{"kind": "rl", "step": {step}}}\n' for step in steps))
+    lines = [{"step": step, "prompt_id": id} for step, ids in steps.items() for id in ids]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_that_goes_back_within_its_process_is_audited_as_one_that_resumes(tmp_path: Path) -> None:
+    """Steps 1 to 3, back to the cut of step 1 with prompt 3 open, on to step 3; and the ledger says which attempt at a
+    prompt an admission is."""
+    with Ledger(tmp_path) as ledger:
+        ledger.begun(0, 0, [])
+        lived(ledger, 0, 1, step=1)
+        ledger.admitted(2, 2)
+        ledger.admitted(3, 2)
+        ledger.begun(1, 4, [2, 3])
+        lived(ledger, 2, 3, step=2)
+        lived(ledger, 4, 5, step=3)
+        ledger.begun(1, 4, [2, 3])
+        lived(ledger, 2, 3, step=2)
+        lived(ledger, 4, 6, step=3)
+        ledger.admitted(5, 4)
+    recorded(tmp_path, {1: [0, 1], 2: [2, 3], 3: [4, 6]})
+    problems, looked_at = audit(tmp_path)
+    assert problems == ["prompt 5 has no fate, and the run is over"]
+    assert "7 prompts: 6 trained on in 3 steps, 0 dropped, 1 under way, 6 admitted again by 2 restarts" in looked_at
+    attempts = [(event["prompt"], event["attempt"]) for event in events(tmp_path) if event["event"] == "admitted"]
+    assert attempts[4:] == [(2, 2), (3, 2), (4, 1), (5, 1), (2, 3), (3, 3), (4, 2), (6, 1), (5, 2)]
+    with Ledger(tmp_path) as ledger:  # another process counts on
+        ledger.begun(1, 4, [])
+        ledger.admitted(5, 4)
+    assert list(events(tmp_path))[-1]["attempt"] == 3
+
+
+def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.begun(0, 0, [])
+        for id in (0, 1):
+            ledger.admitted(id, 1)
+            ledger.sampled(id, [COMPLETION])
+            ledger.failed(id, 1, "ValueError: no")
+        ledger.failed(0, 2, "ValueError: no")
+        ledger.dropped(group(0), "failed: ValueError: no")
+        ledger.scored(1, [1.0])
+        ledger.trained(1, [group(1)])
+        lived(ledger, 2, 3, step=2)
+    recorded(tmp_path, {1: [1], 2: [2, 3]})
+    problems, looked_at = audit(tmp_path)
+    assert problems == ["step 1 trained on 1 prompts, expected 2"]
+    assert "4 prompts: 3 trained on in 2 steps, 1 dropped" in looked_at
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ([("failed", {"attempt": 2, "error": "e"})], "failed at attempt 2, expected 1"),
+        ([("dropped", {"reason": "failed: e", "tokens": 2})], "is dropped as failed, but no attempt failed"),
+        ([("dropped", {"reason": "flat", "tokens": 2})], "is dropped (flat) before it is scored"),
+        (
+            [
+                ("failed", {"attempt": 1, "error": "e"}),
+                ("scored", {"rewards": [1.0]}),
+                ("dropped", {"reason": "failed: e", "tokens": 2}),
+            ],
+            "is dropped as failed, but was scored",
+        ),
+        (
+            [("scored", {"rewards": [1.0]}), ("failed", {"attempt": 1, "error": "e"})],
+            "failed after its fate was known, or before it was sampled",
+        ),
+        ([("admitted", {"turn": 1, "attempt": 3})], "is attempt 3, expected 2"),
+    ],
+)
+def test_an_audit_names_what_contradicts_itself(
+    tmp_path: Path, what: list[tuple[str, dict[str, Any]]], said: str
+) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.begun(0, 0, [])
+        ledger.admitted(0, 1)
+        ledger.sampled(0, [COMPLETION])
+        for event, more in what:
+            ledger._append(event, prompt=0, **more)
+    recorded(tmp_path, {})
+    assert any(said in problem for problem in audit(tmp_path)[0]), audit(tmp_path)[0]
+
+
 # -- audits of real runs --------------------------------------------------------------------------------------------
 
 KEYS: dict[str, Any] = {
@@ -101,7 +202,7 @@ def test_a_run_that_was_killed_trains_every_prompt_once(killed: Run) -> None:
     problems, looked_at = audit(killed.folder)
     assert problems == []
     assert "120 prompts: 120 trained on in 30 steps, 0 dropped, 0 under way" in looked_at
-    assert "by 3 resumes" in looked_at
+    assert "by 3 restarts" in looked_at
     trained = Counter((line["step"], line["prompt_id"]) for line in killed.lines("rollouts.jsonl"))
     assert Counter(step for step, _ in trained) == dict.fromkeys(range(1, 31), 4)
     assert sorted(prompt for _, prompt in trained) == list(range(120))

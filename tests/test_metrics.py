@@ -128,6 +128,13 @@ def test_dropped_groups_were_sampled_but_are_no_rollouts_of_the_step() -> None:
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
 
 
+def test_failed_groups_are_counted_apart_from_flat_ones() -> None:
+    failed = Group(PROMPT, [rollout(math.nan, 0, [2, 2]), rollout(math.nan, 0, [])])
+    metrics = step_metrics(3, GROUPS[:1], STATS, SYNC, TIMES, dropped=[GROUPS[1], failed])
+    expected = {"dropped/groups": 1, "dropped/failed": 1, "dropped/tokens": 5, "reward/mean": 0.5}
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
 def test_a_penalty_is_told_apart_from_the_reward() -> None:
     long = replace(rollout(1.0, 0.0, [2]), penalty=0.5)
     metrics = step_metrics(3, [Group(PROMPT, [long, rollout(1.0, 0.0, [2])])], STATS, SYNC, TIMES)

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import tempfile
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,13 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import tokenizer as characters
+from titan_rl.audit import History
 from titan_rl.clock import Clock
-from titan_rl.config import Algorithm, Rollout, Task
+from titan_rl.config import Algorithm, Fault, Rollout, Task
 from titan_rl.data import PromptSource
-from titan_rl.ledger import Ledger
+from titan_rl.ledger import Ledger, events
+from titan_rl.meshes.faults import RankFailed
 from titan_rl.metrics import ages_of
 from titan_rl.reward_model import by_rule
-from titan_rl.rollouts import Judge, RolloutStream
+from titan_rl.rollouts import Judge, RewardFailed, RolloutStream
 from titan_rl.seeds import derive, sample_seed
 from titan_rl.tasks import load_task
 from titan_rl.tokenizer import TextTokenizer
@@ -47,7 +52,7 @@ class Echo:
         for _ in range(self.delays[len(self.requests) % len(self.delays)]):
             await asyncio.sleep(0)
         self.running -= 1
-        flat, n = self.flat(int(request.id.removeprefix("prompt-"))), self.length
+        flat, n = self.flat(int(request.id.removeprefix("prompt-").partition("@")[0])), self.length
         return [
             Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [self.version] * n, "stop")
             for k in range(len(request.seeds))
@@ -79,6 +84,9 @@ def stream(
     sampling: Sampling | None = None,
     rollout: Rollout = Rollout(groups_per_step=4, group_size=3),  # noqa: B008 (frozen)
     first: int = 1,
+    folder: Path | None = None,
+    reward_attempts: int = 2,
+    attempt: int = 1,
     **algorithm: Any,
 ) -> RolloutStream:
     return RolloutStream(
@@ -93,7 +101,9 @@ def stream(
         groups=groups,
         seed=7,
         clock=Clock(),
-        ledger=Ledger(Path(tempfile.mkdtemp())),
+        ledger=Ledger(folder or Path(tempfile.mkdtemp())),
+        fault=Fault(reward_attempts=reward_attempts),
+        attempt=attempt,
     )
 
 
@@ -251,7 +261,7 @@ def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer
                 await asyncio.sleep(0)
                 groups = await rollouts.take(1, life + 1)
                 seen += ids(groups)
-                cursor = rollouts.cut(life + 1)
+                cursor = rollouts.cut()
             prompts = source(tokenizer)
             prompts.load_state_dict(json.loads(json.dumps(cursor)))
         assert seen == [1, 2, 3]
@@ -283,7 +293,7 @@ def test_the_cursor_is_behind_what_is_in_flight(tokenizer: TextTokenizer) -> Non
             rollouts.admit(6)
             taken = [g.prompt.id for g in await rollouts.take(2, 1)]
             resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cut(1))
+            resumed.load_state_dict(rollouts.cut())
         assert taken == [0, 1]
         assert resumed.next().id == 2
 
@@ -392,7 +402,7 @@ def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None
             rollouts.admit(2)
             assert ids(await rollouts.take(2, 1)) == [0, 3]
             resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cut(1))
+            resumed.load_state_dict(rollouts.cut())
         assert resumed.next().id == 4
 
     asyncio.run(body())
@@ -436,18 +446,280 @@ def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextToke
     asyncio.run(body())
 
 
-def test_a_judges_failure_is_the_takers(tokenizer: TextTokenizer) -> None:
+# -- judges that fail -----------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A judge that fails so often on prompts of these ids before it answers."""
+
+    def __init__(self, times: dict[int, int]) -> None:
+        self.times = Counter(times)
+        self.asked: list[int] = []
+
+    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        self.asked.append(prompt.id)
+        if self.times[prompt.id] > 0:
+            self.times[prompt.id] -= 1
+            raise ZeroDivisionError(f"no such thing as {prompt.id}")
+        return await right_if_one(prompt, completions, texts)
+
+
+def told(folder: Path, event: str) -> list[tuple[Any, ...]]:
+    """Those lines of the ledger, less their number and name; after an audit of all."""
+    history = History()
+    found = list(events(folder))
+    for line in found:
+        history.read(line)
+    assert history.problems == []
+    return [tuple(line.values())[2:] for line in found if line["event"] == event]
+
+
+def test_a_group_whose_judge_fails_is_dropped_and_another_prompt_takes_its_place(
+    tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
     async def body() -> None:
+        judge = Failing({1: 2, 2: 1, 4: 2})
+        rollouts = stream(Echo([2, 0, 1]), source(tokenizer), tokenizer, groups=4, judge=judge, folder=tmp_path)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            groups = await rollouts.take(4, 1)
+            assert ids(groups) == [0, 2, 3, 5]
+            assert ids(rollouts.dropped) == [1, 4]
+            assert all(group.rewards == [1.0, 0.0, 1.0] for group in groups)
+            rollouts.trained(1, groups)
+
+    asyncio.run(body())
+    reason = "ZeroDivisionError: no such thing as"
+    assert sorted(told(tmp_path, "failed")) == [
+        (id, attempt, f"{reason} {id}") for id, attempt in [(1, 1), (1, 2), (2, 1), (4, 1), (4, 2)]
+    ]
+    assert told(tmp_path, "dropped") == [(1, f"failed: {reason} 1", 3), (4, f"failed: {reason} 4", 3)]
+    assert {line[0] for line in told(tmp_path, "sampled")} == set(range(6))
+    assert {line[0] for line in told(tmp_path, "scored")} == {0, 2, 3, 5}
+
+
+def test_flat_and_failed_groups_are_replaced_together_but_failures_use_up_no_round(tokenizer: TextTokenizer) -> None:
+    """0 is flat and 1 fails; of 4 and 5 the second fails; 6 is flat, and the one round for such is over."""
+
+    async def body() -> None:
+        judge = Failing({1: 1, 5: 1})
+        echo = Echo([0], flat={0, 6}.__contains__)
+        how: dict[str, Any] = {"dynamic_sampling": True, "max_refills": 1, "reward_attempts": 1}
+        rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, judge=judge, **how)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            assert ids(await rollouts.take(4, 1)) == [2, 3, 4, 6]
+            assert ids(rollouts.dropped) == [0, 1, 5]
+
+    asyncio.run(body())
+
+
+def test_a_streamed_step_replaces_them_too(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    async def body() -> None:
+        judge = Failing({1: 2, 6: 2})
+        rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer, judge=judge, folder=tmp_path)
+        async with aclosing(rollouts):
+            rollouts.admit(6)  # 1 3 5 7 9 1 turns
+            parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
+            assert sorted(id for part in parts for id in part) == [0, 2, 3, 4, 5]
+            assert [len(part) for part in parts] == [2, 2, 1]
+            assert ids(rollouts.dropped) == [1]
+            assert rollouts.backlog.inflight == 1
+            parts = [ids(part) async for part in rollouts.parts(1, 1, 4)]
+            assert parts == [[7]]
+            assert ids(rollouts.dropped) == [6]
+
+    asyncio.run(body())
+    assert [id for id, *_ in told(tmp_path, "dropped")] == [1, 6]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
+    failing=st.sets(st.integers(0, 30), max_size=12),
+    lag=st.integers(0, 3),
+    window=st.integers(0, 3),
+    pace=st.booleans(),
+    n=st.integers(2, 4),
+    stream_size=st.integers(0, 2),
+    cut_at=st.integers(1, 5),
+)
+def test_failures_move_no_bound_and_lose_no_prompt(
+    tokenizer: TextTokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
+    delays: list[int],
+    failing: set[int],
+    lag: int,
+    window: int,
+    pace: bool,
+    n: int,
+    stream_size: int,
+    cut_at: int,
+) -> None:
+    """Whichever fail, and in a run that is cut and goes on: every prompt is trained on once or dropped once, no token
+    is too old, and the ledger agrees. Unless so many fail in a row that the run ends."""
+    window = window if lag and not stream_size else 0
+    steps, folder = 6, tmp_path_factory.mktemp("ledger")
+    trained: dict[int, int] = {}
+
+    async def life(prompts: PromptSource, first: int, last: int) -> dict[str, Any]:
+        judge = Failing(dict.fromkeys(failing, 1))
+        echo = Echo(delays)
+        echo.version = first - 1
+        rollouts = stream(
+            echo,
+            prompts,
+            tokenizer,
+            n * (steps - first + 1),
+            rollout=Rollout(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
+            first=first,
+            judge=judge,
+            folder=folder,
+            reward_attempts=1,
+        )
+        rollouts._ledger.begun(first - 1, cut.get("next", 0), cut.get("open", []))
+        async with aclosing(rollouts):
+            rollouts.admit(n * (lag + 1))
+            for step in range(first, last + 1):
+                if stream_size:
+                    groups = [g async for part in rollouts.parts(n, step, stream_size) for g in part]
+                    groups.sort(key=lambda group: group.prompt.id)
+                else:
+                    groups = await rollouts.take(n, step)
+                assert len(groups) == n
+                assert max(ages_of(step, groups)) <= lag + window
+                assert {*ids(rollouts.dropped)} <= failing
+                rollouts.trained(step, groups)
+                trained.update(dict.fromkeys(ids(groups), step))
+                echo.version = step
+                rollouts.admit(n)
+            return json.loads(json.dumps(rollouts.saved(last)))
+
+    cut: dict[str, Any] = {}
+    try:
+        cut = asyncio.run(asyncio.wait_for(life(source(tokenizer), 1, cut_at), 20))
+        resumed = source(tokenizer)
+        resumed.load_state_dict(cut)
+        asyncio.run(asyncio.wait_for(life(resumed, cut_at + 1, steps), 20))
+    except RewardFailed:
+        assert len(failing) >= n
+        return
+    dropped = {id for id, *_ in told(folder, "dropped")}
+    assert dropped <= failing
+    assert trained.keys().isdisjoint(failing)
+    assert len(trained) == n * steps
+    assert {*trained, *dropped} == set(range(n * steps + len(dropped)))
+    assert {attempt for *_, attempt in told(folder, "admitted")} <= {1, 2}
+
+
+def test_a_reward_that_always_fails_ends_the_run_by_the_first_prompt(tokenizer: TextTokenizer) -> None:
+    """After a step's worth in a row; one success in between, and the count begins anew."""
+
+    async def taken(failing: Sequence[int]) -> list[int]:
+        rollouts = stream(Echo([2, 0, 1]), source(tokenizer), tokenizer, judge=Failing(dict.fromkeys(failing, 2)))
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            return ids(await rollouts.take(4, 1))
+
+    with pytest.raises(RewardFailed, match="the reward failed on prompt 0: ZeroDivisionError") as raised:
+        asyncio.run(taken(range(99)))
+    assert "4 groups in a row had no rewards" in raised.value.details
+    assert "test_rollouts.py" in raised.value.details
+    assert asyncio.run(taken([0, 1, 3, 5, 6, 8])) == [2, 4, 7, 9]
+
+
+def test_a_meshs_failure_is_no_verdict(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        asked: list[int] = []
+
         async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-            raise ZeroDivisionError
+            asked.append(prompt.id)
+            raise RankFailed("reward_model[dp=0 tp=0] failed in scores: RuntimeError")
 
         rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
         async with aclosing(rollouts):
             rollouts.admit(1)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(RankFailed, match="reward_model"):
                 await rollouts.take(1, 1)
+        assert asked == [0]
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 0.0, float("nan")], [1.0, 0.0, float("inf")]])
+def test_rewards_are_one_a_sample_and_finite(tokenizer: TextTokenizer, rewards: list[float]) -> None:
+    async def body() -> None:
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            return rewards
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            with pytest.raises(RewardFailed, match="expected 3 finite rewards, got"):
+                await rollouts.take(4, 1)
+
+    asyncio.run(body())
+
+
+def test_a_function_that_hangs_stops_neither_the_loop_nor_the_next_group(tokenizer: TextTokenizer) -> None:
+    """Of all four the second hangs, on both attempts; it is dropped, and two threads are left behind."""
+    stuck = threading.Event()
+
+    async def body() -> None:
+        def reward(prompt: Prompt, text: str) -> float:
+            if prompt.id == 1:
+                stuck.wait(60)
+            return float(text == "1")
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=by_rule(reward, 0.2))
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            taking = asyncio.create_task(rollouts.take(4, 1))
+            turns = 0
+            while not taking.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            assert ids(await taking) == [0, 2, 3, 4]
+            assert turns > 10
+            assert ids(rollouts.dropped) == [1]
+            assert rollouts._failures == []
+
+    began = time.monotonic()
+    asyncio.run(body())
+    assert time.monotonic() - began < 10
+    left = [thread for thread in threading.enumerate() if thread.name == "reward" and thread.is_alive()]
+    assert all(thread.daemon for thread in left)
+    stuck.set()
+
+
+def test_a_snapshots_cut_writes_nothing_and_a_checkpoints_is_preceded_by_its_events(
+    tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, folder=tmp_path)
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            await rollouts.take(4, 1)
+            before = rollouts._ledger._lines
+            cut = rollouts.cut()
+            assert rollouts._ledger._lines == before
+            assert rollouts.saved(1) == cut
+            assert list(events(tmp_path))[-1] == {"n": before, "event": "saved", "step": 1}
+
+    asyncio.run(body())
+
+
+def test_a_later_stream_of_a_process_asks_under_other_names(tokenizer: TextTokenizer) -> None:
+    async def body(attempt: int) -> list[str]:
+        echo = Echo([0])
+        rollouts = stream(echo, source(tokenizer), tokenizer, attempt=attempt)
+        async with aclosing(rollouts):
+            rollouts.admit(2)
+            await rollouts.take(2, 1)
+        return [request.id for request in echo.requests]
+
+    assert asyncio.run(body(1)) == ["prompt-0", "prompt-1"]
+    assert asyncio.run(body(3)) == ["prompt-0@3", "prompt-1@3"]
 
 
 def test_seeds_depend_on_what_they_name_and_nothing_else() -> None:

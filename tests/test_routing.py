@@ -2,17 +2,17 @@
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.actors.engine import Report, SampleId, Withdrawn
-from titan_rl.meshes.routing import SILENT_SECONDS, Load, Move, Pace, Routing
+from titan_rl.meshes.routing import SILENT_SECONDS, Load, Move, Pace, Routing, Sent
 from titan_rl.types import Completion, Request, Sampling
 
 REPORT_SECONDS = 0.25
@@ -36,6 +36,9 @@ class Engine:
     b: float
     stops: float = float("inf")
     resumes: float = float("inf")
+    dead: bool = False
+    stepping: bool = False
+    between: list[Callable[[], None]] = field(default_factory=list)  # two steps
     requests: dict[str, dict[int, Running]] = field(default_factory=dict)
     ended: dict[str, dict[int, Completion]] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
@@ -96,38 +99,119 @@ class World:
     def __init__(
         self, engines: Sequence[Engine], lengths: Mapping[int, int], *, slots: int | None, steals: bool = True
     ) -> None:
-        self.engines, self.lengths = engines, lengths
+        self.engines, self.lengths = dict(enumerate(engines)), lengths
         self.routing, self.steals = Routing(len(engines), slots), steals
-        for replica, engine in enumerate(engines):  # it has run before
+        for replica, engine in self.engines.items():  # it has run before
             for tokens in (1, 100):
                 r = engine.report
                 engine.report = Report(r.steps + 1, r.seconds + engine.a + engine.b * tokens, r.read + tokens, r.tokens)
                 self.routing.report(replica, engine.report, 0.0)
+        self.takes = set(self.engines)  # replicas that requests may go to
+        self.asked: dict[str, Request] = {}
         self.answers: dict[str, list[Completion]] = {}
+        self.forgotten: set[str] = set()
         self.at: dict[str, float] = {}  # answered
         self.sent: list[tuple[str, int]] = []  # of which request, where to
+        self.seen: set[tuple[int, str]] = set()  # by a replica: an id
         self.now, self.move_seconds = 0.0, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
-        self._stepping = [False] * len(engines)
-        self._between: list[list[Callable[[], None]]] = [[] for _ in engines]  # two steps
+        self._planned = 0
 
     def run(self, requests: Sequence[Request], until: float = 1e5) -> float:
         """Answers with the makespan."""
-        for request in requests:
-            self.routing.add(request)
-        for replica in range(len(self.engines)):
+        self.ask(requests)
+        for replica in self.engines:
             self._after(replica, 0.0, lambda replica=replica: self._beat(replica))
-        self._send()
-        while self._events and len(self.answers) < len(requests):
+        while self._events and (self._open or self._planned):
             self.now, _, happens = heapq.heappop(self._events)
             if self.now > until:
                 break
             happens()
         return self.now
 
+    def plan(self, at: float, happens: Callable[[], None]) -> None:
+        """The run lasts until then at least."""
+        self._planned += 1
+
+        def planned() -> None:
+            self._planned -= 1
+            happens()
+
+        heapq.heappush(self._events, (at, next(self._ids), planned))
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.asked[request.id] = request
+            self.routing.add(request)
+        self._send()
+
+    def join(self, replica: int, engine: Engine) -> None:
+        self.engines[replica] = engine
+        self.routing.join(replica, self.now)
+        self.takes.add(replica)
+        self._after(replica, 0.0, lambda: self._beat(replica))
+        self._send()
+
+    def die(self, replica: int, noticed: float, ghost: float) -> None:
+        """It is noticed so many seconds later; and after as many more, its last messages come."""
+        engine = self.engines[replica]
+        engine.dead = True
+
+        def lost() -> None:
+            self.takes.discard(replica)
+            self.routing.lose(replica)
+            assert self.routing.lose(replica) == 0
+            del self.engines[replica]
+            self._send()
+
+        def haunts() -> None:
+            self._send()
+            before = self.routing.loads()
+            for id, samples in engine.requests.items():
+                withdrawn = [Withdrawn(SampleId(id, i), sample.completion) for i, sample in samples.items()]
+                self.routing.moved(Move(None, replica, [sample for sample, _ in withdrawn], self.now), withdrawn)
+                assert self.routing.done(replica, id, [sample.completion for sample in samples.values()]) is None
+            assert self.routing.loads() == before
+            assert not self.routing.send(self.now)
+
+        self.plan(self.now + noticed, lost)
+        self.plan(self.now + noticed + ghost, haunts)
+
+    def retire(self, replica: int, drains: bool, grace: float) -> None:
+        """It is asked for what it has, which it keeps if it drains, and is ended a while later."""
+        self.takes.discard(replica)
+        move = Move(None, replica, self.routing.retire(replica), self.now)
+        if not drains:
+            self._wake(replica, lambda: self._withdraw(move))
+        self.plan(self.now + grace, lambda: self.die(replica, 0.0, 0.0))
+
+    def forget(self, id: str) -> None:
+        left = self.routing.forget(id)
+        self.forgotten.add(id)
+        assert left.keys() <= self.takes
+        for move in [Move(None, replica, samples, self.now) for replica, samples in left.items()]:
+            self._wake(move.victim, lambda move=move: self._withdraw(move))
+        for replica in self.takes:
+            self._wake(replica, lambda engine=self.engines[replica]: self._rid_of(engine, id))
+        self._send()
+
+    @property
+    def _open(self) -> int:
+        return len(self.asked) - len(self.answers) - len(self.forgotten)
+
+    def _rid_of(self, engine: Engine, id: str) -> None:
+        """Nothing is left there of what was forgotten."""
+        assert not any(samples for own, samples in engine.requests.items() if own.partition("~")[0] == id)
+
     def _after(self, replica: int, seconds: float, happens: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.engines[replica].wall(self.now, seconds), next(self._ids), happens))
+        engine = self.engines[replica]
+
+        def unless_dead() -> None:
+            if not engine.dead:
+                happens()
+
+        heapq.heappush(self._events, (engine.wall(self.now, seconds), next(self._ids), unless_dead))
 
     def _beat(self, replica: int) -> None:
         self._heard(replica)
@@ -137,35 +221,42 @@ class World:
         self.routing.report(replica, self.engines[replica].report, self.now)
         self._send()
         while self.steals and (move := self.routing.steal(self.now)):
+            assert {move.thief, move.victim} <= self.takes
             self._wake(move.victim, lambda move=move: self._withdraw(move))
 
     def _withdraw(self, move: Move) -> None:
-        withdrawn = self.engines[move.victim].withdraw(move.samples)
-        victim, thief = self.engines[move.victim], self.engines[move.thief]
-        reads = sum(len(sample.begun.tokens) for sample in withdrawn)
-        reads += len(CONTEXT) * len({sample.sample.request for sample in withdrawn})
-        samples = sum(len(request) for request in victim.requests.values()) + len(withdrawn)
-        self.move_seconds = max(self.move_seconds, victim.a + victim.b * samples + thief.a + thief.b * reads)
+        victim = self.engines[move.victim]
+        withdrawn = victim.withdraw(move.samples)
+        if move.thief in self.engines:
+            thief = self.engines[move.thief]
+            reads = sum(len(sample.begun.tokens) for sample in withdrawn)
+            reads += len(CONTEXT) * len({sample.sample.request for sample in withdrawn})
+            samples = sum(len(request) for request in victim.requests.values()) + len(withdrawn)
+            self.move_seconds = max(self.move_seconds, victim.a + victim.b * samples + thief.a + thief.b * reads)
         self.routing.moved(move, withdrawn)
         self._send()
 
     def _send(self) -> None:
         for replica, request, whole in self.routing.send(self.now):
+            assert replica in self.takes
+            assert (replica, request.id) not in self.seen
+            self.seen.add((replica, request.id))
             self.sent.append((whole, replica))
             self._wake(
                 replica, lambda replica=replica, request=request: self.engines[replica].add(request, self.lengths)
             )
 
     def _wake(self, replica: int, then: Callable[[], None]) -> None:
-        self._between[replica].append(then)
-        if not self._stepping[replica]:
-            self._stepping[replica] = True
+        engine = self.engines[replica]
+        engine.between.append(then)
+        if not engine.stepping:
+            engine.stepping = True
             self._after(replica, 0.0, lambda: self._go_on(replica))
 
     def _go_on(self, replica: int) -> None:
         engine = self.engines[replica]
-        while self._between[replica]:
-            self._between[replica].pop(0)()
+        while engine.between:
+            engine.between.pop(0)()
         done = engine.done()
         for id, completions in done:
             answer = self.routing.done(replica, id, completions)
@@ -173,11 +264,11 @@ class World:
                 whole = id.partition("~")[0]
                 assert whole not in self.answers
                 self.answers[whole], self.at[whole] = answer, self.now
-                self.routing.forget(whole)
+                assert self.routing.forget(whole) == {}
         if done:
             self._heard(replica)
-        self._stepping[replica] = bool(engine.reads or self._between[replica])
-        if self._stepping[replica]:
+        engine.stepping = bool(engine.reads or engine.between)
+        if engine.stepping:
             began, seconds = self.now, engine.a + engine.b * engine.reads
 
             def ends() -> None:
@@ -200,9 +291,9 @@ def groups(lengths: Sequence[Sequence[int]], most: int, *, hints: bool = False) 
 
 def complete(world: World, requests: Sequence[Request]) -> None:
     """Every sample is there once, in its place, each token sampled once."""
-    assert world.answers.keys() == {request.id for request in requests}
-    for request in requests:
-        for seed, completion in zip(request.seeds, world.answers[request.id], strict=True):
+    assert world.answers.keys() == {request.id for request in requests} - world.forgotten
+    for id, completions in world.answers.items():
+        for seed, completion in zip(world.asked[id].seeds, completions, strict=True):
             assert completion.tokens == list(range(world.lengths[seed]))
             assert len(completion.versions) == len(completion.logprobs) == len(completion.tokens)
             assert completion.finish == "stop"
@@ -231,7 +322,7 @@ def test_no_sample_is_lost_or_answered_twice(
     world = World(fresh(fleet), lengths, slots=slots)
     world.run(requests)
     complete(world, requests)
-    assert [load[:2] for load in world.routing.loads()] == [(0, 0)] * len(fleet)
+    assert [load[:2] for load in world.routing.loads().values()] == [(0, 0)] * len(fleet)
     if slots is None:
         assert all(len(set(c.versions)) == 1 for cs in world.answers.values() for c in cs), "none has moved"
 
@@ -298,17 +389,203 @@ def test_nothing_moves_between_engines_that_are_no_faster_with_fewer_samples() -
     assert world.sent == [("r0", 0)]
 
 
-@given(batches, st.integers(1, 4))
-def test_without_slots_the_order_of_requests_alone_decides(batch: list[list[int]], replicas: int) -> None:
-    requests, _ = groups(batch, MOST)
-    routing, loads = Routing(replicas), [0] * replicas
-    for request in requests:
-        least = loads.index(min(loads))
-        loads[least] += len(request.seeds) * MOST
-        routing.add(request)
-        routing.report(least, Report(1, 1.0, 1, 1, {"r0": {0: MOST - 1}}), 9.0)  # of progress, which must not decide
-        assert [(sent.replica, sent.request) for sent in routing.send(99.0)] == [(least, request)]
-    assert [load.outstanding for load in routing.loads()] == loads
+Coming = tuple[str, int]
+comings = st.lists(st.tuples(st.sampled_from(["ask", "ask", "ask", "lose", "join"]), st.integers(0, 3)), max_size=24)
+
+
+@given(st.integers(1, 4), comings)
+def test_without_slots_the_order_of_requests_losses_and_joins_alone_decides(
+    replicas: int, comings: list[Coming]
+) -> None:
+    routing, asked = Routing(replicas), 0
+    held: dict[int, list[tuple[int, int]]] = {replica: [] for replica in range(replicas)}  # (age, samples)
+    again: list[tuple[int, int]] = []
+    for kind, n in comings:
+        replica = n % (replicas + 1)
+        if kind == "ask":
+            again.append((asked, n + 1))
+            routing.add(Request(f"r{asked}", CONTEXT, list(range(n + 1)), Sampling(MOST)))
+            asked += 1
+        elif kind == "lose" and replica in held:
+            again += held.pop(replica)
+            routing.lose(replica)
+        elif kind == "join" and replica not in held:
+            held[replica] = []
+            routing.join(replica, 9.0)
+        expected: list[tuple[int, str]] = []
+        for age, samples in sorted(again) if held else []:
+            least = min(sorted(held), key=lambda i: sum(samples for _, samples in held[i]))
+            held[least].append((age, samples))
+            expected.append((least, f"r{age}"))
+        again = [] if held else again
+        for i in held:  # of progress, which must not decide
+            routing.report(i, Report(1, 1.0, 1, 1, {f"r{age}": {0: MOST - 1} for age, _ in held[i]}), 9.0)
+        assert [(sent.replica, sent.whole) for sent in routing.send(99.0)] == expected
+    assert routing.live == sorted(held)
+    assert {i: load.outstanding for i, load in routing.loads().items()} == {
+        i: sum(samples for _, samples in parts) * MOST for i, parts in held.items()
+    }
+
+
+@dataclass
+class Happening:
+    at: float
+    kind: str  # of what happens
+    which: int
+    later: float
+    flag: bool
+
+
+happenings = st.lists(
+    st.builds(
+        Happening,
+        st.floats(0, 3),
+        st.sampled_from(["ask", "die", "join", "retire", "forget"]),
+        st.integers(0, 99),
+        st.floats(0, 3),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=300)
+@given(fleets, batches, st.none() | slots, st.booleans(), happenings)
+def test_replicas_come_and_go_and_each_request_is_answered_once(
+    fleet: list[Engine], batch: list[list[int]], slots: int | None, hints: bool, happenings: list[Happening]
+) -> None:
+    """World asserts meanwhile that nothing goes to a replica that takes nothing, no id twice to one, that the last
+    messages of a dead one change nothing, and that live engines get rid of what is forgotten."""
+    requests, lengths = groups(batch, MOST, hints=hints)
+    later = requests[1:]
+    world = World(fresh(fleet), lengths, slots=slots)
+
+    def happens(what: Happening) -> None:
+        alive = [replica for replica in sorted(world.takes) if not world.engines[replica].dead]
+        replica = alive[what.which % len(alive)] if alive else None
+        unanswered = [id for id in world.asked if id not in world.answers and id not in world.forgotten]
+        if what.kind == "ask" and later:
+            world.ask([later.pop()])
+        elif what.kind == "die" and replica is not None:
+            world.die(replica, what.later / 2, what.later)
+        elif what.kind == "retire" and replica is not None:
+            world.retire(replica, what.flag, what.later)
+        elif what.kind == "forget" and unanswered:
+            world.forget(unanswered[what.which % len(unanswered)])
+        elif what.kind == "join":
+            gone = [i for i in range(max([*world.engines, len(fleet) - 1]) + 2) if i not in world.engines]
+            world.join(gone[what.which % len(gone)], *fresh([fleet[what.which % len(fleet)]]))
+
+    for what in happenings:
+        world.plan(what.at, lambda what=what: happens(what))
+    world.plan(10.0, lambda: world.join(99, Engine(0.01, 0.001)))
+    world.plan(10.0, lambda: world.ask(later))
+    world.run(requests[:1])
+    complete(world, requests)
+    assert world.routing.live == sorted(world.takes)
+    assert {load[:2] for load in world.routing.loads().values()} == {(0, 0)}
+    if slots is None and not any(what.kind == "retire" for what in happenings):
+        assert all(len(set(c.versions)) == 1 for cs in world.answers.values() for c in cs), "none has moved"
+
+
+def stop(*tokens: int) -> Completion:
+    return Completion([*tokens], [0.0] * len(tokens), [0] * len(tokens), "stop")
+
+
+def begun(*tokens: int) -> Completion:
+    return replace(stop(*tokens), finish="abort")
+
+
+def test_what_a_lost_replica_had_not_answered_begins_anew_as_one_part() -> None:
+    routing, request = Routing(2), Request("a", CONTEXT, [1, 2, 3], Sampling(8))
+    routing.add(request)
+    assert routing.send(0.0) == [Sent(0, request, "a")]
+    assert routing.lose(0) == 3
+    assert routing.live == [1]
+    assert routing.send(0.0) == [Sent(1, replace(request, id="a~1"), "a")]
+    routing.join(0, 1.0)
+    assert routing.done(0, "a", [stop(9)] * 3) is None, "of its former life"
+    assert routing.loads() == {0: Load(0, 0, 0, 0), 1: Load(1, 24, 0, 0)}
+    assert routing.done(1, "a~1", [stop(7)] * 3) == [stop(7)] * 3
+    assert routing.lose(1) == routing.lose(1) == 0
+
+
+def test_what_was_answered_before_a_loss_stays_and_what_had_moved_keeps_the_tokens_that_it_came_with() -> None:
+    routing = Routing(2, slots=4)
+    routing.add(Request("a", CONTEXT, [1, 2, 3], Sampling(8)))
+    routing.send(0.0)
+    withdrawn = [Withdrawn(SampleId("a", i), begun(*range(i))) for i in (2, 1)]
+    routing.moved(Move(1, 0, [sample for sample, _ in withdrawn], 0.0), withdrawn)
+    assert routing.send(0.0) == [Sent(1, Request("a~1", CONTEXT, [2, 3], Sampling(8), [begun(0), begun(0, 1)]), "a")]
+    assert routing.done(0, "a", [stop(7), begun(0), begun(0, 1)]) is None
+    routing.report(1, Report(9, 9.0, 9, 9, {"a~1": {1: 6}}), 0.0)  # it ended one, and tells when it ends the other
+    assert routing.lose(1) == 2
+    assert routing.send(0.0) == [Sent(0, Request("a~2", CONTEXT, [2, 3], Sampling(8), [begun(0), begun(0, 1)]), "a")]
+    assert routing.done(0, "a~2", [stop(8), stop(9)]) == [stop(7), stop(8), stop(9)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_move_ends_with_the_loss_of_either_of_its_replicas(lost: int) -> None:
+    routing = Routing(3, slots=8)
+    for replica in range(3):
+        for steps in (1, 2):
+            routing.report(replica, Report(steps, 0.01 * steps, 100 * steps), 0.0)
+    for id in "abc":
+        routing.add(Request(id, CONTEXT, [1] * 8, Sampling(100)))
+    routing.send(0.0)
+    for replica, id in ((1, "b"), (2, "c")):
+        routing.done(replica, id, [stop(7)] * 8)
+    routing.report(0, Report(12, 1.02, 280, 80, {"a": dict.fromkeys(range(8), 10)}), 0.0)
+    first = routing.steal(0.0)
+    assert first is not None
+    assert (first.thief, first.victim) == (1, 0)
+    assert routing.steal(0.0) is None, "it is asked already"
+    routing.lose(lost)
+    moves = routing.send(0.0), routing.steal(0.0)
+    withdrawn = [Withdrawn(sample, begun(7)) for sample in first.samples]
+    routing.moved(first, withdrawn)
+    if lost == 0:
+        assert [(sent.replica, sent.request.id) for sent in moves[0]] == [(1, "a~1")]
+        assert routing.send(0.0) == [], "what a lost replica gives up begins anew already"
+    else:
+        assert moves[1] is not None
+        assert (moves[1].thief, moves[1].victim) == (2, 0)
+        assert [sent.replica for sent in routing.send(0.0)] == [0], "live, and the first of those with nothing to do"
+
+
+def test_a_retired_replica_takes_nothing_and_is_heard_until_it_is_lost() -> None:
+    routing, request = Routing(2), Request("a", CONTEXT, [1, 2, 3], Sampling(8))
+    routing.add(request)
+    routing.send(0.0)
+    asked = routing.retire(0)
+    assert asked == [SampleId("a", 0), SampleId("a", 1), SampleId("a", 2)]
+    assert (routing.live, list(routing.loads())) == ([1], [1])
+    with pytest.raises(ValueError, match="replica 0: expected a new or a lost one to join, found it here"):
+        routing.join(0, 0.0)
+    routing.moved(Move(None, 0, asked, 0.0), [Withdrawn(asked[1], begun(5))])
+    assert routing.send(0.0) == [Sent(1, Request("a~1", CONTEXT, [2], Sampling(8), [begun(5)]), "a")]
+    assert routing.done(1, "a~1", [stop(5, 6)]) is None
+    assert routing.done(0, "a", [stop(7), begun(5), stop(8)]) == [stop(7), stop(5, 6), stop(8)]
+    assert routing.loads() == {1: Load(0, 0, 0, 0)}, "nobody has stolen"
+    assert routing.lose(0) == 0
+    assert routing.retire(0) == []
+
+
+def test_with_no_live_replica_everything_waits_and_the_oldest_request_goes_first() -> None:
+    routing = Routing(2)
+    for id in "abc":
+        routing.add(Request(id, CONTEXT, [1, 2], Sampling(8)))
+    routing.send(0.0)
+    asked = routing.retire(0)
+    routing.moved(Move(None, 0, asked, 0.0), [Withdrawn(sample, begun(5)) for sample in asked])
+    assert routing.lose(1) == 2
+    routing.add(Request("d", CONTEXT, [1, 2], Sampling(8)))
+    assert routing.forget("c") == {}, "it is nowhere"
+    assert routing.send(0.0) == []
+    assert routing.steal(0.0) is None
+    assert routing.loads() == {}
+    routing.join(7, 0.0)
+    assert [(sent.replica, sent.request.id) for sent in routing.send(0.0)] == [(7, "a~1"), (7, "b~1"), (7, "d")]
 
 
 def test_with_slots_the_longest_expected_wait_least() -> None:
@@ -316,8 +593,8 @@ def test_with_slots_the_longest_expected_wait_least() -> None:
     for id, expected in (("short", 5), ("long", 50), ("longer", 60), ("unknown", 0)):
         routing.add(Request(id, CONTEXT, [1, 2, 3], Sampling(100), expected=expected))
     assert [(sent.request.id, sent.replica) for sent in routing.send(0.0)] == [("unknown", 0), ("longer", 1)]
-    assert routing.loads() == [Load(1, 300, 0, 0), Load(1, 180, 0, 0)]
-    assert routing.done(1, "longer", [Completion([7], [0.0], [0], "stop")] * 3)
+    assert routing.loads() == {0: Load(1, 300, 0, 0), 1: Load(1, 180, 0, 0)}
+    assert routing.done(1, "longer", [stop(7)] * 3)
     assert [(sent.request.id, sent.replica) for sent in routing.send(0.0)] == [("long", 1)]
 
 
@@ -350,12 +627,11 @@ def test_what_nobody_waits_for_is_ignored() -> None:
     with pytest.raises(ValueError, match="request a: its id is that of an unfinished request"):
         routing.add(request)
     routing.send(0.0)
-    begun = Completion([7], [0.0], [0], "abort")
-    routing.forget("a")
-    routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun)])
+    assert routing.forget("a") == {0: [SampleId("a", 0), SampleId("a", 1)]}
+    routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun(7))])
     assert routing.send(0.0) == []
-    assert routing.done(0, "a", [begun, begun]) is None
-    assert routing.loads() == [Load(0, 0, 0, 0)] * 2
+    assert routing.done(0, "a", [begun(7)] * 2) is None
+    assert routing.loads() == dict.fromkeys((0, 1), Load(0, 0, 0, 0))
     routing.add(request)
     assert [sent.replica for sent in routing.send(0.0)] == [0]
 
@@ -365,16 +641,15 @@ def test_a_withdrawn_sample_may_be_heard_of_before_or_after_its_finished_sibling
         routing = Routing(2, slots=4)
         routing.add(Request("a", CONTEXT, [1, 2], Sampling(8)))
         routing.send(0.0)
-        stop, begun = Completion([7, 8], [0.0] * 2, [0] * 2, "stop"), Completion([9], [0.0], [0], "abort")
         for what in ("done", "moved") if first == "done" else ("moved", "done"):
             if what == "done":
-                assert routing.done(0, "a", [stop, begun]) is None
+                assert routing.done(0, "a", [stop(7, 8), begun(9)]) is None
             else:
-                routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun)])
+                routing.moved(Move(1, 0, [SampleId("a", 1)], 0.0), [Withdrawn(SampleId("a", 1), begun(9))])
         ((replica, part, whole),) = routing.send(0.0)
-        assert (replica, part, whole) == (1, Request("a~1", CONTEXT, [2], Sampling(8), [begun]), "a")
-        assert routing.done(1, "a~1", [stop]) == [stop, stop]
-        assert routing.loads() == [Load(0, 0, 0, 0), Load(0, 0, 0, 1)]
+        assert (replica, part, whole) == (1, Request("a~1", CONTEXT, [2], Sampling(8), [begun(9)]), "a")
+        assert routing.done(1, "a~1", [stop(7, 8)]) == [stop(7, 8)] * 2
+        assert routing.loads() == {0: Load(0, 0, 0, 0), 1: Load(0, 0, 0, 1)}
 
 
 @given(st.floats(0.001, 1), st.floats(0.0001, 0.1), st.lists(st.integers(1, 500), min_size=2, max_size=20))

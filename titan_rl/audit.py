@@ -26,6 +26,7 @@ class Life:
     turn: int
     attempts: int
     sampled: bool = False
+    failures: int = 0  # of its judge
     scored: bool = False
     oldest: int | None = None  # version that sampled a token
     trained: int | None = None  # step
@@ -42,15 +43,16 @@ class History:
 
     lives: dict[int, Life] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)  # in which prompts were trained on
-    processes: int = 0
+    begun: int = 0  # times; by a process that resumes, or by one that goes back
     problems: list[str] = field(default_factory=list)
 
     def read(self, event: dict[str, Any]) -> None:
         getattr(self, f"_{event['event']}")(event)
 
     def _begun(self, event: dict[str, Any]) -> None:
-        """A resumed run goes back to its checkpoint's cut: what came later, or was under way then, begins anew."""
-        self.processes += 1
+        """A run goes back to a cut, in this process or the next: what came later, or was under way then, begins
+        anew."""
+        self.begun += 1
         for id, life in self.lives.items():
             if id >= event["next"] or id in event["open"]:
                 self.lives[id] = Life(-1, life.attempts)
@@ -63,11 +65,22 @@ class History:
         life = self.lives.get(event["prompt"])
         if life is not None and life.turn >= 0:
             self._say(event, "is admitted twice in one history")
-        self.lives[event["prompt"]] = Life(event["turn"], life.attempts + 1 if life else 1)
+        attempt = life.attempts + 1 if life else 1
+        if event["attempt"] != attempt:
+            self._say(event, f"is attempt {event['attempt']}, expected {attempt}")
+        self.lives[event["prompt"]] = Life(event["turn"], attempt)
 
     def _sampled(self, event: dict[str, Any]) -> None:
         if (life := self._of(event)) is not None:
             life.sampled, life.oldest = True, min(event["versions"], default=None)
+
+    def _failed(self, event: dict[str, Any]) -> None:
+        if (life := self._of(event)) is not None:
+            life.failures += 1
+            if life.scored or life.final or not life.sampled:
+                self._say(event, "failed after its fate was known, or before it was sampled")
+            if event["attempt"] != life.failures:
+                self._say(event, f"failed at attempt {event['attempt']}, expected {life.failures}")
 
     def _scored(self, event: dict[str, Any]) -> None:
         if (life := self._of(event)) is not None:
@@ -88,6 +101,11 @@ class History:
         if (life := self._of(event)) is not None:
             if life.final:
                 self._say(event, f"has its fate already: {_fate(life)}")
+            failed = event["reason"].startswith("failed")
+            if failed and (life.scored or not life.failures):
+                self._say(event, "is dropped as failed, but " + ("was scored" if life.scored else "no attempt failed"))
+            if not failed and not life.scored:
+                self._say(event, f"is dropped ({event['reason']}) before it is scored")
             life.dropped = event["reason"]
 
     def _of(self, event: dict[str, Any]) -> Life | None:
@@ -119,7 +137,7 @@ def audit(folder: Path) -> tuple[list[str], str]:
     again = sum(life.attempts - 1 for life in history.lives.values())
     return problems, (
         f"{len(history.lives)} prompts: {trained} trained on in {len(metrics)} steps, {dropped} dropped, "
-        f"{len(history.lives) - trained - dropped} under way, {again} admitted again by {history.processes - 1} resumes"
+        f"{len(history.lives) - trained - dropped} under way, {again} admitted again by {history.begun - 1} restarts"
     )
 
 

@@ -211,7 +211,7 @@ class Fault:
     detect_seconds: float = bounds(2.0, gt=0)
     """How soon a dead process is known: at once on this host, by asking every half of this on others."""
     hang_seconds: float = bounds(60.0, gt=0)
-    """A generator rank that shows no sign of life for so long is replaced. Above its longest step between two tokens."""
+    """A generator rank that shows no sign of life for so long is replaced. Keep it above the longest engine step."""
     max_restarts: int = bounds(3, ge=0)
     """So many times within restart_window_seconds a role is respawned; once more ends the run, resumable. 0: never."""
     restart_window_seconds: float = bounds(600.0, gt=0)
@@ -232,8 +232,8 @@ class Fault:
     max_bad_steps: int = bounds(3, ge=0)
     """An update whose gradient is not finite is skipped; act after so many such steps in a row. 0 never does."""
     on_bad_steps: Literal["stop", "rollback"] = "stop"
-    """End the run, or go back to the newest snapshot or checkpoint from before those steps, once more each
-    max_restarts."""
+    """End the run, or go back to the newest snapshot from before those steps or the newest checkpoint, max_restarts
+    times at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

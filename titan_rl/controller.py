@@ -12,14 +12,17 @@ examples, preference pairs, and the cold start before RL.
 """
 
 import json
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from titan_rl.clock import Clock
 from titan_rl.data import SAMPLES, PromptSource
 from titan_rl.experience import minibatches, samples_of, with_advantages
-from titan_rl.health import Health
+from titan_rl.health import Health, Rewind
 from titan_rl.ledger import Ledger
+from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.launch import Meshes
 from titan_rl.report import Report
 from titan_rl.reward_model import accuracy, by_model, by_rule, scores_of
@@ -39,11 +42,23 @@ class Controller:
     """Wires the parts of a run and drives them; no part holds the controller."""
 
     def __init__(
-        self, setup: Setup, meshes: Meshes, weights: WeightSync | None, report: Report, stop: Stop, clock: Clock
+        self,
+        setup: Setup,
+        meshes: Meshes,
+        weights: WeightSync | None,
+        roles: Roles,
+        report: Report,
+        stop: Stop,
+        clock: Clock,
+        *,
+        attempt: int = 1,
+        began: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """`began` is told after which step it goes on, once everything is up. `attempt`: see Recovery."""
         self.setup, self.config = setup, setup.config
-        self.meshes, self.weights, self.roles = meshes, weights, Roles(setup, meshes, clock)
+        self.meshes, self.weights, self.roles = meshes, weights, roles
         self.report, self.stop, self.clock, self.health = report, stop, clock, Health(setup.config)
+        self.attempt, self.began = attempt, began
 
     async def train(self) -> None:
         """The algorithm, from its beginning or from the checkpoint in the dump folder."""
@@ -55,10 +70,11 @@ class Controller:
         groups_per_step, lag = self.config.rollout.groups_per_step, self.config.rollout.lag
         overlaps = lag > 0 and not self.meshes.colocated
 
-        start, cursor = await self.meshes.trainers.begin("rl")
+        start, cursor = await self.roles.resume("rl")
         await self.roles.begin(start)
         prompts = self.prompts("rl", cursor if start else None)
         await weights.sync(start)
+        self.began(start)
         if start in (0, last) and (score := await self.evaluate()) is not None:
             self.report.eval(start, score)
 
@@ -82,19 +98,17 @@ class Controller:
                 if not overlaps:
                     admit()
                 self.report.step(step, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
-                hopeless = self.health.after(stats, groups, samples)
-                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or hopeless:
-                    await self.roles.save(step, json.dumps(stream.cut(step)))
-                if hopeless:
-                    raise hopeless
+                hopeless = self.health.after(step, stats, groups, samples)
+                await self.keep(step, last, stream.cut, partial(stream.saved, step), hopeless)
         await weights.settle()
 
     async def fit(self) -> None:
         """sft, dpo, ipo and reward_model: steps over the data set's own answers."""
         kind, last = self.config.algorithm.kind, self.config.training.steps
-        start, cursor = await self.meshes.trainers.begin("rl")
+        start, cursor = await self.roles.resume("rl")
         await self.roles.begin(start)
         examples = self.prompts("rl", cursor if start else None)
+        self.began(start)
         if start in (0, last):
             await self.sync(start)
             if (score := await self.evaluate()) is not None:
@@ -109,18 +123,15 @@ class Controller:
                     await self.sync(step)
                     score = await self.evaluate()
                 self.report.fitted(step, stats, score)
-                hopeless = self.health.after(stats)
-                if self.stop.here() or step % self.config.checkpoint.interval == 0 or step == last or hopeless:
-                    await self.roles.save(step, json.dumps(examples.state_dict()))
-                if hopeless:
-                    raise hopeless
+                await self.keep(step, last, examples.state_dict, hopeless=self.health.after(step, stats))
 
     async def cold_start(self) -> None:
         """Supervised steps on the task's own answers before RL, for sampling needs something to find."""
         cold = self.config.cold_start
-        start, cursor = await self.meshes.trainers.begin("cold_start")
+        start, cursor = await self.roles.resume("cold_start")
         if json.loads(cursor).get("enough"):
             return
+        self.began(start)
         examples = self.prompts("cold_start", cursor if start else None)
         if start == 0:
             await self.sync(BEFORE_RL)
@@ -128,7 +139,7 @@ class Controller:
                 self.report.before_cold_start(score)
 
         with self.report.fitting("cold start", start, cold.steps):
-            for step in self.stop.steps(start + 1, cold.steps):
+            for step in self.stop.steps(start + 1, cold.steps, "cold_start"):
                 samples = self.examples(examples, "supervised", cold.batch_size)
                 self.report.cold_start(step, await self.roles.supervise(samples))
                 enough = False
@@ -136,11 +147,30 @@ class Controller:
                     await self.sync(BEFORE_RL)
                     assert self.meshes.generators is not None
                     enough = await self.setup.practice.score(self.meshes.generators) >= cold.stop_at
-                if self.stop.here() or enough or step % cold.interval == 0 or step == cold.steps:
-                    state = json.dumps({**examples.state_dict(), "enough": enough})
-                    await self.meshes.trainers.save(step, state)
+                state, last = examples.state_dict() | {"enough": enough}, step if enough else cold.steps
+                await self.keep(step, last, partial(dict, state), interval=cold.interval)
                 if enough:
                     break
+
+    async def keep(
+        self,
+        step: int,
+        last: int,
+        state: Callable[[], dict[str, Any]],
+        saved: Callable[[], dict[str, Any]] | None = None,
+        hopeless: RunError | None = None,
+        interval: int = 0,
+    ) -> None:
+        """A step is over: keep it in memory, on disk, or neither, with this part's `state`. `saved` is asked instead
+        before it goes to disk. A pause lasts here, and here a hopeless run ends."""
+        await self.roles.snapshot(step, lambda: json.dumps(state()))
+        due = step % (interval or self.config.checkpoint.interval) == 0 or self.roles.owes_a_checkpoint
+        ends = hopeless is not None and not isinstance(hopeless, Rewind)
+        saves = self.stop.saves() or step == last or due or ends
+        if saves and await self.roles.save(step, json.dumps((saved or state)()), last=step == last or ends):
+            await self.stop.saved(step)
+        if hopeless is not None:
+            raise hopeless
 
     async def streamed(self, stream: RolloutStream, step: int) -> tuple[list[Group], list[Sample], StepStats]:
         """A step's update, part by part while the rest of its groups is still sampled."""
@@ -189,6 +219,7 @@ class Controller:
             seed=config.debug.seed,
             clock=self.clock,
             ledger=ledger,
+            attempt=self.attempt,
         )
 
     async def sync(self, version: int) -> None:

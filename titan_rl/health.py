@@ -8,18 +8,32 @@ from titan_rl.meshes.faults import RunError
 from titan_rl.types import Group, Sample, StepStats
 
 
+class Rewind(RunError):
+    """Undo the latest steps, and go on from before them."""
+
+    def __init__(self, headline: str, details: str, *, before: int) -> None:
+        super().__init__(headline, details)
+        self.before = before  # a step
+
+
 class Health:
     def __init__(self, config: Config) -> None:
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
+        self._rolls_back = config.fault.on_bad_steps == "rollback"
         self._dead = self._bad = 0
 
-    def after(self, stats: StepStats, groups: Sequence[Group] = (), samples: Sequence[Sample] = ()) -> RunError | None:
-        """Why to end the run after this step, if there is a reason."""
+    def after(
+        self, step: int, stats: StepStats, groups: Sequence[Group] = (), samples: Sequence[Sample] = ()
+    ) -> RunError | None:
+        """Why not to go on after this step, if there is a reason."""
         self._dead = self._dead + 1 if samples and dead(samples) else 0
         self._bad = self._bad + 1 if stats.skipped else 0
         if 0 < self._most_bad <= self._bad:
+            what = f"{self._bad} steps in a row had a gradient that is not finite"
+            if self._rolls_back:
+                return Rewind(what, "fault.on_bad_steps asks to go back.", before=step - self._bad + 1)
             return RunError(
-                f"{self._bad} steps in a row had a gradient that is not finite",
+                what,
                 "Their updates were skipped, so the weights are still good; a checkpoint was saved. A smaller "
                 "optimizer.lr, float32 instead of bfloat16, or rewards without extremes may help. "
                 "fault.max_bad_steps sets the limit.",

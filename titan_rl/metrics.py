@@ -52,7 +52,8 @@ DOCS: dict[str, str] = {
     "bubble/generator": "Share of the step in which the average engine did not sample (an evaluation counts).",
     "overlap": "How much of the shorter one of sampling and training ran beside the other, at least.",
     "dropped/groups": "Groups that dynamic sampling replaced, for all their rewards were equal.",
-    "dropped/tokens": "Tokens sampled in vain for them.",
+    "dropped/failed": "Groups that were replaced because their reward failed (fault.reward_attempts).",
+    "dropped/tokens": "Tokens sampled in vain for both.",
     "tokens/sampled": "Tokens that the generators sampled for the step.",
     "tokens/trained": "Tokens in the loss.",
     "throughput/tokens_per_second": "Sampled tokens per wall second of the step.",
@@ -146,6 +147,7 @@ def step_metrics(
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([r.sampled for r in rollouts])
     advantages = np.array([r.advantage for r in rollouts])
+    failed = sum(bool(np.isnan(group.rewards).any()) for group in dropped)
     in_vain = sum(r.sampled for group in dropped for r in group.rollouts)
     ages = ages_of(step, groups)
     metrics = {
@@ -171,7 +173,8 @@ def step_metrics(
         **stats.metrics,
         "policy_age/mean": ages.mean(),
         "policy_age/max": ages.max(),
-        "dropped/groups": len(dropped),
+        "dropped/groups": len(dropped) - failed,
+        "dropped/failed": failed,
         "dropped/tokens": in_vain,
         "tokens/sampled": lengths.sum() + in_vain,
         "tokens/trained": stats.tokens,

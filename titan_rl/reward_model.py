@@ -1,28 +1,95 @@
 """Who judges a group's completions: a rule, or a reward model on its mesh."""
 
-import traceback
-from collections.abc import Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 
 from titan_rl.config import Config
 from titan_rl.data import to_judge
-from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.roles import FrozenMesh
 from titan_rl.packing import pack, unpack
-from titan_rl.rewards import Reward
+from titan_rl.rewards import BUILT_IN, Reward
 from titan_rl.rollouts import Judge
 from titan_rl.types import Completion, Prompt, Sample
 
+T = TypeVar("T")
 
-def by_rule(reward: Reward) -> Judge:
+
+class SideThread:
+    """Calls functions one at a time, so that they need not be thread-safe, while the event loop goes on. One that
+    outlasts its deadline is left alone with its thread, and the next call gets another; no thread delays the process's
+    end. Against a function that never lets go of the interpreter's lock (one long regular expression, say) there is no
+    help in this process."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Lock()  # first come, first served: results come in the order of the calls
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
+
+    async def run(self, function: Callable[[], T], seconds: float | None) -> T:
+        async with self._free:
+            loop = asyncio.get_running_loop()
+            answer: asyncio.Future[T | _Raised] = loop.create_future()
+
+            def call() -> None:
+                try:
+                    value = function()
+                except BaseException as error:  # a user's sys.exit ends nothing but his own call
+                    value = _Raised(error)
+                with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                    loop.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(value))
+
+            self._queue().put(call)
+            try:
+                await asyncio.wait([answer], timeout=seconds)
+            finally:
+                if not answer.done():
+                    answer.cancel()
+                    self._abandon()
+            if answer.cancelled():
+                raise TimeoutError(f"no answer within {seconds:g} s")
+            if isinstance(value := answer.result(), _Raised):
+                raise value.error if isinstance(value.error, Exception) else RuntimeError(repr(value.error))
+            return value
+
+    def _queue(self) -> "SimpleQueue[Callable[[], None] | None]":
+        if self._calls is None:
+            self._calls = SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
+        return self._calls
+
+    def _abandon(self) -> None:
+        """It ends when its call does, if ever."""
+        if self._calls is not None:
+            self._calls.put(None)
+        self._calls = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    error: BaseException
+
+
+def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+
+
+def by_rule(reward: Reward, seconds: float | None = None) -> Judge:
+    """The user's own function may take its time, at most so many seconds a group (None: for ever), on a thread beside
+    the event loop; ours take none."""
+    beside = None if reward in BUILT_IN.values() else SideThread()
+
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        try:
+        def rewards() -> list[float]:
             return [reward(prompt, text) for text in texts]
-        except Exception as error:
-            raise RunError(
-                f"the reward failed on prompt {prompt.id}: {type(error).__name__}: {error}", traceback.format_exc()
-            ) from None
+
+        return rewards() if beside is None else await beside.run(rewards, seconds)
 
     return judge
 

@@ -18,7 +18,7 @@ NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:(?<=\$)-)?(?:(?:\d{1,3}(?:,\d{3})+(
 
 def reward_for(name: str) -> Reward:
     """The rule that task.reward or task.eval_reward names. ("model" is no rule: reward_model.py.)"""
-    return {"exact": exact, "last_number": last_number}.get(name) or custom(name)
+    return BUILT_IN.get(name) or custom(name)
 
 
 def exact(prompt: Prompt, completion: str) -> float:
@@ -34,6 +34,9 @@ def last_number(prompt: Prompt, completion: str) -> float:
             f'task.reward = "last_number" expects a number in the answer, found {prompt.answer!r} (prompt {prompt.id})'
         )
     return float(_number(completion) == expected)
+
+
+BUILT_IN: dict[str, Reward] = {"exact": exact, "last_number": last_number}
 
 
 def custom(name: str) -> Reward:

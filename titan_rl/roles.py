@@ -6,7 +6,7 @@ Frozen weights are named by a folder that nothing writes to, and watched by a ch
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,19 +15,37 @@ import numpy as np
 
 from titan_rl.clock import Clock
 from titan_rl.export import export
-from titan_rl.meshes.faults import RunError
+from titan_rl.incidents import Incidents
+from titan_rl.meshes.faults import RankFailed, RunError
 from titan_rl.meshes.launch import Meshes
 from titan_rl.meshes.models import ModelMesh
+from titan_rl.meshes.snapshots import Snapshots
 from titan_rl.packing import divisor, pack, unpack
-from titan_rl.setup import Setup
-from titan_rl.types import Batch, Sample, StepStats
+from titan_rl.setup import Resume, Setup
+from titan_rl.snapshot import Snapshot
+from titan_rl.types import Batch, PhaseName, Sample, StepStats
 
 
 class Roles:
-    def __init__(self, setup: Setup, meshes: Meshes, clock: Clock) -> None:
+    def __init__(self, setup: Setup, meshes: Meshes, snapshots: Snapshots, incidents: Incidents, clock: Clock) -> None:
         self._config, self._setup, self._meshes, self._clock = setup.config, setup, meshes, clock
+        self._snapshots, self._incidents = snapshots, incidents
+        self._phase: PhaseName = "rl"
+        self._from: Snapshot | None = None
+        self._failed_saves = 0  # in a row
         self._checksums: dict[str, list[int]] = {}
         self._tokens = self._sequences = 0  # accumulated for the step's update
+
+    async def resume(self, phase: PhaseName) -> tuple[int, str]:
+        """Where the trainers go on, and what the controller kept there: after the newest snapshot, if this process took
+        one after the newest checkpoint was written."""
+        resume, snapshot = Resume.find(self._setup.folder, self._config), self._snapshots.newest()
+        on_disk = resume.rl if phase == "rl" else resume.cold_start
+        if snapshot is not None and (snapshot.phase != phase or snapshot.step <= (on_disk or 0)):
+            snapshot = None
+        self._phase, self._from = phase, snapshot
+        self._snapshots.forget(but=snapshot)
+        return await self._meshes.trainers.begin(phase, snapshot)
 
     async def begin(self, at: int) -> None:
         """Give every role its weights, as the algorithm begins or where it resumes."""
@@ -42,7 +60,7 @@ class Roles:
         if meshes.reward_model is not None:
             await meshes.reward_model.load(self._config.reward_model.hf_assets_path)
         if meshes.critic is not None:
-            await meshes.critic.begin(self._config.critic.hf_assets_path or folder, at)
+            await meshes.critic.begin(self._config.critic.hf_assets_path or folder, at, self._from)
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
         """Every role's column, all roles at once."""
@@ -99,12 +117,34 @@ class Roles:
         with self._clock("train"):
             return await mesh.step([self._packed(samples, mesh)])
 
-    async def save(self, step: int, controller: str) -> None:
-        """The policy's checkpoint last: it is the one that counts."""
-        with self._clock("save"):
-            if self._meshes.critic is not None:
-                await self._meshes.critic.save(step)
-            await self._meshes.trainers.save(step, controller)
+    async def snapshot(self, step: int, controller: Callable[[], str]) -> None:
+        """Keep the state behind this step in memory, if it is the step's turn."""
+        interval = self._config.fault.snapshot_interval
+        if interval and step % interval == 0:
+            await self._snapshots.take(self._phase, step, controller())
+
+    async def save(self, step: int, controller: str, *, last: bool = False) -> bool:
+        """The policy's checkpoint after the others: it is the one that counts. A checkpoint that cannot be written is
+        tried again after the next step, a few times; the weights are none the worse for it."""
+        try:
+            with self._clock("save"):
+                if self._meshes.critic is not None and self._phase == "rl":
+                    await self._meshes.critic.save(step)
+                await self._meshes.trainers.save(step, controller)
+        except RankFailed as error:
+            self._failed_saves += 1
+            if not error.kind:
+                raise  # it died
+            if last or self._failed_saves > self._config.fault.max_failed_saves:
+                raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
+            self._incidents.note(f"the checkpoint of step {step} failed, and is tried again after the next: {error}")
+            return False
+        self._failed_saves = 0
+        return True
+
+    @property
+    def owes_a_checkpoint(self) -> bool:
+        return self._failed_saves > 0
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm

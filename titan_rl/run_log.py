@@ -60,15 +60,23 @@ class RunLog:
     ) -> None:
         self.folder = folder
         self._tb = folder / config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
-        rl = -1 if resume_step is None else resume_step
-        cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
-        self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(
             folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
         )
-        self._metrics = open_after(folder / "metrics.jsonl", self._last)
-        self._rollouts = open_after(folder / "rollouts.jsonl", self._last)
+        self._open(resume_step, cold_start_step)
+
+    def rewind(self, resume_step: int | None, cold_start_step: int | None) -> None:
+        """What this process wrote of later steps is superseded, as if another one resumed the run."""
+        self.close()
+        self._open(resume_step, cold_start_step)
+
+    def _open(self, resume_step: int | None, cold_start_step: int | None) -> None:
+        rl = -1 if resume_step is None else resume_step
+        cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
+        self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
+        self._metrics = open_after(self.folder / "metrics.jsonl", self._last)
+        self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float) -> None:

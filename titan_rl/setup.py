@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl import tokenizer as characters
@@ -14,7 +14,7 @@ from titan_rl.rewards import reward_for
 from titan_rl.seeds import derive
 from titan_rl.tasks import Example, Task, load_task
 from titan_rl.tokenizer import TextTokenizer
-from titan_rl.types import Sampling
+from titan_rl.types import PhaseName, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,16 @@ class Resume:
     def find(cls, folder: Path, config: Config) -> "Resume":
         checkpoints = folder / config.checkpoint.folder
         return cls(latest_step(checkpoints), latest_step(checkpoints / "cold_start"))
+
+    def or_later(self, phase: PhaseName, step: int) -> "Resume":
+        """With what there is in memory beside."""
+        later = {phase: max(step, getattr(self, phase) or 0)}
+        return replace(self, **later)
+
+    @property
+    def nothing(self) -> bool:
+        """The run begins at its beginning."""
+        return self.rl is None and self.cold_start is None
 
     def over_cold_start(self, config: Config) -> bool:
         return self.rl is not None or (self.cold_start or 0) >= config.cold_start.steps

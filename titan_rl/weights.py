@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from titan_rl.clock import Clock
 from titan_rl.config import Config
-from titan_rl.manifest import Publication
+from titan_rl.manifest import Manifest, Publication
 from titan_rl.meshes.faults import DeadlinePassed
-from titan_rl.meshes.generators import GeneratorMesh, Pulled
+from titan_rl.meshes.generators import GeneratorMesh, Pulled, Replica
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.model_shape import ModelShape
 from titan_rl.spans import span
@@ -74,8 +74,19 @@ class Slots:
         else:
             self._leave(readers, name)
 
+    def clear(self) -> None:
+        for readers in self._readers:
+            readers.clear()
+        self._left.set()
+
+    def gone(self, name: str) -> None:
+        """It reads nothing any more, whatever became of it."""
+        for readers in self._readers:
+            if name in readers:
+                self._leave(readers, name)
+
     def _leave(self, readers: dict[str, int], name: str) -> None:
-        del readers[name]
+        readers.pop(name, None)
         self._left.set()
 
 
@@ -96,25 +107,46 @@ class WeightSync:
         self._last: SyncStats | None = None
 
     async def connect(self, config: Config, shape: ModelShape) -> Plan:
+        """Also after the trainers were respawned: whatever was under way is over, and nothing is published yet."""
         from titan_rl.actors.landing import Source  # brings torch
 
+        await self.abandon()
         tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
         self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank) for rank in range(tp)])
         outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
         staged = await self._trainers.stage(outgoing, sorted(set(places)), sync)
-        sources = [
+        self._sources = [
             [
                 Source(t, staged[t][g], copies, config.generator.dtype, sync.block_kb << 10)
                 for t, copies in self.plan.incoming(g).items()
             ]
             for g in range(tp)
         ]
-        chosen = Counter(await self._generators.connect(sources, sync))
-        self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
-        self._readers, self._delta = tp, sync.delta
+        self._sync, self._readers = sync, tp
         self._seconds = config.comm.train_timeout_seconds
+        async with self._pulling:
+            chosen = Counter(await self._generators.connect(self._sources, sync))
+        self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
+        self._generators.tend(self.catch_up, self._slots.gone)
         return self.plan
+
+    async def abandon(self) -> None:
+        """Forget the sync under way and what was published: the trainers that published it are gone."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            await asyncio.wait({self._under_way})
+        self._under_way = self._newest = self._last = None
+        self._slots.clear()
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Bring a new replica to the newest weights that are published; if none are, the next pull brings it along."""
+        async with self._pulling:
+            await replica.scatter("connect", self._sources, self._sync, seconds=self._seconds)
+            if (newest := self._newest) is not None:
+                with span("catch up", lane="pull", version=newest.version), self._slots.reading(newest, replica.name):
+                    await replica.read(self._manifests(newest), self._seconds)
+                    await replica.head("switch", newest.version, self._seconds, seconds=self._seconds)
 
     async def publish(self, version: int) -> Publication:
         """Pack what the trainers hold into the slot that is not the newest, as soon as nobody reads it."""
@@ -129,10 +161,9 @@ class WeightSync:
     async def pull(self, publication: Publication) -> Pulled:
         """Make every generator serve a publication; one publication after the other."""
         async with self._pulling:
-            manifests = [publication.of(reader) for reader in range(self._readers)]
             lease = partial(self._slots.reading, publication)
             with span("pull", lane="pull", version=publication.version):
-                return await self._generators.pull(publication.version, manifests, lease)
+                return await self._generators.pull(publication.version, self._manifests(publication), lease)
 
     async def sync(self, version: int) -> SyncStats:
         """Make the generators serve what the trainers hold."""
@@ -175,6 +206,9 @@ class WeightSync:
         finally:
             task.cancel()
 
+    def _manifests(self, publication: Publication) -> list[list[Manifest]]:
+        return [publication.of(reader) for reader in range(self._readers)]
+
     async def _settled(self) -> SyncStats | None:
         began = time.perf_counter()
         if self._under_way is not None:
@@ -194,6 +228,6 @@ class WeightSync:
             time.perf_counter() - began,
             pulled.verify,
             pulled.pause,
-            pulled.changed if self._delta else None,
+            pulled.changed if self._sync.delta else None,
             engines=pulled.engines,
         )

@@ -1,0 +1,107 @@
+"""A run goes on though a mesh is lost: the mesh is spawned anew, and the run rewinds to where its state is whole.
+
+    attempt ── trainer, critic or a frozen role is lost ──> respawn ──> attempt, from the newest snapshot or checkpoint
+       └────── anything else ──> the run ends
+
+Rewinding is resuming, within the process: prompts that were under way are issued again, and steps after the snapshot
+are made again, in a synchronous run to the same losses. Generators stay, and are given the weights once more. (Their
+own losses never come here: meshes/generators.py.)
+"""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from titan_rl.health import Rewind
+from titan_rl.incidents import Incident, Incidents
+from titan_rl.meshes.faults import RankDied, RunError, Watch
+from titan_rl.meshes.launch import Meshes
+from titan_rl.meshes.models import ModelMesh
+from titan_rl.meshes.snapshots import Snapshots
+from titan_rl.setup import Resume, Setup
+from titan_rl.stop import Stop
+from titan_rl.terminal import Terminal
+from titan_rl.weights import WeightSync
+
+
+class Recovery:
+    def __init__(
+        self,
+        setup: Setup,
+        meshes: Meshes,
+        weights: WeightSync | None,
+        snapshots: Snapshots,
+        watch: Watch,
+        incidents: Incidents,
+        stop: Stop,
+        terminal: Terminal,
+    ) -> None:
+        self._setup, self._meshes, self._weights, self._snapshots = setup, meshes, weights, snapshots
+        self._watch, self._incidents, self._stop, self._terminal = watch, incidents, stop, terminal
+        self._open: list[Incident] = []  # their work is not under way again yet
+        self._reached = -1  # the last step that was begun when something was lost
+        self._failed_at: int | None = None  # the step that was lost last, if by an error
+        self.attempt = 0
+
+    def point(self) -> Resume:
+        """Where the run stands: on disk, or further on in memory."""
+        resume, snapshot = Resume.find(self._setup.folder, self._setup.config), self._snapshots.newest()
+        return resume if snapshot is None else resume.or_later(snapshot.phase, snapshot.step)
+
+    async def drive(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Attempt after attempt, until one comes to its end, or until what was lost cannot be replaced."""
+        work = attempt
+        while True:
+            self.attempt += work is attempt
+            try:
+                await self._watch.drive(work())
+                if work is attempt:
+                    return
+                work = attempt
+            except RunError as error:
+                work = self._remedy(error)
+
+    def began(self, step: int) -> None:
+        """An attempt goes on after this step: everything is up."""
+        for incident in self._open:
+            self._incidents.back(incident, f"the run goes on after step {step}", max(0, self._reached - 1 - step))
+        self._open = []
+
+    def _remedy(self, error: RunError) -> Callable[[], Coroutine[Any, Any, None]]:
+        """How to get over it; raises where that is not possible, or makes no sense."""
+        mesh = self._meshes.named(error.mesh)
+        role = "rollback" if isinstance(error, Rewind) else error.mesh
+        if (mesh is None and not isinstance(error, Rewind)) or self._stop.requested or self._repeats(error):
+            raise error
+        if not self._incidents.may_respawn(role):
+            raise self._incidents.over_budget(role, error)
+        self._reached = max(self._reached, self._stop.step)
+        self._open.append(self._incidents.lost(role, error))
+
+        if isinstance(error, Rewind):
+            self._snapshots.forget(but=self._snapshots.newest(before=error.before))
+
+        async def mend() -> None:
+            await self._mend(mesh)
+
+        return mend
+
+    def _repeats(self, error: RunError) -> bool:
+        """An exception that comes back at the same step is a bug: nothing that is spawned anew would mend it. Nor does
+        it help the first step of all."""
+        if isinstance(error, RankDied | Rewind) or not error.kind:
+            return False
+        again = self._stop.step in (self._failed_at, 0) or self.point().nothing
+        self._failed_at = self._stop.step
+        return again
+
+    async def _mend(self, lost: ModelMesh | None) -> None:
+        trainers = self._meshes.trainers
+        if self._weights is not None:
+            await self._weights.abandon()
+        # Live trainers rewind in place; but with nothing to rewind to, only new ones hold the weights of the beginning.
+        respawned = {mesh for mesh in (lost, trainers if self.point().nothing else None) if mesh is not None}
+        for mesh in respawned:
+            with self._terminal.phase(f"{mesh.name}: respawned"):
+                await mesh.respawn()
+        if trainers in respawned and self._weights is not None:
+            await self._weights.connect(self._setup.config, self._setup.shape)
