@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torchtitan.components.checkpoint import (
     LR_SCHEDULER,
     MODEL,
@@ -68,6 +70,7 @@ class Phase:
         """Resumes from this rank's part of a snapshot; else from the latest checkpoint in `folder`, or from step `at`;
         0 does not look."""
         self._model = model
+        self._folder = Path(model.config.job.dump_folder, folder)
         model.model.zero_grad()  # what a phase cut short had accumulated
         config = model.config
         self._optimizers = self._optimizer(schedule.lr)
@@ -173,6 +176,8 @@ class Phase:
     def save(self, step: int, controller: str) -> None:
         """Atomic: a checkpoint without DCP's .metadata, written last, does not count."""
         self._stands_at(step, controller)
+        if dist.get_rank() == 0:  # who went back to an older step may write this one anew: until then it is half a one
+            (self._folder / f"step-{step}" / ".metadata").unlink(missing_ok=True)
         self._checkpoints.save(step)
 
     def snapshot(self, step: int, controller: str, part: Part) -> int:

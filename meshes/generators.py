@@ -90,6 +90,11 @@ class Replica:
     def ranks(self) -> list[str]:
         return list(self._ranks)
 
+    @property
+    def busy(self) -> bool:
+        """It has requests that it has not answered."""
+        return bool(self._open)
+
     def now(self, state: str) -> None:
         self.state, self.since = state, time.time()
 
@@ -212,6 +217,7 @@ class Replica:
         while True:
             move, withdrawn = await self._moves.get(), []
             try:
+                await self._outbox.join()  # it must know of the samples before it can give them back
                 withdrawn = await self.head("withdraw", move.samples, seconds=self._seconds)
             finally:
                 gave(move, withdrawn)
@@ -423,7 +429,7 @@ class GeneratorMesh:
 
     def _serve(self, replica: Replica) -> None:
         within = REPORT_SECONDS if self._steals else None
-        replica.serve(partial(self._heard, replica.index), self._gave, partial(self._lost, replica), within)
+        replica.serve(partial(self._heard, replica), self._gave, partial(self._lost, replica), within)
 
     def _lost(self, replica: Replica, error: Exception) -> None:
         """The others take over what it had; another one comes in its place."""
@@ -488,7 +494,7 @@ class GeneratorMesh:
         """It gives back what it has not finished, tokens and all, and ends."""
         self._take_back(replica.index, self._routing.retire(replica.index))
         deadline = time.monotonic() + DRAIN_SECONDS
-        while self._routing.loads()[replica.index].requests and time.monotonic() < deadline:
+        while replica.busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.replicas.pop(replica.index, None) is not replica:
             return  # lost meanwhile
@@ -561,9 +567,11 @@ class GeneratorMesh:
             if not answer.done():
                 answer.set_exception(error)
 
-    def _heard(self, index: int, report: Report) -> None:
+    def _heard(self, replica: Replica, report: Report) -> None:
+        if self.replicas.get(replica.index) is not replica:
+            return
         now = asyncio.get_running_loop().time()
-        self._routing.report(index, report, now)
+        self._routing.report(replica.index, report, now)
         self._send()
         while not self._switching and (move := self._routing.steal(now)) is not None:
             self._relieve(move)

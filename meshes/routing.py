@@ -118,7 +118,7 @@ class Whole:
 
 
 class Unsent(NamedTuple):
-    """Samples of one request that a replica had, and no replica has."""
+    """Samples of one request that no replica has."""
 
     whole: str
     places: Sequence[int]
@@ -153,7 +153,7 @@ class Routing:
         self._slots = slots
         self._wholes: dict[str, Whole] = {}  # the oldest first
         self._waiting: list[Request] = []  # never sent
-        self._again: list[Unsent] = []
+        self._again: list[Unsent] = []  # what a replica had before
         self._moves: list[Move] = []  # of thieves; asked for, not answered
 
     @property

@@ -184,10 +184,10 @@ def drive(flags: Sequence[str]) -> None:
 
     @asynccontextmanager
     async def launch(*arguments: Any) -> AsyncIterator[Any]:
-        async with real(*arguments) as meshes:
+        async with real(*arguments) as (meshes, watch):
             assert meshes.generators is not None
             generators: Any = LongTailed(meshes.generators)
-            yield replace(meshes, generators=generators)
+            yield replace(meshes, generators=generators), watch
 
     session.launch = launch
     code = run.main(flags)
@@ -336,7 +336,7 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     replicas = []
     for i in range(PROCS):
         timers: Any = Timers(spawn(this_host(), name=f"timer{i}", shape={"tp": 1}), seconds)
-        replicas.append(Replica(f"timer{i}", timers, settings))
+        replicas.append(Replica(i, f"timer{i}", timers, settings))
     mesh = GeneratorMesh(replicas, init_seconds=SECONDS, seconds=SECONDS)
     await mesh.start()
     stopwatch = Stopwatch(mesh, seconds)
@@ -442,7 +442,7 @@ async def engine(folder: str, cached: bool) -> GeneratorMesh:
         model_dir=folder, max_model_len=1024, kv_cache_memory_mb=512, enable_prefix_caching=cached
     )
     procs = spawn(this_host(), name=name, shape={"tp": 1}, env={**ENV, **vllm_cpu.ENV, "CUDA_VISIBLE_DEVICES": ""})
-    mesh = GeneratorMesh([Replica(name, procs, settings)], init_seconds=SECONDS, seconds=SECONDS)
+    mesh = GeneratorMesh([Replica(0, name, procs, settings)], init_seconds=SECONDS, seconds=SECONDS)
     await mesh.start()
     await mesh.connect([[]])
     await mesh.pull(0)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from running import Run, Runs
 from titan_rl import control as control_module
 from titan_rl.audit import audit
-from titan_rl.control import ANNOUNCEMENT, Control, Refused, scaling
+from titan_rl.control import ANNOUNCEMENT, Control, Refused
 from titan_rl.ctl import Endpoint, Failed, main
 
 STATUS = {
@@ -62,7 +62,7 @@ def sockets() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def serving(folder: Path, sockets: Path, told: Callable[[str], None] = len) -> AsyncIterator[Control]:
+async def serving(folder: Path, sockets: Path, told: Callable[[str], Any] = len) -> AsyncIterator[Control]:
     control = Control(folder, sockets / "control", told=told)
     control.question(status=status)
     control.offer(add=add, never=never, refuse=refuse, fail=fail)
@@ -249,37 +249,6 @@ def test_a_path_longer_than_the_kernel_takes(tmp_path: Path, sockets: Path) -> N
     assert asyncio.run(run()) == 2
 
 
-# -- scale -----------------------------------------------------------------------------------------------------
-
-
-def test_scaling_brings_a_role_to_a_number() -> None:
-    asked: list[int] = []
-
-    async def generators(count: int) -> None:
-        asked.append(count)
-
-    assert asyncio.run(scaling(1, generators=generators)(generators=3)) == {"generators": 3}
-    assert asked == [3]
-
-
-@pytest.mark.parametrize(
-    ("counts", "error"),
-    [
-        ({}, r"scale what\? It takes generators=N"),
-        ({"trainers": 2}, "'trainers' cannot be scaled; it takes generators=N"),
-        ({"generators": 1}, r"generators: expected a whole number from 2 on \(fault.min_replicas\), found 1"),
-        ({"generators": 2.5}, "found 2.5"),
-        ({"generators": True}, "found True"),
-        ({"generators": "3"}, "found '3'"),
-        ({"generators": None}, "found None"),
-        ({"generators": 3, "trainers": 2}, "'trainers' cannot be scaled"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused_before_anything_is_scaled(counts: dict[str, Any], error: str) -> None:
-    with pytest.raises(Refused, match=error):
-        asyncio.run(scaling(2, generators=add)(**counts))
-
-
 # -- ctl -------------------------------------------------------------------------------------------------------
 
 
@@ -426,7 +395,7 @@ def test_a_run_is_saved_paused_resumed_and_stopped(runs: Runs, tmp_path: Path) -
     assert f"step-{paused['saved']}" in checkpoints(run)
     time.sleep(2)
     assert steps(run)[-1] == paused["saved"]
-    assert told(run, "status")["run"] == paused
+    assert paused.items() <= told(run, "status")["run"].items()
     assert "paused" in ctl(run.folder, "status").stdout
 
     assert told(run, "resume")["state"] == "training"

@@ -40,46 +40,75 @@ def test_the_death_behind_an_error_is_its_cause() -> None:
     """A peer's collective breaks before supervision sees the death: the death is what the user must read."""
 
     async def body() -> RunError:
-        task = asyncio.current_task()
-        assert task is not None
-        watch = Watch(task)
-        loop = asyncio.get_running_loop()
+        watch, loop = Watch(), asyncio.get_running_loop()
         loop.call_later(0.2, watch._hook, SimpleNamespace(report=lambda: OURS_TOO))  # Monarch's own actor goes first
         loop.call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
+        broken = "trainer[dp=0 tp=0] failed in step: RuntimeError"
         try:
-            return await watch.cause(RankFailed("trainer[dp=0 tp=0] failed in step: RuntimeError", "gloo: closed"))
+            return await watch.cause(RankFailed(broken, "gloo: closed", rank="trainer[dp=0 tp=0]"))
         finally:
             watch.close()
 
     assert str(asyncio.run(body())).startswith("trainer[dp=1 tp=0] died")
 
 
-def test_an_error_without_a_death_stays_itself() -> None:
-    async def body() -> RunError:
-        task = asyncio.current_task()
-        assert task is not None
-        watch = Watch(task)
-        error = RunError("slow")
-        found = await watch.cause(error)
+def test_an_error_of_no_rank_waits_for_no_death() -> None:
+    async def body() -> tuple[RunError, float]:
+        watch, began = Watch(), time.monotonic()
+        found = await watch.cause(RunError("hopeless"))
         watch.close()
-        return found if found is not error else error
+        return found, time.monotonic() - began
 
-    assert str(asyncio.run(body())) == "slow"
+    found, took = asyncio.run(body())
+    assert str(found) == "hopeless"
+    assert took < 1
 
 
-def test_a_death_ends_a_body_that_waits_for_something_else() -> None:
-    async def body() -> list[RankFailed]:
-        task = asyncio.current_task()
-        assert task is not None
-        watch = Watch(task)
-        asyncio.get_running_loop().call_later(0.1, watch._hook, SimpleNamespace(report=lambda: KILLED))
+def driven(watch_tends: list[str], report: str) -> str:
+    """What comes of work that waits for ever when a report comes in, and of work that is driven after it."""
+
+    async def body() -> str:
+        watch, loop = Watch(watch_tends), asyncio.get_running_loop()
+        loop.call_later(0.1, watch._hook, SimpleNamespace(report=lambda: report))
+        try:
+            await watch.drive(asyncio.sleep(0.5))
+        except RunError as error:
+            await watch.drive(asyncio.sleep(0))
+            return str(error)
+        finally:
+            watch.close()
+        return "undisturbed"
+
+    return asyncio.run(body())
+
+
+def test_a_death_ends_what_is_driven_though_it_waits_for_something_else() -> None:
+    assert driven([], KILLED) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
+
+
+def test_a_death_of_a_rank_that_is_tended_disturbs_nobody() -> None:
+    assert driven(["generator"], KILLED.replace("trainer{", "generator0{")) == "undisturbed"
+
+
+def test_a_driver_that_is_cancelled_cancels_what_it_drives() -> None:
+    async def body() -> bool:
+        watch, over = Watch(), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                over.set()
+
+        task = asyncio.create_task(watch.drive(work()))
+        await asyncio.sleep(0.01)
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.sleep(60)
-        task.uncancel()
+            await task
         watch.close()
-        return watch.failures
+        return over.is_set()
 
-    assert len(asyncio.run(body())) == 1
+    assert asyncio.run(body())
 
 
 def test_a_call_that_does_not_answer_is_named() -> None:

@@ -533,7 +533,7 @@ def test_a_streamed_step_replaces_them_too(tokenizer: TextTokenizer, tmp_path: P
     assert [id for id, *_ in told(tmp_path, "dropped")] == [1, 6]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(
     delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     failing=st.sets(st.integers(0, 30), max_size=12),
@@ -610,6 +610,41 @@ def test_failures_move_no_bound_and_lose_no_prompt(
     assert len(trained) == n * steps
     assert {*trained, *dropped} == set(range(n * steps + len(dropped)))
     assert {attempt for *_, attempt in told(folder, "admitted")} <= {1, 2}
+
+
+def test_with_a_window_the_groups_behind_a_failed_one_move_up(tokenizer: TextTokenizer) -> None:
+    """Two a step, and 0 fails. 4 5 6 do not end by themselves: were 6 simply one more of their turn, all three would be
+    due at step 4. But 4 has moved up, and is waited for at step 3."""
+
+    class Stragglers(Echo):
+        may_end = asyncio.Event()
+
+        async def generate(self, request: Request) -> list[Completion]:
+            if request.id in ("prompt-4", "prompt-5", "prompt-6"):
+                await self.may_end.wait()
+            return await super().generate(request)
+
+    async def body() -> None:
+        echo = Stragglers([0])
+        rollout = Rollout(groups_per_step=2, group_size=3, lag=2, window=1, pace=False)
+        rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout, judge=Failing({0: 2}))
+        found: list[list[int]] = []
+        waited: list[int] = []
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            for step in range(1, 5):
+                taking = asyncio.create_task(rollouts.take(2, step))
+                await asyncio.sleep(0.01)
+                if not taking.done():
+                    waited.append(step)
+                    echo.may_end.set()
+                found.append(ids(await taking))
+                echo.version = step
+                rollouts.admit(2)
+        assert found == [[1, 2], [3, 7], [4, 8], [5, 6]]
+        assert waited == [3]
+
+    asyncio.run(body())
 
 
 def test_a_reward_that_always_fails_ends_the_run_by_the_first_prompt(tokenizer: TextTokenizer) -> None:
@@ -690,6 +725,34 @@ def test_a_function_that_hangs_stops_neither_the_loop_nor_the_next_group(tokeniz
     left = [thread for thread in threading.enumerate() if thread.name == "reward" and thread.is_alive()]
     assert all(thread.daemon for thread in left)
     stuck.set()
+
+
+def test_a_function_runs_once_at_a_time_in_order_on_one_thread_and_what_it_raises_is_its_own() -> None:
+    calls: list[tuple[int, str]] = []
+    errors: list[BaseException] = [SystemExit(3), StopIteration(), ZeroDivisionError("mine"), TimeoutError("mine too")]
+
+    def reward(prompt: Prompt, text: str) -> float:
+        calls.append((threading.get_ident(), f"{prompt.id} begins"))
+        time.sleep(0.002)
+        calls.append((threading.get_ident(), f"{prompt.id} ends"))
+        if prompt.id < len(errors):
+            raise errors[prompt.id]
+        return float(prompt.id)
+
+    async def body() -> list[Any]:
+        judge, done = by_rule(reward, 30), Completion([], [], [], "stop")
+        asked = [judge(Prompt(id, "", [], ""), [done] * 2, ["", ""]) for id in range(8)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *raised, a, b, c, d = asyncio.run(body())
+    assert [str(error) for error in raised] == ["SystemExit(3)", "coroutine raised StopIteration", "mine", "mine too"]
+    assert all(isinstance(error, Exception) for error in raised)
+    assert [a, b, c, d] == [[4.0, 4.0], [5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
+    assert len({thread for thread, _ in calls} - {threading.get_ident()}) == 1
+    times = {id: 1 if id < len(errors) else 2 for id in range(8)}
+    assert [what for _, what in calls] == [
+        f"{id} {what}" for id in range(8) for _ in range(times[id]) for what in ("begins", "ends")
+    ]
 
 
 def test_a_snapshots_cut_writes_nothing_and_a_checkpoints_is_preceded_by_its_events(

@@ -401,17 +401,18 @@ def test_without_slots_the_order_of_requests_losses_and_joins_alone_decides(
     held: dict[int, list[tuple[int, int]]] = {replica: [] for replica in range(replicas)}  # (age, samples)
     again: list[tuple[int, int]] = []
     for kind, n in comings:
-        replica = n % (replicas + 1)
+        gone = [replica for replica in range(replicas + 1) if replica not in held]
         if kind == "ask":
             again.append((asked, n + 1))
             routing.add(Request(f"r{asked}", CONTEXT, list(range(n + 1)), Sampling(MOST)))
             asked += 1
-        elif kind == "lose" and replica in held:
-            again += held.pop(replica)
-            routing.lose(replica)
-        elif kind == "join" and replica not in held:
-            held[replica] = []
-            routing.join(replica, 9.0)
+        elif kind == "lose" and held:
+            lost = sorted(held)[n % len(held)]
+            again += held.pop(lost)
+            routing.lose(lost)
+        elif kind == "join" and gone:
+            held[gone[n % len(gone)]] = []
+            routing.join(gone[n % len(gone)], 9.0)
         expected: list[tuple[int, str]] = []
         for age, samples in sorted(again) if held else []:
             least = min(sorted(held), key=lambda i: sum(samples for _, samples in held[i]))
@@ -540,6 +541,9 @@ def test_a_move_ends_with_the_loss_of_either_of_its_replicas(lost: int) -> None:
     assert first is not None
     assert (first.thief, first.victim) == (1, 0)
     assert routing.steal(0.0) is None, "it is asked already"
+    routing.moved(first, [])
+    first = routing.steal(0.0)
+    assert first is not None, "it has answered, and may be asked again"
     routing.lose(lost)
     moves = routing.send(0.0), routing.steal(0.0)
     withdrawn = [Withdrawn(sample, begun(7)) for sample in first.samples]
@@ -577,8 +581,8 @@ def test_with_no_live_replica_everything_waits_and_the_oldest_request_goes_first
         routing.add(Request(id, CONTEXT, [1, 2], Sampling(8)))
     routing.send(0.0)
     asked = routing.retire(0)
-    routing.moved(Move(None, 0, asked, 0.0), [Withdrawn(sample, begun(5)) for sample in asked])
     assert routing.lose(1) == 2
+    routing.moved(Move(None, 0, asked, 0.0), [Withdrawn(sample, begun(5)) for sample in reversed(asked)])
     routing.add(Request("d", CONTEXT, [1, 2], Sampling(8)))
     assert routing.forget("c") == {}, "it is nowhere"
     assert routing.send(0.0) == []
@@ -586,6 +590,15 @@ def test_with_no_live_replica_everything_waits_and_the_oldest_request_goes_first
     assert routing.loads() == {}
     routing.join(7, 0.0)
     assert [(sent.replica, sent.request.id) for sent in routing.send(0.0)] == [(7, "a~1"), (7, "b~1"), (7, "d")]
+
+
+def test_whoever_has_joined_is_awake() -> None:
+    routing = Routing(1, slots=4)
+    routing.report(0, Report(), 100.0)
+    routing.join(1, 101.0)
+    for id in "ab":
+        routing.add(Request(id, CONTEXT, [1], Sampling(8)))
+    assert [(sent.replica, sent.request.id) for sent in routing.send(101.0)] == [(0, "a"), (1, "b")]
 
 
 def test_with_slots_the_longest_expected_wait_least() -> None:

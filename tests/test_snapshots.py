@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_trainer_mesh import LAYOUTS, batches, config, samples
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from titan_rl.actors.snapshot import StateCopy
 from titan_rl.config import Checkpoint, Config, Critic, LRScheduler, Optimizer, Parallelism, Training
@@ -27,6 +27,7 @@ from titan_rl.meshes.roles import CriticMesh
 from titan_rl.meshes.snapshots import Snapshots
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.model_shape import shape_of
+from titan_rl.setup import write_model_folder
 from titan_rl.snapshot import HEAD, WRITING, Part, Snapshot, head, snapshot_bytes
 from titan_rl.types import StepStats
 
@@ -68,7 +69,7 @@ async def both(config: Config, weights: Path) -> AsyncIterator[tuple[TrainerMesh
             await critic.start()
             assert await policy.begin("rl") == (0, "{}")
             await policy.export(str(weights))
-            (weights / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+            write_model_folder(weights, shape_of(config.model))
             await critic.begin(str(weights), 0)
             yield policy, critic
         finally:
@@ -108,12 +109,11 @@ def stamps(snapshot: Snapshot) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [
-        (ONE, {}),
         (ONE, {"name": "Adam", "implementation": "for-loop"}),
         (LAYOUTS["fsdp2"], {"implementation": "foreach"}),
         (LAYOUTS["tp2"], {}),
     ],
-    ids=["one", "one-adam", "fsdp2", "tp2"],
+    ids=["one", "fsdp2", "tp2"],
 )
 def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(
     layout: Parallelism, optimizer: dict[str, Any], tmp_path: Path
@@ -140,6 +140,32 @@ def test_a_killed_mesh_goes_on_from_a_snapshot_to_the_last_bit(
             assert await steps(mesh, 2, 6) == uninterrupted
             assert len({stats.loss for stats in uninterrupted}) == 4
             assert len({stats.lr for stats in uninterrupted}) > 1
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_that_is_written_anew_does_not_count_until_it_is_whole(tmp_path: Path) -> None:
+    """After a rewind behind it. DCP itself would leave the old one's .metadata beside the new one's first files."""
+
+    async def run() -> None:
+        async with trainers(moving(tmp_path, LAYOUTS["fsdp2"])) as mesh:
+            await mesh.begin("rl")
+            snapshots = Snapshots(mesh, None)
+            await snapshots.take("rl", 0, "{}")
+            await steps(mesh, 0, 1)
+            await mesh.save(1, "{}")
+            counts = tmp_path / "checkpoint" / "step-1" / ".metadata"
+            assert counts.exists()
+            await mesh.begin("rl", snapshots.newest())
+            await steps(mesh, 0, 1)
+            late = deaths.alive()["trainer[dp=1 tp=0]"]
+            stop(late)
+            saving = asyncio.ensure_future(mesh.save(1, '{"again": true}'))
+            await until(lambda: not counts.exists())
+            os.kill(late, signal.SIGCONT)
+            await saving
+            assert counts.exists()
+            assert await mesh.begin("rl") == (1, '{"again": true}')
 
     asyncio.run(run())
 
@@ -176,7 +202,7 @@ def test_a_snapshot_holds_all_that_a_checkpoint_holds(tmp_path: Path) -> None:
                 rest = json.loads(os.pread(part.fileno(), end - start, start))
             kept = {name.removeprefix("model/").replace("/", ".") for name in {**rest["layout"], **rest["values"]}}
             metadata = FileSystemReader(tmp_path / "checkpoint" / "step-1").read_metadata()
-            assert kept == metadata.state_dict_metadata.keys()
+            assert kept == metadata.state_dict_metadata.keys() - {"dataloader"}  # there is none
             parameters = shape_of(mesh_config.model).parameters
             ranks = snapshots.nbytes["trainer"]
             assert 2 * sum(ranks) == pytest.approx(snapshot_bytes(parameters, "float32", 1), rel=0.01)
@@ -237,7 +263,7 @@ def test_a_rank_killed_in_the_midst_of_a_copy_leaves_the_snapshot_before(tmp_pat
             snapshots.forget(but=before)
             assert snapshots.newest() is before
             at = before.step
-            again = [await advance(), at][0]
+            again = await advance()
 
             # The same from the same snapshot; this time all of it dies.
             await asyncio.gather(policy.respawn(), critic.respawn())
@@ -342,7 +368,7 @@ def test_values_of_every_kind_come_back_as_they_were(part: Part) -> None:
     kinds = {
         "float32": torch.randn(3, 5),
         "transposed": torch.randn(4, 3).t(),
-        "bfloat16": torch.randn(7).bfloat16(),
+        "float16": torch.randn(7).half(),
         "flags": torch.tensor([True, False, True]),
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
@@ -358,7 +384,7 @@ def test_values_of_every_kind_come_back_as_they_were(part: Part) -> None:
     )
     StateCopy({"state": new}).restore(part)
     for name, tensor in kinds.items():
-        assert new.values[name].contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8)), name
+        assert new.values[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes(), name
     assert {name: new.values[name] for name in values} == values
     copies.close()
 
@@ -400,41 +426,37 @@ class Ranks:
             os.pwrite(self.copying[-1][0], HEAD.pack(WRITING, 0, 0), 0)
         return [8] * self.dp
 
-    def finish(self, which: int) -> None:
-        fd, serial, step = self.copying.pop(which % len(self.copying))
-        os.pwrite(fd, step.to_bytes(8, "little"), HEAD.size)
-        os.pwrite(fd, HEAD.pack(serial, 0, 0), 0)
-        os.close(fd)
+    def finish(self, *, rank: int | None = None, serial: int | None = None) -> None:
+        for at, (fd, own, step) in list(enumerate(self.copying))[::-1]:
+            if rank in (None, at) and serial in (None, own):
+                os.pwrite(fd, step.to_bytes(8, "little"), HEAD.size)
+                os.pwrite(fd, HEAD.pack(own, 0, 0), 0)
+                os.close(fd)
+                del self.copying[at]
 
 
 EVENTS = st.one_of(
-    st.tuples(st.just("take"), st.integers(0, 1)),
-    st.tuples(st.just("finish"), st.integers(0, 7)),
-    st.tuples(st.just("finish all"), st.just(0)),
-    st.tuples(st.just("rewind"), st.just(0)),
+    st.tuples(st.just("take"), st.sampled_from(["cold_start", "rl"])),
+    st.tuples(st.just("finish"), st.sampled_from(["newest", "all", 0, 1, 2])),
+    st.tuples(st.just("rewind"), st.just(None)),
 )
 
 
-@given(st.lists(EVENTS, max_size=40))
+@given(st.lists(EVENTS, max_size=20))
 @settings(max_examples=300)
-def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, int]]) -> None:
+def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, Any]]) -> None:
     """Ranks finish in any order, even copies of snapshots that were given up long ago."""
-    policy, critic = Ranks("trainer", 2), Ranks("critic", 1)
-    snapshots, at = Snapshots(cast(TrainerMesh, policy), cast(CriticMesh, critic)), 0
-    for event, which in events:
+    meshes = Ranks("trainer", 2), Ranks("critic", 1)
+    snapshots, step = Snapshots(cast(TrainerMesh, meshes[0]), cast(CriticMesh, meshes[1])), 0
+    for event, what in events:
         before = snapshots.newest()
-        copying = [*policy.copying, *critic.copying]
         if event == "take":
-            at += 1
-            asyncio.run(snapshots.take("rl" if which else "cold_start", at, str(at)))
-        elif event == "finish" and copying:
-            owner = policy if which % len(copying) < len(policy.copying) else critic
-            owner.finish(which)
-        elif event == "finish all":
-            for owner in (policy, critic):
-                while owner.copying:
-                    owner.finish(0)
-        elif event == "rewind" and before is not None:
+            step += 1
+            asyncio.run(snapshots.take(what, step, str(step)))
+        elif event == "finish":
+            for mesh in meshes:
+                mesh.finish(rank=what if isinstance(what, int) else None, serial=step if what == "newest" else None)
+        elif before is not None:
             snapshots.forget(but=before)
         newest = snapshots.newest()
         if before is not None:
@@ -447,6 +469,25 @@ def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, int
                 with open(path, "rb") as part:
                     assert int.from_bytes(os.pread(part.fileno(), 8, HEAD.size), "little") == newest.step
     snapshots.close()
-    for owner in (policy, critic):
-        while owner.copying:
-            owner.finish(0)
+    for mesh in meshes:
+        mesh.finish()
+
+
+def test_an_older_snapshot_can_be_gone_back_to() -> None:
+    policy = Ranks("trainer", 2)
+    snapshots = Snapshots(cast(TrainerMesh, policy), None)
+    for step in (5, 10):
+        asyncio.run(snapshots.take("rl", step, "{}"))
+        policy.finish()
+    newest, older = snapshots.newest(), snapshots.newest(before=10)
+    assert newest is not None
+    assert older is not None
+    assert (newest.step, older.step) == (10, 5)
+    assert snapshots.newest(before=5) is None
+    snapshots.forget(but=older)
+    assert snapshots.newest() is older
+    asyncio.run(snapshots.take("rl", 6, "{}"))
+    assert snapshots.newest() is older  # not yet
+    policy.finish()
+    assert [found.step for found in (snapshots.newest(), snapshots.newest(before=6)) if found] == [6, 5]
+    snapshots.close()

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,7 @@ class Refused(Exception):
 class Control:
     """Answers while its body runs. What is asked when it ends is answered with an error."""
 
-    def __init__(self, folder: Path, path: Path, *, told: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, path: Path, *, told: Callable[[str], object]) -> None:
         """`told` hears of each command that is more than a question."""
         self._announcement, self._path, self._told = folder / ANNOUNCEMENT, path, told
         self._commands: dict[str, Command] = {}
@@ -133,27 +133,6 @@ class Control:
         if asked.cancelled():
             raise Refused(f"the run ended before it could {name}")
         return asked.result()
-
-
-def scaling(least: int, **roles: Callable[[int], Awaitable[object]]) -> Command:
-    """`scale generators=3`: by role, what brings it to so many replicas. One at a time."""
-    one_at_a_time = asyncio.Lock()
-
-    async def scale(**counts: Any) -> dict[str, int]:
-        known = ", ".join(f"{role}=N" for role in roles)
-        if not counts:
-            raise Refused(f"scale what? It takes {known}")
-        for role, count in counts.items():
-            if role not in roles:
-                raise Refused(f"{role!r} cannot be scaled; it takes {known}")
-            if type(count) is not int or count < least:
-                raise Refused(f"{role}: expected a whole number from {least} on (fault.min_replicas), found {count!r}")
-        async with one_at_a_time:
-            for role, count in counts.items():
-                await roles[role](count)
-        return counts
-
-    return scale
 
 
 @contextmanager

@@ -27,10 +27,10 @@ def socket_folder() -> Iterator[None]:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / f"torchinductor_{getpass.getuser()}"))  # outlives a run
     for left in base.glob("titan_rl-*"):
         owner = left.name.removeprefix("titan_rl-")
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+        if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
             shutil.rmtree(left, ignore_errors=True)
     folder = base / f"titan_rl-{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)  # one that is there already is somebody else's: ours was removed above
     os.environ["TMPDIR"] = str(folder)
     try:
         yield

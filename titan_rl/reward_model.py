@@ -45,13 +45,10 @@ class SideThread:
                     loop.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(value))
 
             self._queue().put(call)
-            try:
-                await asyncio.wait([answer], timeout=seconds)
-            finally:
-                if not answer.done():
-                    answer.cancel()
-                    self._abandon()
-            if answer.cancelled():
+            done, _ = await asyncio.wait([answer], timeout=seconds)
+            if not done:
+                answer.cancel()
+                self._abandon()
                 raise TimeoutError(f"no answer within {seconds:g} s")
             if isinstance(value := answer.result(), _Raised):
                 raise value.error if isinstance(value.error, Exception) else RuntimeError(repr(value.error))

@@ -50,7 +50,7 @@ class Scale:
     async def answer(self, generators: int) -> dict[str, int]:
         config = self._setup.config
         least, most = config.fault.min_replicas, self._most()
-        if not isinstance(generators, int) or not least <= generators <= most:
+        if type(generators) is not int or not least <= generators <= most:
             raise Refused(
                 f"generators: expected {least} (fault.min_replicas) to {most} (what this host has room for), "
                 f"found {generators!r}"

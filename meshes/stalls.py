@@ -1,0 +1,173 @@
+"""Why nobody answers: who waits on whom for what, and what the silent processes are doing.
+
+    controller waits on trainer[dp=1 tp=0] for step since 61 s (deadline 60 s)
+    trainer[dp=0 tp=0], process 9886: sleeping, 41.2 s of CPU, 0.0 cores busy
+      Thread 9896 (idle): "monarch-actor-event-loop"
+        all_reduce (torch/distributed/distributed_c10d.py:3012)
+        _all_reduce (titan_rl/actors/reduction.py:108)
+        ...
+      3 threads wait for work
+    trainer[dp=1 tp=0], process 9887: stopped by a signal, 40.9 s of CPU, 0.0 cores busy
+      ...
+
+Processes of this host only. Nothing here stops a process or waits for one: py-spy reads its memory as it runs.
+"""
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+DUMP_SECONDS = 10.0
+KILL_SECONDS = 1.0
+TRIES = 3  # a process that runs on may change under the reader
+LINES = 40  # of one process
+WAITS = 12
+BUSY_SECONDS = 0.25  # over which a process's use of CPU is measured, at least
+
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in an uninterruptible wait (a disk or a device)",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "dead, not yet reaped",
+    "X": "dead",
+    "I": "idle",
+}
+
+MACHINERY = (
+    *("(<frozen ", "(threading.py:", "(asyncio/", "(selectors.py:", "(monarch/_src/"),
+    *("(torch/nn/modules/module.py:", "(torch/utils/_contextlib.py:", "(torch/_dynamo/eval_frame.py:"),
+)
+"""Frames of whoever calls, not of what is called."""
+WORKERS = ("(queue.py:", "(concurrent/futures/thread.py:")
+"""A thread that waits in one of these waits for work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody waits for an actor's answer."""
+
+    actor: str  # "trainer[dp=1 tp=0]"
+    verb: str
+    since: float  # time.monotonic()
+    seconds: float | None = None  # the deadline
+    on_behalf: str = "controller"
+
+    def __str__(self) -> str:
+        deadline = "no deadline" if self.seconds is None else f"deadline {self.seconds:g} s"
+        waited = f"{time.monotonic() - self.since:.0f} s ({deadline})"
+        return f"{self.on_behalf} waits on {self.actor} for {self.verb} since {waited}"
+
+
+class Process(NamedTuple):
+    """What the kernel says of a process at one moment."""
+
+    state: str
+    cpu: float  # seconds, over all its threads
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return cls("gone", 0.0)
+        ticks = int(fields[11]) + int(fields[12])  # utime, stime
+        return cls(STATES.get(fields[0], fields[0]), ticks / os.sysconf("SC_CLK_TCK"))
+
+
+async def report(wait: Wait, waits: Iterable[Wait], ranks: Mapping[str, int]) -> str:
+    """`wait` is what has lasted too long; `waits`, all that is waited for; `ranks`, the processes of this host by name,
+    of which those of the same mesh are looked into. Takes DUMP_SECONDS at most, whatever state they are in."""
+    others = sorted((other for other in waits if other != wait), key=lambda other: other.since)
+    lines = [str(wait), *(f"also: {other}" for other in others[:WAITS])]
+    if len(others) > WAITS:
+        lines.append(f"also: {len(others) - WAITS} more waits")
+    peers = {name: pid for name, pid in ranks.items() if name.partition("[")[0] == wait.actor.partition("[")[0]}
+    if wait.actor not in peers:
+        lines.append(f"{wait.actor} has no process on this host to look into")
+    before, began = {name: Process.of(pid) for name, pid in peers.items()}, time.monotonic()
+    found, _ = await asyncio.gather(stacks(peers), asyncio.sleep(BUSY_SECONDS))
+    for name, pid in peers.items():
+        now = Process.of(pid)
+        busy = max(0.0, now.cpu - before[name].cpu) / (time.monotonic() - began)
+        lines.append(f"{name}, process {pid}: {now.state}, {now.cpu:.1f} s of CPU, {busy:.1f} cores busy")
+        lines += [f"  {line}" for line in found[name].splitlines()]
+    return "\n".join(lines)
+
+
+async def stacks(ranks: Mapping[str, int], py_spy: str | None = None) -> dict[str, str]:
+    """Where the threads of each process are, by py-spy; where that is not to be had, what they wait for in the kernel,
+    and why no more is known."""
+    beside = Path(sys.executable).with_name("py-spy")
+    tool = py_spy or (str(beside) if beside.exists() else shutil.which("py-spy"))
+    found = await asyncio.gather(*(_stack(pid, tool) for pid in ranks.values()))
+    return dict(zip(ranks, found, strict=True))
+
+
+async def _stack(pid: int, tool: str | None) -> str:
+    if tool is None:
+        return f"py-spy is not installed (pip install py-spy); {kernel_waits(pid)}"
+    why = ""
+    try:
+        async with asyncio.timeout(DUMP_SECONDS):
+            for _ in range(TRIES):
+                code, out, why = await _output(tool, "dump", "--pid", str(pid), "--nonblocking")
+                if code == 0:
+                    return excerpt(out)
+    except TimeoutError:
+        why = f"no answer within {DUMP_SECONDS:g} s"
+    except OSError as error:
+        why = str(error)
+    return f"py-spy shows no stack ({' '.join(why.split()) or 'without a word'}); {kernel_waits(pid)}"
+
+
+async def _output(*command: str) -> tuple[int, str, str]:
+    """Exit code and both outputs; a process that is no longer waited for is killed."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    try:
+        out, error = await process.communicate()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            process.kill()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILL_SECONDS)
+        raise
+    return process.returncode or 0, out.decode(errors="replace"), error.decode(errors="replace")
+
+
+def excerpt(dump: str) -> str:
+    """Of what py-spy printed: the threads that do something, less the frames of the machinery that calls them."""
+    threads = [block.splitlines() for block in dump.split("\nThread ")[1:]]
+    shown: list[str] = []
+    idle = 0
+    for head, *frames in threads:
+        kept = [frame for frame in frames if not any(part in frame for part in MACHINERY)]
+        works = kept and not any(part in kept[0] for part in WORKERS)
+        if works:
+            shown += [f"Thread {head}", *(f"  {frame.strip()}" for frame in kept)]
+        else:
+            idle += 1
+    if len(shown) > LINES:
+        shown = [*shown[: LINES - 1], f"  ... {len(shown) - LINES + 1} lines more"]
+    return "\n".join([*shown, f"{idle} threads wait for work"] if idle else shown)
+
+
+def kernel_waits(pid: int) -> str:
+    """Which kernel functions its threads wait in, and how many in each."""
+    waits: Counter[str] = Counter()
+    for path in Path(f"/proc/{pid}/task").glob("*/wchan"):
+        with suppress(OSError):  # the thread is gone, or the kernel does not tell
+            where = path.read_text().strip()
+            waits["no wait that it tells of" if where in ("", "0") else where] += 1
+    told = ", ".join(f"{count} in {where}" for where, count in waits.most_common())
+    return f"its threads are in the kernel: {told}" if told else "nor does the kernel tell where its threads are"
