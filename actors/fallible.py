@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from titan_rl.actors import failpoints
+
 Self = TypeVar("Self")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,6 +20,7 @@ def fallible(
     @wraps(method)
     async def answered(self: Self, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
+            await failpoints.reached(method.__name__)
             return await method(self, *args, **kwargs)
         except Exception:
             raise

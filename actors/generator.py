@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from titan_rl.actors import failpoints
 from titan_rl.actors.engine import Done, Engine, EngineInfo, EngineSettings, Report, SampleId, Withdrawn
 from titan_rl.config import WeightSync
 from titan_rl.manifest import Manifest
@@ -212,6 +213,7 @@ class Generator(Actor):
                     if self._slept is not None and not self._slept.done():
                         self._slept.set_result(None)
                 if self._samples:
+                    failpoints.hit("step")
                     with self._sampling:
                         done = self._engine.step()
                     if self._rank == 0:

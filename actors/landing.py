@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from titan_rl.actors import failpoints
 from titan_rl.actors.staging import octets
 from titan_rl.actors.transport import Offer, choose
 from titan_rl.config import WeightSync
@@ -87,6 +88,7 @@ class Landing:
     async def read(self, manifests: Sequence[Manifest], timeout: float) -> Read:
         """Bring every run within reach. Fails within `timeout` seconds if a source is gone."""
         self._announced = None
+        await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise Refused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
         for run, manifest in zip(self._runs, manifests, strict=True):
@@ -219,6 +221,8 @@ class _Run:
         for i in wanted:
             for place, part in zip(self._places[i], self._parts[slot][i], strict=True):
                 place.copy_(part)
+            if failpoints.hit("put"):
+                self._places[i][0].neg_()
 
     def transferred(self, slot: int, block: int) -> int:
         return checksum(octets(self._runs[slot], self.blocks[block]))

@@ -106,7 +106,7 @@ class StateCopy:
 
     def _release(self, inode: int) -> None:
         memory = self._mapped.pop(inode)
-        if self._stream is not None:
+        if memory.is_pinned():
             cudart: Any = torch.cuda.cudart()
             cudart.cudaHostUnregister(memory.data_ptr())
 

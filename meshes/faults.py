@@ -165,11 +165,14 @@ class Watch:
             return error
         if not isinstance(error, RankDied):
             await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.alive() else CAUSE_SECONDS)
-        dead = next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), None)
-        if dead is None or dead.how != deaths.GONE:
-            return dead or error
-        await _within(self._reported.wait(), CAUSE_SECONDS)  # Monarch knows how, for it reaped the process
-        return next((report for report in self._reports if report.rank == dead.rank), dead)
+        return next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), error)
+
+    async def explained(self, error: RunError) -> RunError:
+        """How a rank died of which all that is known is that it did: Monarch reaped its process, and says so later."""
+        if not isinstance(error, RankDied) or error.how != deaths.GONE:
+            return error
+        await _within(self._reported.wait(), CAUSE_SECONDS)
+        return next((report for report in self._reports if report.rank == error.rank), error)
 
     def _forget(self) -> None:
         self.failures: list[RankFailed] = []

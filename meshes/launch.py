@@ -18,7 +18,7 @@ from titan_rl.actors.engine import EngineSettings
 from titan_rl.actors.quiet import without_lines
 from titan_rl.config import Role
 from titan_rl.incidents import Incidents
-from titan_rl.meshes.faults import Watch
+from titan_rl.meshes.faults import RunError, Watch
 from titan_rl.meshes.generators import GeneratorMesh, Healing
 from titan_rl.meshes.models import ModelMesh
 from titan_rl.meshes.roles import CriticMesh, FrozenMesh
@@ -70,6 +70,8 @@ async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> Asyn
             host = this_host()
         meshes = await watch.drive(_start(host, setup, terminal, incidents))
         yield meshes, watch
+    except RunError as error:
+        raise await watch.explained(error) from None
     finally:
         watch.close()
         if meshes is not None:

@@ -68,7 +68,7 @@ def stealing(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @contextmanager
 def started(
-    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, steal: bool = False
+    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, steal: bool = False, **how: Any
 ) -> Iterator[Running]:
     model.save_pretrained(folder)
     settings = EngineSettings(
@@ -81,7 +81,7 @@ def started(
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:
-        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, steal=steal)
+        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, steal=steal, **how)
         pids = [info.pid for info in await mesh.start()]
         await mesh.connect([[] for _ in range(tp)])
         await mesh.pull(0)

@@ -207,7 +207,7 @@ class Controller:
         return RolloutStream(
             self.meshes.generators,
             prompts,
-            by_rule(reward_for(config.task.reward))
+            by_rule(reward_for(config.task.reward), config.rollout.timeout_seconds)
             if reward_model is None
             else by_model(reward_model, config, self.setup.tokenizer.pad),
             self.setup.tokenizer.decode,
@@ -219,6 +219,7 @@ class Controller:
             seed=config.debug.seed,
             clock=self.clock,
             ledger=ledger,
+            fault=config.fault,
             attempt=self.attempt,
         )
 
