@@ -6,7 +6,8 @@ from titan_rl.actors import titan_cpu  # noqa: F401
 # titan_cpu is imported for its patches, before any torchtitan import.
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
+from titan_rl.actors.busy import busy_seconds
 from titan_rl.actors.model_spec import adapter
 from titan_rl.actors.reduction import Reduction, finish
 from titan_rl.actors.snapshot import StateCopy
@@ -81,7 +83,7 @@ class Phase:
             min_lr_factor=schedule.min_lr_factor,
         ).build(optimizers=self._optimizers, training_steps=max(schedule.steps, 1))
         self._statistics: list[Statistics] = []  # of what has been accumulated
-        self._seconds = 0.0  # in the step so far
+        self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
         self._checkpoints = CheckpointManager.Config(
             enable=config.checkpoint.enable,
@@ -129,24 +131,37 @@ class Phase:
             return self._end([self._update(whole, 1 / divisor)])
 
     def accumulate(self, batch: Batch, objective: Objective) -> None:
-        began = time.perf_counter()
+        with self._timed():
+            self._accumulate(batch, objective)
+
+    def _accumulate(self, batch: Batch, objective: Objective) -> None:
         for rows in batch.microbatches:
             with span("forward"):
                 loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
             with span("backward"), self._model.context():
                 loss.backward()
             self._statistics.append(measured)
-        self._seconds += time.perf_counter() - began
 
     def _end(self, updates: Sequence[Reduction]) -> StepStats:
         lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
         self._schedulers.step()
         self.state.step += 1
-        seconds, self._seconds = self._seconds, 0.0
-        return finish(updates, lr=lr, seconds=seconds)
+        seconds, busy = self._seconds, self._busy
+        self._seconds = self._busy = 0.0
+        return finish(updates, lr=lr, seconds=seconds, busy=busy)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began, before = time.perf_counter(), busy_seconds()
+        yield
+        self._seconds += time.perf_counter() - began
+        self._busy += busy_seconds() - before
 
     def _update(self, batch: Batch, scale: float) -> Reduction:
-        began = time.perf_counter()
+        with self._timed():
+            return self._updated(batch, scale)
+
+    def _updated(self, batch: Batch, scale: float) -> Reduction:
         with span("reduce"):
             if scale != 1:
                 for parameter in self._model.model.parameters():
@@ -170,7 +185,6 @@ class Phase:
             if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
                 self._optimizers.step()
             self._optimizers.zero_grad()
-        self._seconds += time.perf_counter() - began
         return reduction.with_grad_norm(grad_norm)
 
     def save(self, step: int, controller: str) -> None:

@@ -58,7 +58,7 @@ class Reduction:
         return replace(self, grad_norm=grad_norm)
 
 
-def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepStats:
+def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
     """A step's updates as one: means averaged, extrema kept, histograms added. The gap to the generator is that of the
     first update: later ones have moved away from the weights that sampled, which is what the ratio tells."""
 
@@ -77,6 +77,7 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float) -> StepSt
         lr=lr,
         tokens=sum(u.tokens for u in updates),
         seconds=seconds,
+        busy=busy,
         skipped=sum(not math.isfinite(u.grad_norm) for u in updates),
         metrics=derived(metrics),
         histograms={

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_rl.actors.titan_model import local
-from titan_rl.actors.transport import PAGE, _mapped, _pin
+from titan_rl.actors.transport import PAGE, mapped, pin
 from titan_rl.snapshot import HEAD, KEPT, WRITING, Part, head
 from titan_rl.spans import Span, span
 
@@ -96,9 +96,9 @@ class StateCopy:
         if memory is None:
             if os.fstat(fd).st_size < nbytes:
                 os.ftruncate(fd, nbytes)
-            memory = _mapped(fd, nbytes, write=True)
+            memory = mapped(fd, nbytes, write=True)
             if held.on_gpu:
-                _pin(memory)
+                pin(memory)
         self._mapped[inode] = memory
         while len(self._mapped) > KEPT:
             self._release(next(iter(self._mapped)))

@@ -74,9 +74,9 @@ class Memory:
         self._fd = os.memfd_create("titan_rl weights")
         self._close = finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, ends)
-        self.bytes = _mapped(self._fd, ends, write=True)
+        self.bytes = mapped(self._fd, ends, write=True)
         if pinned:
-            _pin(self.bytes)
+            pin(self.bytes)
         self.stamps = _stamps(self.bytes)
 
     def offer(self, run: int, nbytes: int, layout: int, registered: Registered | None) -> Offer:
@@ -121,11 +121,11 @@ class Shared:
         try:
             if (found := os.fstat(fd).st_size) != offer.size:
                 raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {found}")
-            self._bytes = _mapped(fd, offer.size, write=pinned)
+            self._bytes = mapped(fd, offer.size, write=pinned)
         finally:
             os.close(fd)  # the mapping stays
         if pinned:
-            _pin(self._bytes)
+            pin(self._bytes)
         self._stamps = _stamps(self._bytes)
         self._runs = [self._bytes[start : start + offer.nbytes] for start in offer.starts]
 
@@ -200,7 +200,7 @@ def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
     return action
 
 
-def _mapped(fd: int, size: int, *, write: bool) -> Tensor:
+def mapped(fd: int, size: int, *, write: bool) -> Tensor:
     """The file's bytes, whose mapping lives as long as the tensor.  # [size]"""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
@@ -211,7 +211,7 @@ def _stamps(memory: Tensor) -> Tensor:
     return memory[: SLOTS * 8].view(torch.int64)  # [SLOTS]
 
 
-def _pin(memory: Tensor) -> None:
+def pin(memory: Tensor) -> None:
     """So that copies between it and a GPU are DMA."""
     cuda: Any = torch.cuda.cudart()
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):

@@ -8,6 +8,7 @@ and then names that.
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol, TypeVar
@@ -16,10 +17,12 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.meshes import deaths
+from titan_rl.meshes import deaths, stalls
+from titan_rl.meshes.stalls import Wait
 
 T = TypeVar("T")
 
+STALL_SECONDS = 15.0  # in which one stall of a mesh is one
 LOCAL_SECONDS = 0.5  # for a death to be told that broke a peer's collective first
 CAUSE_SECONDS = 5.0  # for a death of another host's, which supervision polls every second (environment.py)
 
@@ -54,18 +57,29 @@ class DeadlinePassed(RunError):
     """Somebody waited longer than allowed."""
 
 
+_waits: dict[int, Wait] = {}
+_reports: dict[str, asyncio.Task[str]] = {}  # by mesh: its ranks are late together, and looked into once
+
+
+def waits() -> list[Wait]:
+    """What this process waits for."""
+    return list(_waits.values())
+
+
 class MonarchFuture(Protocol):
     def as_asyncio(self) -> Awaitable[Any]: ...
 
 
 async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
     """Await a remote call. `seconds=None` only where the wait is open-ended and supervision ends it (a long poll)."""
-    call = asyncio.ensure_future(future.as_asyncio())
+    call, task = asyncio.ensure_future(future.as_asyncio()), asyncio.current_task()
+    wait = Wait(actor, verb, time.monotonic(), seconds)
+    _waits[id(wait)] = wait
     try:
         with deaths.cancelled_by_death(actor, call):
             return await asyncio.wait_for(call, seconds)
     except asyncio.CancelledError:
-        task, how = asyncio.current_task(), deaths.end_of(actor)
+        how = deaths.end_of(actor)
         if how is None or (task is not None and task.cancelling()):
             raise  # it is the caller that was cancelled
         raise RankDied(actor, how) from None
@@ -77,9 +91,20 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
     except TimeoutError:
         raise DeadlinePassed(
             f"{actor}.{verb} did not answer within {seconds:g} s",
-            "The controller gave up waiting. If this is slow rather than stuck, raise [comm] *_timeout_seconds.",
+            f"{await _stall(wait)}\nIf this is slow rather than stuck, raise [comm] *_timeout_seconds, or "
+            "fault.hang_seconds for generators.",
             rank=actor,
         ) from None
+    finally:
+        del _waits[id(wait)]
+
+
+async def _stall(wait: Wait) -> str:
+    mesh = wait.actor.partition("[")[0]
+    if mesh not in _reports:
+        _reports[mesh] = asyncio.create_task(stalls.report(wait, waits(), deaths.alive()))
+        asyncio.get_running_loop().call_later(STALL_SECONDS, _reports.pop, mesh, None)
+    return await asyncio.shield(_reports[mesh])
 
 
 async def ask_all(calls: dict[str, MonarchFuture], *, verb: str, seconds: float | None) -> list[Any]:

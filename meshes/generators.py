@@ -56,7 +56,7 @@ class Pulled(NamedTuple):
     pause: float
     bytes: int
     changed: float  # share of the blocks that were transferred
-    engines: list[EngineStats]
+    engines: dict[str, EngineStats]  # by replica
 
 
 class Replica:
@@ -359,10 +359,11 @@ class GeneratorMesh:
                 await self._settle()
                 return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
-        answers = list((await self._each(pulled)).values())
+        answers = {self.replicas[index].name: answer for index, answer in (await self._each(pulled)).items()}
         self._switching = False  # not after a refusal: who serves nothing can take nothing over
         self._routing.resume(asyncio.get_running_loop().time())
-        ranks, switched = [rank for arrived, _ in answers for rank in arrived], [switch for _, switch in answers]
+        ranks = [rank for arrived, _ in answers.values() for rank in arrived]
+        switched = [switch for _, switch in answers.values()]
         return Pulled(
             read=max((rank.seconds - rank.verify for rank in ranks), default=0.0),
             write=max((engine.write for engine in switched), default=0.0),
@@ -370,7 +371,7 @@ class GeneratorMesh:
             pause=max((engine.pause for engine in switched), default=0.0),
             bytes=sum(rank.bytes for rank in ranks),
             changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
-            engines=[engine.engine for engine in switched],
+            engines={name: switch.engine for name, (_, switch) in answers.items()},
         )
 
     async def sleep(self) -> None:
@@ -436,7 +437,11 @@ class GeneratorMesh:
         if self.replicas.get(replica.index) is not replica:
             return
         replica.fail(error)
-        if self._healing is None or self._catch_up is None:
+        if (
+            self._healing is None
+            or self._catch_up is None
+            or self._healing.incidents.never_respawns(len(self.replicas))
+        ):
             self._end(error)
             return
         known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from monarch.actor import HostMesh
@@ -108,8 +109,12 @@ class TrainedMesh(ModelMesh):
     async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
         """Scatter to each dp row its batch of every update, take those updates, answer with the reduced statistics."""
         each = [list(batches) for batches in zip(*updates, strict=True)]
-        stats: list[StepStats] = await self._scatter("step", self.rows(each))
-        return max(stats, key=lambda s: s.seconds)
+        return self._slowest(await self._scatter("step", self.rows(each)))
+
+    def _slowest(self, stats: Sequence[StepStats]) -> StepStats:
+        """All say the same but for their times."""
+        ranks = {self._name(rank): each.busy for rank, each in enumerate(stats)}
+        return replace(max(stats, key=lambda each: each.seconds), ranks=ranks)
 
     async def snapshot(self, snapshot: Snapshot) -> list[int]:
         """Every rank begins to copy its state into its part; answers with the bytes of each."""

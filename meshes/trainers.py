@@ -37,8 +37,7 @@ class TrainerMesh(TrainedMesh):
 
     async def update(self, whole: Batch, divisor: float) -> StepStats:
         """The update of what was accumulated; `whole` has its counts."""
-        stats: list[StepStats] = await self._all("update", whole, divisor, seconds=self._comm.train_timeout_seconds)
-        return max(stats, key=lambda s: s.seconds)
+        return self._slowest(await self._all("update", whole, divisor, seconds=self._comm.train_timeout_seconds))
 
     async def freeze(self, role: str, folder: str) -> None:
         """Lend the trainers a second set of weights."""

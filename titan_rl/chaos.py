@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=seconds,
         default=PATIENCE,
-        help=f"how long nothing at all may move before it is given up; {PATIENCE:g}",
+        help=f"how long the run may come no step further before it is given up; {PATIENCE:g}",
     )
     parser.add_argument("--csv", metavar="FILE", type=Path, help="append the rows by class of fault")
     return parser

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,27 +13,31 @@ from titan_rl.config import Config
 from titan_rl.ledger import Damaged, events
 
 SHARED = Path("/dev/shm")
+Check = Callable[[], Iterator[str] | list[str]]
 OF_GAPS = 100.0  # the worst step's log-prob gap over the median's: served damage is off by orders of magnitude
 
 
 def shared_memory() -> set[Path]:
-    return set(SHARED.iterdir())
+    """Names, Python's own semaphores apart, which its resource tracker removes."""
+    return {path for path in SHARED.iterdir() if not path.name.startswith("sem.")}
 
 
 def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
     """By what was looked at, all that is wrong. `shared` is what had a name in shared memory before, `left` are the
     processes that outlived the run."""
-    checks: dict[str, Callable[[], Iterator[str] | list[str]]] = {
-        "the run ended by itself": lambda: _ended(run),
+    checks: dict[str, Check] = {
         "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
         "versions in order, none of an undone history": lambda: _versions(run.folder, config),
         "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
+    }
+    by_itself: dict[str, Check] = {
+        "the run ended well": lambda: _ended(run),
         "every incident is closed": lambda: [f"{i.who} never came back: {i.why}" for i in run.incidents if i.open],
         "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
         "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
         "no sockets are left": lambda: _sockets(run),
     }
-    return {what: list(check()) for what, check in checks.items()}
+    return {what: list(check()) for what, check in (checks if run.killed else checks | by_itself).items()}
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -95,5 +98,5 @@ def _leaked(shared: set[Path]) -> set[Path]:
 
 
 def _sockets(run: ChaosRun) -> Iterator[str]:
-    if (folder := Path(tempfile.gettempdir(), f"titan_rl-{run.process.pid}")).exists():
-        yield f"{folder} is left"
+    if run.sockets.exists():
+        yield f"{run.sockets} is left"

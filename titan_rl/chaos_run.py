@@ -1,14 +1,17 @@
 """A run under chaos, seen from outside: its steps and ranks (its socket), incidents (faults.jsonl) and words (stdout).
 
-Every wait is bounded: `until` gives up once nothing at all has moved for `patience` seconds.
+Every wait is bounded: `until` gives up once the run has not come a step further for `patience` seconds. Steps that it
+makes again do not count, nor does a repair that follows a repair.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,7 +33,7 @@ class Over(Exception):
 
 
 class Stuck(Exception):
-    """Nothing moved for too long; str() says what was waited for."""
+    """The run came no further for too long; str() says what was waited for."""
 
 
 class Incident(NamedTuple):
@@ -78,7 +81,8 @@ class ChaosRun:
             env={**os.environ, failpoints.FOLDER: str(orders), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # a Ctrl-C is ours to deal with
         )
-        self.began = time.time()
+        self.sockets = Path(tempfile.gettempdir(), f"titan_rl-{self.process.pid}")
+        self.killed = False  # by us: it would not end
         self.status: dict[str, Any] = {}
         self.incidents: list[Incident] = []
         self.hits: list[Hit] = []
@@ -111,6 +115,12 @@ class ChaosRun:
         """Nothing is under repair, and everybody is up."""
         return self.step > 0 and not any(i.open for i in self.incidents) and self._every <= self.ranks.keys()
 
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """Before the first step, and after the last, it is what it says."""
+        under_way = 0 < self.top and self.status["run"]["state"] == "training"
+        return self.top, 0 if under_way else len(self.words)
+
     def since(self, when: float) -> list[Incident]:
         return [incident for incident in self.incidents if incident.time >= when]
 
@@ -123,17 +133,17 @@ class ChaosRun:
             if self.over:
                 raise Over
             if time.monotonic() - self._moved > self.patience:
-                raise Stuck(f"waited for {what}: nothing moved for {self.patience:g} s")
+                raise Stuck(f"waited for {what}: the run came no further for {self.patience:g} s")
             await asyncio.sleep(POLL_SECONDS)
         return time.time()
 
     async def follow(self) -> None:
         """Keep looking, until the run is over."""
         while not self.over:
-            before = self.step, len(self.incidents), len(self.words)
+            before = self._progress
             await self._ask()
             self.look()
-            if before != (self.step, len(self.incidents), len(self.words)):
+            if before != self._progress:
                 self._moved = time.monotonic()
             await asyncio.sleep(POLL_SECONDS)
         self.look()
@@ -195,8 +205,11 @@ class ChaosRun:
         """Kill what is left of it; answers with what outlived its controller for longer than it may."""
         deadline = time.monotonic() + END_SECONDS
         if not self.over:
+            self.killed = True
             self.process.kill()
         self.process.wait()
+        if self.killed:
+            shutil.rmtree(self.sockets, ignore_errors=True)
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:

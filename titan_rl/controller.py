@@ -57,7 +57,7 @@ class Controller:
         """`began` is told after which step it goes on, once everything is up. `attempt`: see Recovery."""
         self.setup, self.config = setup, setup.config
         self.meshes, self.weights, self.roles = meshes, weights, roles
-        self.report, self.stop, self.clock, self.health = report, stop, clock, Health(setup.config)
+        self.report, self.stop, self.clock, self.health = report, stop, clock, Health(setup.config, report.warn)
         self.attempt, self.began = attempt, began
 
     async def train(self) -> None:
@@ -98,7 +98,7 @@ class Controller:
                 if not overlaps:
                     admit()
                 self.report.step(step, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
-                hopeless = self.health.after(step, stats, groups, samples)
+                hopeless = self.health.after(step, stats, groups, samples, sync.engines)
                 await self.keep(step, last, stream.cut, partial(stream.saved, step), hopeless)
         await weights.settle()
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CONTROLLER_ENV = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",  # default 10 s: how soon a dead process is noticed
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
 }
 
 
-def prepare_environment() -> None:
-    for name, value in CONTROLLER_ENV.items():
+def prepare_environment(detect_seconds: float = 2.0) -> None:
+    """`detect_seconds`: how soon a dead process is to be known."""
+    poll = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": f"{max(1, round(500 * detect_seconds))}ms"}  # default 10 s
+    for name, value in {**CONTROLLER_ENV, **poll}.items():
         os.environ.setdefault(name, value)
 
 

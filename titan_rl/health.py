@@ -1,11 +1,13 @@
-"""When going on makes no sense: steps in a row without anything to learn, or without a finite gradient."""
+"""When going on makes no sense: steps in a row without anything to learn, or without a finite gradient. And who is
+slower than its peers, step after step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.config import Config
 from titan_rl.experience import dead
 from titan_rl.meshes.faults import RunError
-from titan_rl.types import Group, Sample, StepStats
+from titan_rl.stragglers import Stragglers
+from titan_rl.types import EngineStats, Group, Sample, StepStats
 
 
 class Rewind(RunError):
@@ -17,15 +19,27 @@ class Rewind(RunError):
 
 
 class Health:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        fault = config.fault
+        self._ranks = Stragglers(fault.straggler_factor, fault.straggler_steps)
+        self._replicas = Stragglers(fault.straggler_factor, fault.straggler_steps)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
         self._rolls_back = config.fault.on_bad_steps == "rollback"
         self._dead = self._bad = 0
 
     def after(
-        self, step: int, stats: StepStats, groups: Sequence[Group] = (), samples: Sequence[Sample] = ()
+        self,
+        step: int,
+        stats: StepStats,
+        groups: Sequence[Group] = (),
+        samples: Sequence[Sample] = (),
+        engines: Mapping[str, EngineStats] | None = None,
     ) -> RunError | None:
         """Why not to go on after this step, if there is a reason."""
+        paces = {name: e.seconds / e.steps for name, e in (engines or {}).items() if e.steps}
+        for straggler in [*self._ranks.seen(step, stats.ranks), *self._replicas.seen(step, paces)]:
+            self._warn(straggler)
         self._dead = self._dead + 1 if samples and dead(samples) else 0
         self._bad = self._bad + 1 if stats.skipped else 0
         if 0 < self._most_bad <= self._bad:

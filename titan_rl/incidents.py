@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_rl.config import Fault
-from titan_rl.meshes.faults import RunError
+from titan_rl.meshes.faults import DeadlinePassed, RunError
 
 NAME = "faults.jsonl"
 
@@ -40,8 +40,12 @@ class Incidents:
         incident = Incident(who, str(error), time.time())
         self.all.append(incident)
         self._write(incident, error.details)
-        self._say(incident.why)
+        self._say(f"{incident.why}\n{error.details}" if isinstance(error, DeadlinePassed) else incident.why)
         return incident
+
+    def never_respawns(self, replicas: int) -> bool:
+        """Whether the loss of one of so many replicas is the end, without more ado."""
+        return self._fault.max_restarts == 0 and replicas <= self._fault.min_replicas
 
     def may_respawn(self, role: str) -> bool:
         """Whether the budget of a role allows for one more respawn, which it then counts."""

@@ -72,6 +72,7 @@ DOCS: dict[str, str] = {
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples; of a reward model, pairs in the right order.",
     "time/eval": "Seconds of the evaluation that followed the step; not in time/step.",
     "time/save": "Seconds of the checkpoint that followed the step; not in time/step.",
+    "time/pause": "Seconds of a pause that followed the step; not in time/step.",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written, under weight_sync.delta.",
     "reward/penalty": "Mean soft overlong punishment; not in reward/mean.",
@@ -107,6 +108,10 @@ OCCASIONAL = tuple(DOCS)[tuple(DOCS).index(EVAL_SCORE) :]
 NOTHING = Backlog(0, 0)
 
 
+AFTER = ("eval", "save", "pause")
+"""Parts of a lap that are not the step's."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Where the controller's wall seconds of one step went."""
@@ -120,7 +125,7 @@ class StepTimes:
     @classmethod
     def of(cls, lap: Mapping[str, float]) -> "StepTimes":
         """A lap of the clock, less what followed the step."""
-        wall = lap["wall"] - lap.get("eval", 0.0) - lap.get("save", 0.0)
+        wall = lap["wall"] - sum(lap.get(part, 0.0) for part in AFTER)
         parts = {part: lap.get(part, 0.0) for part in ("generate", "judge", "train", "sync")}
         return cls(**parts, wall=wall)
 
@@ -141,7 +146,7 @@ def step_metrics(
     score: float | None = None,
 ) -> dict[str, float]:
     """The metrics of RL step `step`; `score` is the held-out score where the step was followed by an evaluation."""
-    engines = sync.engines or [EngineStats()]
+    engines = list(sync.engines.values()) or [EngineStats()]
     sampling = np.array([engine.seconds for engine in engines])
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
@@ -225,7 +230,7 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
         "time/train": times.train,
         "time/sync": times.sync,
         "time/wait": times.wait,
-        **{f"time/{part}": lap[part] for part in ("eval", "save") if part in lap},
+        **{f"time/{part}": lap[part] for part in AFTER if part in lap},
         "loss": stats.loss,
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,

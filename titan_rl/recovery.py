@@ -17,7 +17,7 @@ from titan_rl.meshes.faults import RankDied, RunError, Watch
 from titan_rl.meshes.launch import Meshes
 from titan_rl.meshes.models import ModelMesh
 from titan_rl.meshes.snapshots import Snapshots
-from titan_rl.setup import Resume, Setup
+from titan_rl.setup import Resume, Setup, aside
 from titan_rl.stop import Stop
 from titan_rl.terminal import Terminal
 from titan_rl.weights import WeightSync
@@ -78,12 +78,20 @@ class Recovery:
         self._open.append(self._incidents.lost(role, error))
 
         if isinstance(error, Rewind):
-            self._snapshots.forget(but=self._snapshots.newest(before=error.before))
+            self._undo(error.before)
 
         async def mend() -> None:
             await self._mend(mesh)
 
         return mend
+
+    def _undo(self, step: int) -> None:
+        """This one and all later ones: their checkpoints are no longer found, by this run or by one that resumes it."""
+        self._snapshots.forget(but=self._snapshots.newest(before=step))
+        checkpoints = self._setup.folder / self._setup.config.checkpoint.folder
+        for path in [*checkpoints.glob("step-*"), *checkpoints.glob("critic/step-*")]:
+            if int(path.name.removeprefix("step-")) >= step:
+                path.rename(aside(path.with_name(f"undone-{path.name.removeprefix('step-')}")))
 
     def _repeats(self, error: RunError) -> bool:
         """An exception that comes back at the same step is a bug: nothing that is spawned anew would mend it. Nor does

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.clock import Clock
-from titan_rl.metrics import StepTimes, ages_of, fit_metrics, step_metrics
+from titan_rl.metrics import AFTER, StepTimes, ages_of, fit_metrics, step_metrics
 from titan_rl.run_log import RunLog, summarize
 from titan_rl.setup import Setup
 from titan_rl.terminal import Progress, Terminal
@@ -24,6 +24,9 @@ class Report:
         self._clock = clock
         self._progress: Progress | None = None
         self._groups: Sequence[Group] = ()
+
+    def warn(self, text: str) -> None:
+        self._terminal.warn(text)
 
     def ready(self, step: int) -> None:
         """All meshes are up; the seconds so far were start-up."""
@@ -60,7 +63,7 @@ class Report:
         metrics = step_metrics(
             step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, backlog=backlog, score=score
         )
-        metrics |= {f"time/{k}": lap[k] for k in ("eval", "save") if k in lap}
+        metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
         if self._setup.config.algorithm.overlong_filter:
             metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
         ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(setup: Setup, terminal: Terminal) -> int:
-    prepare_environment()
+    prepare_environment(setup.config.fault.detect_seconds)
     from titan_rl.meshes.faults import RunError
     from titan_rl.session import session
 

@@ -307,7 +307,9 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     A process spans from "time/startup" seconds before its startup line to its last line: what a crash undid is not
     counted. A cold start line took the time since the line before it. "other" is the rest, such as a run's end.
     """
-    split = dict.fromkeys(("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save"), 0.0)
+    split = dict.fromkeys(
+        ("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save", "pause"), 0.0
+    )
     wall = 0.0
     before = lines[0]["time"] if lines else time.time()
     for line in lines:

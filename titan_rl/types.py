@@ -205,6 +205,8 @@ class StepStats:
     tokens: int  # trained tokens
     seconds: float  # inside the slowest rank
     skipped: int = 0  # updates, for their gradient was not finite
+    busy: float = 0.0  # seconds in which this rank computed, or could have but for others on its core
+    ranks: Mapping[str, float] = field(default_factory=dict)  # of all ranks, by name: how long each was busy
     metrics: dict[str, float] = field(default_factory=dict)  # under the names that are logged
     histograms: dict[str, list[float]] = field(default_factory=dict)
 
@@ -252,4 +254,4 @@ class SyncStats:
     pause: float = 0.0  # seconds that an engine stood still
     changed: float | None = None  # under weight_sync.delta: share of the weights' blocks that were transferred
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
-    engines: list["EngineStats"] = field(default_factory=list)  # what each replica did since the sync before
+    engines: Mapping[str, "EngineStats"] = field(default_factory=dict)  # what each replica did since the sync before
