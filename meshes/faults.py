@@ -76,8 +76,10 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
     wait = Wait(actor, verb, time.monotonic(), seconds)
     _waits[id(wait)] = wait
     try:
+        # Not wait_for: in Python 3.11 that forgets that it was cancelled if the answer comes in the same tick.
         with deaths.cancelled_by_death(actor, call):
-            return await asyncio.wait_for(call, seconds)
+            async with asyncio.timeout(seconds):
+                return await call
     except asyncio.CancelledError:
         how = deaths.end_of(actor)
         if how is None or (task is not None and task.cancelling()):

@@ -87,9 +87,10 @@ def started(
         await mesh.pull(0)
         return mesh, pids
 
-    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
-        # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about.
-        patch.setattr(monarch.actor, "unhandled_fault_hook", lambda _: None)
+    # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about; and it may be called
+    # after the mesh is gone.
+    monarch.actor.unhandled_fault_hook = lambda _: None
+    with asyncio.Runner() as runner:
         mesh, pids = runner.run(start())
         yield Running(runner, mesh, pids, folder)
         runner.run(mesh.close())

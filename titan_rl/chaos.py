@@ -11,6 +11,7 @@ import asyncio
 import datetime
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from titan_rl.chaos_audit import audits, shared_memory, summary
 from titan_rl.chaos_faults import Outcome, inflict
 from titan_rl.chaos_report import Findings, show, write
 from titan_rl.chaos_run import ChaosRun, Over, Stuck
-from titan_rl.chaos_schedule import DOCS, KINDS, Fault, cases, role_of, schedule
+from titan_rl.chaos_schedule import DOCS, KINDS, Fault, cases, problems, role_of, schedule
 from titan_rl.cli import Invocation
 from titan_rl.terminal import open_console
 
@@ -49,9 +50,12 @@ def main(argv: Sequence[str]) -> int:
     flags = [f"--{key}={value}" for key, value in {**DEFAULTS, "job.dump_folder": options.run}.items()]
     invocation = cli.parse(["--config", options.config, *flags, *rest])
     console = open_console(sys.stdout)
+    chaos = Chaos(options, ["--config", options.config, *flags, *rest], invocation, console)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run is ended in any case
     try:
-        return Chaos(options, ["--config", options.config, *flags, *rest], invocation, console).run()
+        return chaos.run()
     except KeyboardInterrupt:
+        show(chaos.findings, console)
         console.print("chaos: stopped, and the run with it")
         return STOPPED
 
@@ -104,11 +108,16 @@ class Chaos:
     def __init__(self, options: argparse.Namespace, argv: list[str], invocation: Invocation, console: Console) -> None:
         self._options, self._argv, self._config, self._console = options, argv, invocation.config, console
         self._only = [part for part in options.only.split(",") if part]
+        if invocation.config.weight_sync.verify != "live":  # nobody would know of damage
+            self._only = [part for part in self._only or KINDS if not part.startswith("corrupt")]
         self._folder = Path(self._config.job.dump_folder).absolute()
-        self._findings = Findings(options.seed, options.kills)
+        roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
+        if found := problems(options.kills, roles, self._config.training.steps, self._only):
+            cli.refuse("the command line", found)
+        self.findings = Findings(options.seed, options.kills)
 
     def run(self) -> int:
-        findings, options = self._findings, self._options
+        findings, options = self.findings, self._options
         if options.baseline:
             self._say("the same run without faults")
             folder = self._folder.with_name(f"{self._folder.name}.baseline")
@@ -125,11 +134,14 @@ class Chaos:
             goodput = findings.facts["baseline seconds"] / findings.facts["seconds"]
             findings.facts["goodput"] = f"{goodput:.3f} of the baseline's"
         show(findings, self._console)
+        machine, versions = told.get("machine", {}), told.get("versions", {})
         facts = {
             "date": str(datetime.date.today()),
             "commit": _commit(),
             "config": options.config,
             "seed": options.seed,
+            "machine": f"{machine.get('cores')} x {machine.get('cpu')}",
+            "engines": ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python"),
         }
         write(findings, self._folder, options.csv, facts)
         self._say(f"everything is in {self._folder}: chaos.json, chaos.log")
@@ -152,7 +164,7 @@ class Chaos:
                 if run.process.returncode == USAGE:
                     raise SystemExit(USAGE)
             if count:
-                self._findings.audits = audits(run, self._config, shared, left)
+                self.findings.audits = audits(run, self._config, shared, left)
             elif failed:
                 ended = f"the run without faults failed: exit code {run.process.returncode}"
             return ended
@@ -177,7 +189,7 @@ class Chaos:
             with suppress(asyncio.CancelledError):
                 await following
         run.look()
-        reached = len(self._findings.outcomes)
+        reached = len(self.findings.outcomes)
         if not ended and run.process.returncode == 0 and count and reached < count:
             ended = f"the run was over after {reached} of {count} faults: raise --training.steps or --pace"
         return ended
@@ -209,8 +221,8 @@ class Chaos:
 
     async def _fault(self, run: ChaosRun, fault: Fault) -> None:
         outcome = Outcome(fault, run.step)
-        self._findings.outcomes.append(outcome)
-        number = len(self._findings.outcomes)
+        self.findings.outcomes.append(outcome)
+        number = len(self.findings.outcomes)
         self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")
         try:
             await inflict(fault, run, self._config.fault.hang_seconds, outcome)
@@ -220,6 +232,8 @@ class Chaos:
         except Stuck as stuck:
             outcome.wrong.append(str(stuck))
             raise
+        except ProcessLookupError:  # of faults that overlap
+            outcome.note = f"{fault.victim} was gone already"
         detected = "" if outcome.detected is None else f"detected after {outcome.detected:.2f} s, "
         recovered = 0.0 if outcome.recovered is None else outcome.recovered
         self._say(f"     {detected}recovered after {recovered:.1f} s" + "".join(f"; {w}" for w in outcome.wrong))

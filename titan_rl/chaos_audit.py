@@ -27,7 +27,7 @@ def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str
     processes that outlived the run."""
     checks: dict[str, Check] = {
         "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
-        "versions in order, none of an undone history": lambda: _versions(run.folder, config),
+        "versions in order, none of an undone history": lambda: versions(run.folder, config),
         "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
     }
     by_itself: dict[str, Check] = {
@@ -52,10 +52,11 @@ def _ended(run: ChaosRun) -> Iterator[str]:
         yield f"expected exit code 0, found {code}"
 
 
-def _versions(folder: Path, config: Config) -> Iterator[str]:
+def versions(folder: Path, config: Config) -> Iterator[str]:
     """Of each history (what a run does between two rewinds): steps follow each other, no sample is of weights that are
     yet to be made there, and a synchronous run never samples older weights after newer ones."""
     trained, newest, history = 0, 0, 0
+    wrong = "history {}: prompt {} was sampled from version {} after {}"
     try:
         for event in events(folder):
             match event:
@@ -67,9 +68,9 @@ def _versions(folder: Path, config: Config) -> Iterator[str]:
                     trained = step
                 case {"event": "sampled", "prompt": prompt, "versions": [oldest, latest]}:
                     if latest > trained:
-                        yield f"history {history}: prompt {prompt} was sampled from version {latest} after {trained}"
+                        yield wrong.format(history, prompt, latest, f"step {trained}")
                     if config.rollout.lag == 0 and oldest < newest:
-                        yield f"history {history}: prompt {prompt} was sampled from version {oldest} after {newest}"
+                        yield wrong.format(history, prompt, oldest, f"version {newest}")
                     newest = max(newest, latest)
     except (Damaged, OSError) as error:
         yield str(error)

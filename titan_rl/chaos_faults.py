@@ -11,6 +11,7 @@ import resource
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # of fault.hang_seconds
 FOREVER = 1e9
 HOLD_SECONDS = 1.5  # readers wait so long at their door, while what they came for is damaged
 FULL_SECONDS = 1.0  # a disk stays full after it was noticed
-ROOM = 512  # bytes that may be written to a file then
+ROOM = 4096  # bytes that may then be written to a file beyond what a snapshot needs, which takes no disk
 DAMAGE = 64  # bytes
 PAGE = 4096  # of a trainer's staging memory, before its two slots: the stamps (actors/transport.py)
 
@@ -101,10 +102,11 @@ async def _staged(run: ChaosRun, outcome: Outcome) -> None:
 
 
 async def _full(run: ChaosRun, outcome: Outcome) -> None:
-    pid = run.ranks[outcome.fault.victim]
+    """A limit on the size of files, which the kernel puts on memory files too."""
+    pid, room = run.ranks[outcome.fault.victim], ROOM + _snapshot_size(run.process.pid, outcome.fault.mesh)
     outcome.injected = time.time()
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (ROOM, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (room, hard))
     failed = re.compile(r"the checkpoint of step (\d+) failed")
 
     def told() -> re.Match[str] | None:
@@ -116,7 +118,8 @@ async def _full(run: ChaosRun, outcome: Outcome) -> None:
         outcome.detected = detected - outcome.injected
         await asyncio.sleep(FULL_SECONDS)
     finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     match = told()
     assert match is not None
     step, lifted = int(match[1]), run.step
@@ -174,17 +177,25 @@ def _begun_anew(run: ChaosRun, since: float) -> int:
 
 def _damage_staging(pid: int) -> None:
     """Flip bytes of the newest publication in a trainer rank's staging memory: [stamps | slot 0 | slot 1]."""
+    (staging,) = _memory(pid, "titan_rl weights")
+    with staging.open("r+b", buffering=0) as memory:
+        size = memory.seek(0, os.SEEK_END)
+        stamps = memoryview(os.pread(memory.fileno(), 16, 0)).cast("q")
+        start = PAGE + max((0, 1), key=lambda slot: stamps[slot]) * (size - PAGE) // 2
+        old = os.pread(memory.fileno(), DAMAGE, start)
+        os.pwrite(memory.fileno(), bytes(byte ^ 0xFF for byte in old), start)
+
+
+def _snapshot_size(controller: int, mesh: str) -> int:
+    """Of the largest part, where the controller keeps any."""
+    return max((part.stat().st_size for part in _memory(controller, f"titan_rl snapshot of {mesh}")), default=0)
+
+
+def _memory(pid: int, name: str) -> list[Path]:
+    """A process's memory files of a name."""
+    found = []
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            staging = "titan_rl weights" in os.readlink(fd)
-        except OSError:  # closed meanwhile
-            continue
-        if staging:
-            with fd.open("r+b", buffering=0) as memory:
-                size = memory.seek(0, os.SEEK_END)
-                stamps = memoryview(os.pread(memory.fileno(), 16, 0)).cast("q")
-                start = PAGE + max((0, 1), key=lambda slot: stamps[slot]) * (size - PAGE) // 2
-                old = os.pread(memory.fileno(), DAMAGE, start)
-                os.pwrite(memory.fileno(), bytes(byte ^ 0xFF for byte in old), start)
-            return
-    raise RuntimeError(f"expected weights staged by process {pid}, found none")
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(fd).startswith(f"/memfd:{name} "):
+                found.append(fd)
+    return found

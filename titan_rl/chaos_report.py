@@ -111,7 +111,9 @@ def _table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in lines[0] if lines else ():
         numbers = all(isinstance(line[name], int | float | None) for line in lines)
-        table.add_column(name.replace("_", " "), justify="right" if numbers else "left", overflow="fold")
+        table.add_column(
+            name.replace("_", " "), justify="right" if numbers else "left", overflow="fold", no_wrap=name != "note"
+        )
     for line in lines:
         table.add_row(*(Text("-" if value is None else str(value)) for value in line.values()))
     return table

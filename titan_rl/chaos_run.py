@@ -118,7 +118,7 @@ class ChaosRun:
     @property
     def _progress(self) -> tuple[int, int]:
         """Before the first step, and after the last, it is what it says."""
-        under_way = 0 < self.top and self.status["run"]["state"] == "training"
+        under_way = self.top > 0 and self.status["run"]["state"] == "training"
         return self.top, 0 if under_way else len(self.words)
 
     def since(self, when: float) -> list[Incident]:

@@ -1,7 +1,7 @@
 """Which faults a run is to survive, and when: a pure function of a seed, the run's ranks and its steps."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,10 +21,9 @@ DOCS: dict[Kind, str] = {
 }
 KINDS = get_args(Kind)
 
-GENERATOR_POINTS = ("step", "read")
-TRAINER_POINTS = ("step", "publish", "snapshot")
-CRITIC_POINTS = ("step", "scores", "snapshot")
+POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
 FROZEN_POINTS = ("scores",)
+"""Where an exception may be ordered, in every run. Not where a checkpoint is saved: that has a fault of its own."""
 FIRST, LAST = 0.05, 0.85  # of the steps: the last fault is to be over before the run is
 DELAY_SECONDS = 0.3  # at most, within the step
 
@@ -58,11 +57,6 @@ def role_of(rank: str) -> str:
     return rank.partition("[")[0].rstrip("0123456789")
 
 
-def points_of(role: str) -> Sequence[str]:
-    """Where an exception may be ordered. Not where a checkpoint is saved: that has a fault of its own."""
-    return {"generator": GENERATOR_POINTS, "trainer": TRAINER_POINTS, "critic": CRITIC_POINTS}.get(role, FROZEN_POINTS)
-
-
 def can_befall(kind: Kind, role: str) -> bool:
     if kind == "drop":
         return role == "generator"
@@ -80,19 +74,37 @@ def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind
     return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
 
 
+def problems(count: int, roles: Collection[str], steps: int, only: Collection[str] = ()) -> list[str]:
+    """Why so many faults cannot be scheduled, if so."""
+    every, at = cases(roles), eligible(steps)
+    known = list(dict.fromkeys([kind for kind, _ in every] + [f"{kind}:{role}" for kind, role in every]))
+    found = [
+        f"--only {part}: expected a fault that this run can have: {', '.join(known)}"
+        for part in only
+        if part not in known
+    ]
+    if len(at) < count:
+        found.append(
+            f"{count} faults: expected at least {count} steps from {at.start} to {at.stop - 1}, of {steps}; "
+            "lower --kills or raise --training.steps"
+        )
+    return found
+
+
+def eligible(steps: int) -> range:
+    """The steps at which faults may come."""
+    return range(max(2, round(FIRST * steps)), round(LAST * steps) + 1)
+
+
 def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Collection[str] = ()) -> list[Fault]:
     """So many faults, spread over the steps; every case once before any comes twice."""
     rng = random.Random(derive(seed, "chaos"))
-    first, last = max(2, round(FIRST * steps)), round(LAST * steps)
-    if last - first + 1 < count:
-        raise ValueError(f"{count} faults: expected at least {count} steps from {first} to {last}, of {steps}")
-    at, left, drawn = sorted(rng.sample(range(first, last + 1), count)), list[tuple[Kind, str]](), list[Fault]()
-    if not (every := cases(ranks, only)):
-        raise ValueError(f"expected a fault for a role of this run, found none in {', '.join(only)}")
+    every, left, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
+    at = sorted(rng.sample(eligible(steps), count))
     for step in at:
         left = left or rng.sample(every, len(every))
         kind, role = left.pop()
         victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role))
-        point = rng.choice(points_of(role)) if kind == "error" else ""
+        point = rng.choice(POINTS.get(role, FROZEN_POINTS)) if kind == "error" else ""
         drawn.append(Fault(kind, victim, step, rng.uniform(0, DELAY_SECONDS), point))
     return drawn

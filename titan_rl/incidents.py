@@ -15,6 +15,7 @@ from titan_rl.config import Fault
 from titan_rl.meshes.faults import DeadlinePassed, RunError
 
 NAME = "faults.jsonl"
+ROLLBACK = "rollback"  # a role of its own: what was lost are steps
 
 
 @dataclass(slots=True)
@@ -62,8 +63,10 @@ class Incidents:
         f = self._fault
         if f.max_restarts == 0:
             return error
+        what = "the run went back" if role == ROLLBACK else f"{role} was respawned"
+        times = f"{f.max_restarts} time{'s' * (f.max_restarts != 1)}"
         return RunError(
-            f"{error}; {role} was respawned {f.max_restarts} times within {f.restart_window_seconds:g} s already",
+            f"{error}; {what} {times} within {f.restart_window_seconds:g} s already",
             error.details or "fault.max_restarts and fault.restart_window_seconds set how often that may be.",
         )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from titan_rl.health import Rewind
-from titan_rl.incidents import Incident, Incidents
+from titan_rl.incidents import ROLLBACK, Incident, Incidents
 from titan_rl.meshes.faults import RankDied, RunError, Watch
 from titan_rl.meshes.launch import Meshes
 from titan_rl.meshes.models import ModelMesh
@@ -69,7 +69,7 @@ class Recovery:
     def _remedy(self, error: RunError) -> Callable[[], Coroutine[Any, Any, None]]:
         """How to get over it; raises where that is not possible, or makes no sense."""
         mesh = self._meshes.named(error.mesh)
-        role = "rollback" if isinstance(error, Rewind) else error.mesh
+        role = ROLLBACK if isinstance(error, Rewind) else error.mesh
         if (mesh is None and not isinstance(error, Rewind)) or self._stop.requested or self._repeats(error):
             raise error
         if not self._incidents.may_respawn(role):
