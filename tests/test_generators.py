@@ -87,8 +87,8 @@ def started(
         await mesh.pull(0)
         return mesh, pids
 
-    # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about; and it may be called
-    # after the mesh is gone.
+    # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about; it may be called
+    # later than that.
     monarch.actor.unhandled_fault_hook = lambda _: None
     with asyncio.Runner() as runner:
         mesh, pids = runner.run(start())

@@ -187,9 +187,9 @@ def test_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["trainer[dp=1 tp=0]", "generator0[tp=0]"])
-def test_a_killed_rank_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
+def test_a_killed_rank_ends_a_run_that_may_not_respawn_it_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
     before, shared = socket_folders(), shared_memory()
-    run = runs.start(tmp_path / "run", training__steps=1000)
+    run = runs.start(tmp_path / "run", training__steps=1000, fault__max_restarts=0)
     run.wait_for_step(2)
     os.kill(run.workers()[victim], signal.SIGKILL)
     began = time.monotonic()

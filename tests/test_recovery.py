@@ -4,19 +4,22 @@ import json
 import os
 import resource
 import signal
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loop import losses, sampled, shared_memory, socket_folders
+from test_loop import losses, sampled, shared_memory
 
 from running import Run, Runs
 from titan_rl.audit import audit
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a mesh of its own
-    "task__reward": "dense_reward:dense",
+    "task__reward": "dense_reward:digits",
+    "task__eval_reward": "exact",
     "reference__mesh": "own",
     "algorithm__kl_coef": 0.01,
     "algorithm__max_dead_steps": 0,
@@ -58,7 +61,7 @@ def ends_well(run: Run) -> str:
 
 
 def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(runs: Runs, tmp_path: Path) -> None:
-    shared, sockets = shared_memory(), socket_folders()
+    shared = shared_memory()
     whole = runs.finish(tmp_path / "whole", "ppo_llama", **ROLES)
     run = runs.start(tmp_path / "harmed", "ppo_llama", **ROLES)
     victims = {
@@ -82,14 +85,14 @@ def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(runs:
     assert losses(run) == losses(whole)
     assert sampled(run) == sampled(whole)
     assert shared_memory() <= shared
-    assert socket_folders() <= sockets
+    assert not (Path(tempfile.gettempdir()) / f"titan_rl-{run.process.pid}").exists(), "its sockets"
 
 
 def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs, tmp_path: Path) -> None:
     keys: dict[str, Any] = {
         "rollout__lag": 1,
         "generator__replicas": 2,
-        "comm__train_timeout_seconds": 6,
+        "comm__train_timeout_seconds": 15,
         "fault__snapshot_interval": 2,
         "fault__hang_seconds": 4,
         "fault__max_failed_saves": 1000,
@@ -102,7 +105,7 @@ def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs
     run.wait_for_step(3)
     hit(run, "trainer[dp=1 tp=0]", signal.SIGSTOP)
     until(run, lambda: len(faults(run)) > 0)
-    assert "did not answer within 6 s" in faults(run)[0]["why"]
+    assert "did not answer within 15 s" in faults(run)[0]["why"]
     for victim, number in (("generator1[tp=0]", signal.SIGKILL), ("generator0[tp=0]", signal.SIGSTOP)):
         count = len(faults(run))
         hit(run, victim, number)
@@ -112,7 +115,8 @@ def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs
     written = step_of(run)
     until(run, lambda: step_of(run) > written + 10)
     for pid, limits in zip(pids, before, strict=True):
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        with suppress(ProcessLookupError):  # a loaded machine: it was replaced
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
     out = ends_well(run)
     assert "controller waits on trainer[dp=1 tp=0] for" in out or "controller waits on trainer[dp=0 tp=0] for" in out
     assert "stopped by a signal" in out

@@ -36,6 +36,7 @@ from titan_rl.weights import WeightSync
 
 MODEL = c.Model(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, hidden_dim=2048)  # 34 MB a rank: milliseconds a verb
 LARGE = {f"model__{key}": getattr(MODEL, key) for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")}
+ENDS: dict[str, Any] = {"cold_start__steps": 0, "algorithm__max_dead_steps": 0, "fault__max_restarts": 0}
 TRAINERS = ("trainer[dp=0 tp=0]", "trainer[dp=1 tp=0]")
 READER = "generator0[tp=0]"
 SECONDS = 60.0
@@ -112,7 +113,7 @@ def ends_by_name(run: Run, victim: str) -> None:
 @pytest.mark.parametrize("victim", TRAINERS)
 def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
     shared = shared_memory()
-    run = runs.start(tmp_path / "run", training__steps=1000, cold_start__steps=0, algorithm__max_dead_steps=0, **LARGE)
+    run = runs.start(tmp_path / "run", training__steps=1000, **ENDS, **LARGE)
     run.wait_for_step(1)
     stop_while_packing(run.workers()[victim])
     ends_by_name(run, victim)
@@ -121,8 +122,7 @@ def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, t
 
 def test_a_generator_rank_killed_while_it_reads_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
     shared = shared_memory()
-    keys = {"cold_start__steps": 0, "algorithm__max_dead_steps": 0, "weight_sync__transport": "rdma", **LARGE}
-    run = runs.start(tmp_path / "run", training__steps=1000, **keys)
+    run = runs.start(tmp_path / "run", training__steps=1000, weight_sync__transport="rdma", **ENDS, **LARGE)
     run.wait_for_step(1)
     pids = run.workers()
     stop_while_reading(pids[READER], [pids[name] for name in TRAINERS], 4 * shape_of(MODEL).parameters)

@@ -33,6 +33,11 @@ class Life:
     dropped: str = ""
 
     @property
+    def undone(self) -> bool:
+        """The run went back behind its admission, and has not come to it again."""
+        return self.turn < 0
+
+    @property
     def final(self) -> bool:
         return self.trained is not None or bool(self.dropped)
 
@@ -63,7 +68,7 @@ class History:
 
     def _admitted(self, event: dict[str, Any]) -> None:
         life = self.lives.get(event["prompt"])
-        if life is not None and life.turn >= 0:
+        if life is not None and not life.undone:
             self._say(event, "is admitted twice in one history")
         attempt = life.attempts + 1 if life else 1
         if event["attempt"] != attempt:
@@ -110,7 +115,7 @@ class History:
 
     def _of(self, event: dict[str, Any]) -> Life | None:
         life = self.lives.get(event["prompt"])
-        if life is None or life.turn < 0:
+        if life is None or life.undone:
             self._say(event, "was never admitted")
             return None
         return life
@@ -134,22 +139,22 @@ def audit(folder: Path) -> tuple[list[str], str]:
     problems += _records(history, config, metrics, rollouts)
     trained = sum(life.trained is not None for life in history.lives.values())
     dropped = sum(bool(life.dropped) for life in history.lives.values())
+    under_way = sum(not life.undone and not life.final for life in history.lives.values())
     again = sum(life.attempts - 1 for life in history.lives.values())
     return problems, (
         f"{len(history.lives)} prompts: {trained} trained on in {len(metrics)} steps, {dropped} dropped, "
-        f"{len(history.lives) - trained - dropped} under way, {again} admitted again by {history.begun - 1} restarts"
+        f"{under_way} under way, {again} admitted again by {history.begun - 1} restarts"
     )
 
 
 def _fates(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
     """No prompt is lost: of those that the source gave, all have a fate, but for those under way in a run that is."""
-    if not history.lives:
-        return
-    for id in range(max(history.lives) + 1):
-        if id not in history.lives:
+    lives = {id: life for id, life in history.lives.items() if not life.undone}
+    for id in range(max(lives, default=-1) + 1):
+        if id not in lives:
             yield f"prompt {id} was skipped: the source gave it, and nobody admitted it"
     finished = bool(metrics) and metrics[-1]["step"] >= config.training.steps
-    for id, life in history.lives.items():
+    for id, life in lives.items():
         if finished and not life.final:
             yield f"prompt {id} has no fate, and the run is over"
 

@@ -220,7 +220,7 @@ class Chaos:
         return ready and run.step > after and run.step >= fault.step
 
     async def _fault(self, run: ChaosRun, fault: Fault) -> None:
-        outcome = Outcome(fault, run.step)
+        outcome = Outcome(fault, run.step, alone=not self._options.overlap)
         self.findings.outcomes.append(outcome)
         number = len(self.findings.outcomes)
         self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")
@@ -236,7 +236,9 @@ class Chaos:
             outcome.note = f"{fault.victim} was gone already"
         detected = "" if outcome.detected is None else f"detected after {outcome.detected:.2f} s, "
         recovered = 0.0 if outcome.recovered is None else outcome.recovered
-        self._say(f"     {detected}recovered after {recovered:.1f} s" + "".join(f"; {w}" for w in outcome.wrong))
+        self._say(
+            f"{number:>3}  {detected}recovered after {recovered:.1f} s" + "".join(f"; {w}" for w in outcome.wrong)
+        )
 
     def _say(self, text: str) -> None:
         self._console.print(f"chaos: {text}", soft_wrap=True)

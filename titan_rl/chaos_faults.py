@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_rl.actors.failpoints import Order, give
-from titan_rl.chaos_run import ChaosRun
+from titan_rl.chaos_run import ChaosRun, Incident
 from titan_rl.chaos_schedule import Fault, Kind, role_of
 
 BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # of fault.hang_seconds
@@ -34,6 +34,7 @@ class Outcome:
 
     fault: Fault
     step: int  # in hand when it was injected
+    alone: bool = True  # no other fault was under repair
     injected: float = field(default_factory=time.time)
     detected: float | None = None  # seconds after that; None: nobody had to
     recovered: float | None = None
@@ -74,13 +75,14 @@ async def _ordered(run: ChaosRun, outcome: Outcome, point: str, order: Order) ->
 async def _slow(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
-    for _ in range(BURSTS):
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(BURST * hang_seconds)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        await asyncio.sleep(GAP_SECONDS)
+    with suppress(ProcessLookupError):  # replaced, which is told below
+        for _ in range(BURSTS):
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(BURST * hang_seconds)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(GAP_SECONDS)
     await _went_on(run, outcome)
 
 
@@ -88,7 +90,7 @@ async def _damaged(run: ChaosRun, outcome: Outcome) -> None:
     """What was written into live parameters, once: found by its checksum, and fetched again."""
     outcome.injected = await _obeyed(run, outcome.fault.victim, "put", Order("damage"))
     await _went_on(run, outcome)
-    outcome.note = "healed by a second fetch"
+    outcome.note = outcome.note or "healed by a second fetch"
 
 
 async def _staged(run: ChaosRun, outcome: Outcome) -> None:
@@ -114,20 +116,22 @@ async def _full(run: ChaosRun, outcome: Outcome) -> None:
         return next((match for match in found if match), None)
 
     try:
-        detected = await run.until("a checkpoint to fail", told)
-        outcome.detected = detected - outcome.injected
-        await asyncio.sleep(FULL_SECONDS)
+        detected = await run.until(
+            "a checkpoint to fail", lambda: told() or run.ranks.get(outcome.fault.victim, pid) != pid
+        )
+        if told():
+            outcome.detected = detected - outcome.injected
+            await asyncio.sleep(FULL_SECONDS)
     finally:
         with suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-    match = told()
-    assert match is not None
-    step, lifted = int(match[1]), run.step
-    saved = await run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
-    outcome.recovered = saved - outcome.injected
-    outcome.blamed = outcome.fault.mesh
-    outcome.note = f"step {step} was not saved, step {run.saved} was"
-    _no_incident(run, outcome)
+    if (match := told()) is not None:
+        step, lifted = int(match[1]), run.step
+        saved = await run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
+        outcome.recovered = saved - outcome.injected
+        outcome.blamed = outcome.fault.mesh
+        outcome.note = f"step {step} was not saved, step {run.saved} was"
+    _nobody_replaced(run, outcome)
 
 
 async def _obeyed(run: ChaosRun, rank: str, point: str, order: Order) -> float:
@@ -145,14 +149,19 @@ async def _replaced(run: ChaosRun, outcome: Outcome, pid: int | None) -> None:
     """Somebody is told to be lost, and in the end all are up and the run goes on; the victim in another process than
     `pid`."""
     victim, since = outcome.fault.victim, outcome.injected
-    await run.until(f"{victim} to be missed", lambda: run.since(since))
-    outcome.detected = run.since(since)[0].time - since
-    await run.until(f"{victim} to be back", lambda: run.whole and (pid is None or run.ranks.get(victim, pid) != pid))
-    found = run.since(since)
+    await run.until(f"{victim} to be missed", lambda: _incidents(run, outcome))
+    outcome.detected = max(0.0, _incidents(run, outcome)[0].time - since)
+
+    def back() -> bool:
+        up = run.whole if outcome.alone else not any(i.open for i in _incidents(run, outcome)) and victim in run.ranks
+        return up and (pid is None or run.ranks.get(victim, pid) != pid)
+
+    await run.until(f"{victim} to be back", back)
+    found = _incidents(run, outcome)
     outcome.recovered = max(incident.end for incident in found) - since
     outcome.blamed = ", ".join(dict.fromkeys(incident.who for incident in found))
     outcome.steps = sum(incident.redone for incident in found)
-    outcome.samples = _begun_anew(run, since)
+    outcome.samples = sum(_begun_anew(run, since, who) for who in {incident.who for incident in found})
     outcome.wrong += [f"{incident.who} was given up" for incident in found if incident.outcome == "given up"]
     if pid is not None and outcome.fault.mesh not in [incident.who for incident in found]:
         outcome.wrong.append(f"{outcome.blamed} was blamed: {found[0].why}")
@@ -163,15 +172,28 @@ async def _went_on(run: ChaosRun, outcome: Outcome) -> None:
     step = run.step
     recovered = await run.until("the next step", lambda: run.step > step)
     outcome.recovered = recovered - outcome.injected
-    _no_incident(run, outcome)
+    _nobody_replaced(run, outcome)
 
 
-def _no_incident(run: ChaosRun, outcome: Outcome) -> None:
-    outcome.wrong += [f"expected nobody to be replaced, found: {i.why}" for i in run.since(outcome.injected)]
+def _nobody_replaced(run: ChaosRun, outcome: Outcome) -> None:
+    """Where faults overlap, another one may be why."""
+    found = [f"expected nobody to be replaced, found: {incident.why}" for incident in _incidents(run, outcome)]
+    if outcome.alone:
+        outcome.wrong += found
+    elif found:
+        outcome.note = found[0]
 
 
-def _begun_anew(run: ChaosRun, since: float) -> int:
-    found = (re.search(r"(\d+) samples were begun anew", words.text) for words in run.words if words.time >= since)
+def _incidents(run: ChaosRun, outcome: Outcome) -> list[Incident]:
+    """That it brought about: all since, or where faults overlap those of its mesh that were not over."""
+    since = outcome.injected
+    if outcome.alone:
+        return [incident for incident in run.incidents if incident.time >= since]
+    return [i for i in run.incidents if i.who == outcome.fault.mesh and (i.open or i.end >= since)]
+
+
+def _begun_anew(run: ChaosRun, since: float, who: str) -> int:
+    found = (re.search(rf"\b{who} is back.* (\d+) samples", words.text) for words in run.words if words.time >= since)
     return sum(int(match[1]) for match in found if match)
 
 

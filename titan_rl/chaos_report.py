@@ -15,6 +15,18 @@ from rich.text import Text
 
 from titan_rl.chaos_faults import Outcome
 
+HEADERS = {
+    "detected_s": "detected",
+    "recovered_s": "recovered",
+    "detected_median_s": "detected",
+    "detected_max_s": "most",
+    "recovered_median_s": "recovered",
+    "recovered_max_s": "most",
+    "steps_again": "steps",
+    "samples_anew": "samples",
+}
+"""On a terminal, where a column is no wider than it has to be."""
+
 
 @dataclass(slots=True)
 class Findings:
@@ -64,8 +76,8 @@ def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def show(findings: Findings, console: Console) -> None:
-    console.print(_table("faults", list(rows(findings.outcomes))))
-    console.print(_table("by class", classes(findings.outcomes)))
+    console.print(_table("faults: seconds, and what was made again", list(rows(findings.outcomes))))
+    console.print(_table("by class: medians", classes(findings.outcomes)))
     for what, problems in findings.audits.items():
         console.print(Text.assemble(("  ✗ ", "red") if problems else ("  ✓ ", "green"), what))
     for name, value in findings.facts.items():
@@ -112,7 +124,7 @@ def _table(title: str, lines: Sequence[Mapping[str, Any]]) -> Table:
     for name in lines[0] if lines else ():
         numbers = all(isinstance(line[name], int | float | None) for line in lines)
         table.add_column(
-            name.replace("_", " "), justify="right" if numbers else "left", overflow="fold", no_wrap=name != "note"
+            HEADERS.get(name, name), justify="right" if numbers else "left", overflow="fold", no_wrap=name != "note"
         )
     for line in lines:
         table.add_row(*(Text("-" if value is None else str(value)) for value in line.values()))

@@ -117,12 +117,8 @@ class ChaosRun:
 
     @property
     def _progress(self) -> tuple[int, int]:
-        """Before the first step, and after the last, it is what it says."""
-        under_way = self.top > 0 and self.status["run"]["state"] == "training"
-        return self.top, 0 if under_way else len(self.words)
-
-    def since(self, when: float) -> list[Incident]:
-        return [incident for incident in self.incidents if incident.time >= when]
+        """Until the first step it is what it says."""
+        return self.top, 0 if self.top else len(self.words)
 
     # -- waiting ----------------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ from titan_rl.setup import Resume, Setup
 from titan_rl.snapshot import Snapshot
 from titan_rl.types import Batch, PhaseName, Sample, StepStats
 
+WHY = 300  # characters of an error
+
 
 class Roles:
     def __init__(self, setup: Setup, meshes: Meshes, snapshots: Snapshots, incidents: Incidents, clock: Clock) -> None:
@@ -121,7 +123,12 @@ class Roles:
         """Keep the state behind this step in memory, if it is the step's turn."""
         interval = self._config.fault.snapshot_interval
         if interval and step % interval == 0:
-            await self._snapshots.take(self._phase, step, controller())
+            try:
+                await self._snapshots.take(self._phase, step, controller())
+            except RankFailed as error:
+                if not error.kind:
+                    raise  # it died
+                self._incidents.note(f"there is no snapshot of step {step}: {error}")
 
     async def save(self, step: int, controller: str, *, last: bool = False) -> bool:
         """The policy's checkpoint after the others: it is the one that counts. A checkpoint that cannot be written is
@@ -137,7 +144,10 @@ class Roles:
                 raise  # it died
             if last or self._failed_saves > self._config.fault.max_failed_saves:
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
-            self._incidents.note(f"the checkpoint of step {step} failed, and is tried again after the next: {error}")
+            why = error.details.strip().rpartition("\n")[2][:WHY]
+            self._incidents.note(
+                f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
+            )
             return False
         self._failed_saves = 0
         return True
