@@ -43,6 +43,11 @@ class Policy(TitanModel):
         self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder, part=part), name
         return self._phase.state
 
+    @property
+    def at(self) -> tuple[PhaseName, int]:
+        """Which weights these are: those after so many steps of a phase."""
+        return self._phase_name, self._in_phase().state.step
+
     def _schedule(self, name: PhaseName) -> Schedule:
         cold, s = self.config.cold_start, self.config.lr_scheduler
         if name == "cold_start":

@@ -28,6 +28,7 @@ class Trainer(Actor):
     def __init__(self, config: Config, shape: ModelShape) -> None:
         self._config = config
         self._shape = shape
+        self._packed: tuple[PhaseName, int] | None = None  # which weights
 
     @endpoint
     @fallible
@@ -133,9 +134,14 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float]:
-        """Pack this rank's shards into a slot: what each reader's run now is, and the seconds it took."""
-        began = time.perf_counter()
+    async def publish(
+        self, version: int, slot: int, serial: int, again: bool = False
+    ) -> tuple[dict[int, Manifest], float] | None:
+        """Pack this rank's shards into a slot: what each reader's run now is, and the seconds it took. None: what was
+        packed last is asked for `again`, and the weights are no more what they were."""
+        if again and self._packed != self._policy.at:
+            return None
+        began, self._packed = time.perf_counter(), self._policy.at
         with span("publish", version=version):
             manifests = self._staging.pack(version, slot, serial)
         return manifests, time.perf_counter() - began

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from titan_rl.actors.landing import Source
 
 DEFAULTS = WeightSync()
+REFUSED = "Refused"  # what a rank raises that was given other weights than announced
 T = TypeVar("T")
 REPORT_SECONDS = 0.25  # how often an engine says how far it is, where that decides anything
 BEATS = 10  # signs of life that an idle engine gives before it counts as hung
@@ -57,6 +58,7 @@ class Pulled(NamedTuple):
     bytes: int
     changed: float  # share of the blocks that were transferred
     engines: dict[str, EngineStats]  # by replica
+    refused: list[str]  # replicas that serve nothing, for this is not what was announced
 
 
 class Replica:
@@ -335,10 +337,12 @@ class GeneratorMesh:
         version: int,
         manifests: Sequence[list[Manifest]] | None = None,
         lease: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        *,
+        forgives: bool = False,
     ) -> Pulled:
         """Every rank reads its weights while sampling goes on; then every engine writes them, checks them, and serves
         `version`. `manifests` are by tensor-parallel rank; a replica holds its lease as long as it may read. Who is
-        lost on the way is waited for no longer."""
+        lost on the way is waited for no longer. `forgives`: who refuses is not lost, and serves nothing for now."""
         self._check()
         reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
 
@@ -359,7 +363,9 @@ class GeneratorMesh:
                 await self._settle()
                 return arrived, await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
-        answers = {self.replicas[index].name: answer for index, answer in (await self._each(pulled)).items()}
+        refused: list[str] = []
+        found = await self._each(pulled, refused if forgives else None)
+        answers = {self.replicas[index].name: answer for index, answer in found.items()}
         self._switching = False  # not after a refusal: who serves nothing can take nothing over
         self._routing.resume(asyncio.get_running_loop().time())
         ranks = [rank for arrived, _ in answers.values() for rank in arrived]
@@ -372,6 +378,7 @@ class GeneratorMesh:
             bytes=sum(rank.bytes for rank in ranks),
             changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
             engines={name: switch.engine for name, (_, switch) in answers.items()},
+            refused=refused,
         )
 
     async def sleep(self) -> None:
@@ -404,7 +411,7 @@ class GeneratorMesh:
             while len(self.replicas) + len(self.coming) < replicas:
                 index = next(i for i in count() if i not in self.replicas and i not in self.coming)
                 self.coming[index] = None
-                self._in_background(self._join(index))
+                self._in_background(self._grow(index))
             while len(self.replicas) + len(self.coming) > replicas:
                 index = max([*self.replicas, *self.coming])
                 if index in self.coming:
@@ -450,23 +457,35 @@ class GeneratorMesh:
         again = self._routing.lose(replica.index)
         self._send()
         self.coming[replica.index] = None
-        self._in_background(self._replace(replica, known, incident, again))
 
-    async def _replace(self, replica: Replica, error: RunError, incident: Incident, again: int) -> None:
+        async def replaced() -> None:
+            await self._bury(replica)
+            await self._replace(replica.index, known, incident, again)
+
+        self._in_background(replaced())
+
+    async def _replace(self, index: int, error: RunError, incident: Incident, again: int) -> None:
+        """Again and again, as far as the budget goes."""
         assert self._healing is not None
-        await replica.end()
-        self._gone(replica.name)
-        if not self._healing.incidents.may_respawn(replica.name):
-            del self.coming[replica.index]
-            left = len(self.replicas) + len(self.coming)
-            self._healing.incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
-            if left < self._healing.min_replicas:
-                self._end(self._healing.incidents.over_budget(replica.name, error))
-            return
-        if await self._join(replica.index):
-            self._healing.incidents.back(incident, f"{again} samples were begun anew")
+        incidents, name = self._healing.incidents, incident.who
+        while True:
+            if not incidents.may_respawn(name):
+                del self.coming[index]
+                left = len(self.replicas) + len(self.coming)
+                incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
+                if left < self._healing.min_replicas:
+                    self._end(incidents.over_budget(name, error))
+                return
+            try:
+                await self._join(index)
+            except RunError as failed:
+                incidents.note(f"{name} did not come back: {failed}")
+                error = failed
+            else:
+                incidents.back(incident, f"{again} samples were begun anew", anew=again)
+                return
 
-    async def _join(self, index: int) -> bool:
+    async def _join(self, index: int) -> None:
         """A replica comes: its processes, its engine, the weights that the others serve, and then requests."""
         assert self._make is not None
         assert self._catch_up is not None
@@ -475,25 +494,27 @@ class GeneratorMesh:
             await ask_all(replica.calls("start"), verb="start", seconds=self._init_seconds)
             await self._catch_up(replica)
         except RunError as error:
-            await self._failed_to_come(replica, error)
-            return False
+            replica.fail(error)
+            await self._bury(replica)
+            raise
         del self.coming[index]
         self.replicas[index] = replica
         self._serve(replica)
         self._routing.join(index, asyncio.get_running_loop().time())
         self._send()
-        return True
 
-    async def _failed_to_come(self, replica: Replica, error: RunError) -> None:
-        """The same as if it had been lost while it served, but that it had nothing."""
-        replica.fail(error)
-        if self._healing is None:
-            del self.coming[replica.index]
-            await replica.end()
-            self._end(error)
-            return
-        incident = self._healing.incidents.lost(replica.name, error)
-        await self._replace(replica, error, incident, 0)
+    async def _grow(self, index: int) -> None:
+        """One more. If it does not come it is treated as one that is lost."""
+        try:
+            await self._join(index)
+        except RunError as error:
+            if self._healing is None:
+                raise
+            await self._replace(index, error, self._healing.incidents.lost(f"generator{index}", error), 0)
+
+    async def _bury(self, replica: Replica) -> None:
+        await replica.end()
+        self._gone(replica.name)
 
     async def _let_go(self, replica: Replica) -> None:
         """It gives back what it has not finished, tokens and all, and ends."""
@@ -507,8 +528,7 @@ class GeneratorMesh:
         self._send()
         with suppress(Exception):  # it is killed in any case
             await asyncio.wait_for(replica.close(), GRACE_SECONDS)
-        await replica.end()
-        self._gone(replica.name)
+        await self._bury(replica)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         async def told() -> None:
@@ -529,8 +549,8 @@ class GeneratorMesh:
         if self._error is not None:
             raise self._error
 
-    async def _each(self, work: Callable[[Replica], Awaitable[T]]) -> dict[int, T]:
-        """What every replica answers, those apart that are lost over it."""
+    async def _each(self, work: Callable[[Replica], Awaitable[T]], refused: list[str] | None = None) -> dict[int, T]:
+        """What every replica answers, those apart that are lost over it, or have `refused`."""
 
         answers: dict[int, T] = {}
 
@@ -540,6 +560,9 @@ class GeneratorMesh:
             except RunError as error:
                 if self._healing is None:
                     raise
+                if refused is not None and error.kind == REFUSED:
+                    refused.append(replica.name)
+                    return
                 if not isinstance(error, RankDied):
                     await asyncio.sleep(CAUSE_SECONDS)
                 self._lost(replica, error)

@@ -60,9 +60,12 @@ class TrainerMesh(TrainedMesh):
         """Scatter each rank's part of the weight plan, and say where its readers are; gather where those find it."""
         return await self._scatter("stage", copies, places, sync)
 
-    async def publish(self, version: int, slot: int, serial: int) -> Publication:
-        """Every rank packs its shards into a slot."""
-        packed = await self._all("publish", version, slot, serial, seconds=self._comm.train_timeout_seconds)
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication | None:
+        """Every rank packs its shards into a slot. None: the trainers have stepped since they published what is asked
+        for `again`."""
+        packed = await self._all("publish", version, slot, serial, again, seconds=self._comm.train_timeout_seconds)
+        if None in packed:
+            return None
         return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
 
     async def save(self, step: int, controller: str) -> None:

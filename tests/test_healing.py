@@ -218,6 +218,22 @@ def test_a_replica_that_dies_in_a_pull_is_not_waited_for(tended: Tended) -> None
     assert tended(work()) < 2
 
 
+def test_weights_that_are_damaged_after_they_were_packed_are_packed_again(tended: Tended) -> None:
+    async def work() -> tuple[int, set[int]]:
+        count = len(tended.incidents.all)
+        await tended.weights.sync(5)
+        before = await tended.mesh.fingerprint()
+        bad = await tended.weights.publish(6)
+        tended.trainer.corrupt(bad.slot)
+        assert (await tended.weights.pull(bad)).refused == []
+        assert await tended.mesh.fingerprint() == before
+        (completion,) = await tended.mesh.generate(requests(1, Sampling(4), samples=1)[0])
+        await tended.weights.sync(1)
+        return len(tended.incidents.all) - count, set(completion.versions)
+
+    assert tended(work()) == (0, {6})
+
+
 @pytest.mark.parametrize("tended", ["two replicas", "stealing"], indirect=True)
 def test_the_mesh_grows_and_shrinks_while_it_samples_and_no_token_is_lost(tended: Tended, model: Any) -> None:
     async def work() -> tuple[list[list[Completion]], int]:

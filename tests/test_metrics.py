@@ -54,7 +54,7 @@ def told_by_losses() -> dict[str, set[str]]:
         "value": value_loss(x, old_T=x, return_T=x, mask_T=torch.ones(4), weight_T=torch.ones(4) / 4, clip=0.2)[1],
     }
     batch = Batch([], 4, 2)
-    steps = {name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1) for name, s in told.items()}
+    steps = {name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1, busy=1) for name, s in told.items()}
     assert {name for step in steps.values() for name in step.histograms} == {"ratio/histogram"}
     return {name: set(step.metrics) for name, step in steps.items()}
 

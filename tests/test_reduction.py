@@ -25,7 +25,7 @@ def reduced(*microbatches: Statistics, tokens: int = 1, sequences: int = 1) -> R
 
 
 def one_step(*updates: Reduction) -> StepStats:
-    return finish(updates, lr=0.1, seconds=2.0)
+    return finish(updates, lr=0.1, seconds=2.0, busy=1.0)
 
 
 def test_means_are_over_the_batchs_tokens_and_sequences() -> None:

@@ -26,6 +26,7 @@ class Incident:
     outcome: str = ""  # "back", "given up"; none yet
     seconds: float = 0.0  # until then
     redone: int = 0  # steps
+    anew: int = 0  # samples
 
 
 class Incidents:
@@ -70,8 +71,9 @@ class Incidents:
             error.details or "fault.max_restarts and fault.restart_window_seconds set how often that may be.",
         )
 
-    def back(self, incident: Incident, what: str, redone: int = 0) -> None:
-        self._end(incident, "back", redone)
+    def back(self, incident: Incident, what: str, redone: int = 0, anew: int = 0) -> None:
+        incident.redone, incident.anew = redone, anew
+        self._end(incident, "back")
         again = f"; {redone} step{'s' * (redone != 1)} to do again" if redone else ""
         self._say(f"{incident.who} is back after {incident.seconds:.1f} s: {what}{again}")
 
@@ -88,8 +90,8 @@ class Incidents:
         """By who."""
         return dict(Counter(incident.who for incident in self.all if incident.outcome == "back"))
 
-    def _end(self, incident: Incident, outcome: str, redone: int = 0) -> None:
-        incident.outcome, incident.redone = outcome, redone
+    def _end(self, incident: Incident, outcome: str) -> None:
+        incident.outcome = outcome
         incident.seconds = time.time() - incident.time
         self._write(incident)
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from titan_rl.clock import Clock
 from titan_rl.config import Config
 from titan_rl.manifest import Manifest, Publication
-from titan_rl.meshes.faults import DeadlinePassed
-from titan_rl.meshes.generators import GeneratorMesh, Pulled, Replica
+from titan_rl.meshes.faults import DeadlinePassed, RunError
+from titan_rl.meshes.generators import REFUSED, GeneratorMesh, Pulled, Replica
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.model_shape import ModelShape
 from titan_rl.spans import span
@@ -143,10 +143,21 @@ class WeightSync:
         """Bring a new replica to the newest weights that are published; if none are, the next pull brings it along."""
         async with self._pulling:
             await replica.scatter("connect", self._sources, self._sync, seconds=self._seconds)
-            if (newest := self._newest) is not None:
-                with span("catch up", lane="pull", version=newest.version), self._slots.reading(newest, replica.name):
-                    await replica.read(self._manifests(newest), self._seconds)
-                    await replica.head("switch", newest.version, self._seconds, seconds=self._seconds)
+            if self._newest is None:
+                return
+            try:
+                await self._bring(replica, self._newest)
+            except RunError as error:
+                if error.kind != REFUSED:
+                    raise
+                if (anew := await self.publish_again()) is not None:
+                    await self._bring(replica, anew)
+
+    async def _bring(self, replica: Replica, publication: Publication) -> None:
+        version, name = publication.version, replica.name
+        with span("catch up", lane="pull", version=version), self._slots.reading(publication, name):
+            await replica.read(self._manifests(publication), self._seconds)
+            await replica.head("switch", version, self._seconds, seconds=self._seconds)
 
     async def publish(self, version: int) -> Publication:
         """Pack what the trainers hold into the slot that is not the newest, as soon as nobody reads it."""
@@ -155,15 +166,38 @@ class WeightSync:
                 slot = 1 - self._newest.slot if self._newest else 0
                 await self._slots.free(slot, self._seconds)
                 self._serial += 1
-                self._newest = await self._trainers.publish(version, slot, self._serial)
-                return self._newest
+                published = await self._trainers.publish(version, slot, self._serial)
+                assert published is not None
+                self._newest = published
+                return published
+
+    async def publish_again(self) -> Publication | None:
+        """The newest publication anew, in the other slot: what was packed has been damaged since. None: the trainers
+        have stepped, and are about to publish the next."""
+        async with self._publishing:
+            if (newest := self._newest) is None:
+                return None
+            with span("publish", lane="publish", version=newest.version):
+                await self._slots.free(1 - newest.slot, self._seconds)
+                self._serial += 1
+                published = await self._trainers.publish(newest.version, 1 - newest.slot, self._serial, True)
+                self._newest = published or newest
+                return published
 
     async def pull(self, publication: Publication) -> Pulled:
-        """Make every generator serve a publication; one publication after the other."""
+        """Make every generator serve a publication; one publication after the other. Who refuses what was packed gets
+        it packed once more, and is lost if it refuses that too."""
         async with self._pulling:
-            lease = partial(self._slots.reading, publication)
-            with span("pull", lane="pull", version=publication.version):
-                return await self._generators.pull(publication.version, self._manifests(publication), lease)
+            pulled = await self._pull(publication, forgives=True)
+            if pulled.refused and (anew := await self.publish_again()) is not None:
+                pulled = await self._pull(anew)
+            return pulled
+
+    async def _pull(self, publication: Publication, *, forgives: bool = False) -> Pulled:
+        lease = partial(self._slots.reading, publication)
+        with span("pull", lane="pull", version=publication.version):
+            manifests = self._manifests(publication)
+            return await self._generators.pull(publication.version, manifests, lease, forgives=forgives)
 
     async def sync(self, version: int) -> SyncStats:
         """Make the generators serve what the trainers hold."""
