@@ -23,7 +23,7 @@ BORN_SECONDS = 300.0  # a spawned process is looked for so long
 
 _lock = threading.Lock()
 _followed: dict[int, str] = {}  # processes that live, and their names
-_names: set[str] = set()  # ever followed
+_lives: dict[str, int] = {}  # of each name ever followed: how many have borne it
 _meant: set[str] = set()  # to die: no listener is told
 _ends: dict[str, str] = {}  # how a dead rank's process ended
 _waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]] = {}
@@ -34,10 +34,10 @@ def follow(names: Iterable[str]) -> None:
     """Processes of these names are about to be spawned; who bore a name before is forgotten."""
     for name in names:
         with _lock:
-            _names.add(name)
+            life = _lives[name] = _lives.get(name, 0) + 1
             _ends.pop(name, None)
             _meant.discard(name)
-        threading.Thread(target=_follow, args=(name,), name=f"follows {name}", daemon=True).start()
+        threading.Thread(target=_follow, args=(name, life), name=f"follows {name}", daemon=True).start()
 
 
 def end_of(name: str) -> str | None:
@@ -49,7 +49,7 @@ def end_of(name: str) -> str | None:
 def follows(name: str) -> bool:
     """Whether a rank is this host's, so that its death will be told here."""
     with _lock:
-        return name in _names
+        return name in _lives
 
 
 def alive() -> dict[str, int]:
@@ -100,7 +100,7 @@ def told(listener: Callable[[str, str], None]) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-def _follow(name: str) -> None:
+def _follow(name: str, life: int) -> None:
     deadline = time.monotonic() + BORN_SECONDS
     while (pid := _born(name)) is None:
         if time.monotonic() > deadline:
@@ -112,6 +112,8 @@ def _follow(name: str) -> None:
         ended = None
     with _lock:
         del _followed[pid]
+        if _lives[name] != life:  # another bears the name by now
+            return
         how = _ends[name] = _how(ended)
         waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
     for loop, call in waiting:

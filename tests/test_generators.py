@@ -36,7 +36,7 @@ class Running:
         self.runner, self.mesh, self.pids, self.folder = runner, mesh, pids, folder
 
     def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.runner.run(asyncio.wait_for(work, 60))
+        return self.runner.run(asyncio.wait_for(work, 120))
 
     def generate(self, *requests: Request) -> list[list[Completion]]:
         """All in one tick."""

@@ -22,7 +22,7 @@ from titan_rl.model_shape import shape_of_folder
 from titan_rl.types import Completion, Sampling
 from titan_rl.weights import WeightSync
 
-HANG_SECONDS = 3.0
+HANG_SECONDS = 8.0  # a new engine's start takes both cores of a small machine for seconds
 FAULT = c.Fault(hang_seconds=HANG_SECONDS, max_restarts=20)
 
 

@@ -100,7 +100,8 @@ async def _staged(run: ChaosRun, outcome: Outcome) -> None:
     await asyncio.gather(*(_obeyed(run, rank, "read", held) for rank in readers))
     outcome.injected = time.time()
     _damage_staging(run.ranks[outcome.fault.victim])
-    await _replaced(run, outcome, None)
+    await _went_on(run, outcome)
+    outcome.note = outcome.note or "healed by packing again"
 
 
 async def _full(run: ChaosRun, outcome: Outcome) -> None:
@@ -199,13 +200,13 @@ def _begun_anew(run: ChaosRun, since: float, who: str) -> int:
 
 def _damage_staging(pid: int) -> None:
     """Flip bytes of the newest publication in a trainer rank's staging memory: [stamps | slot 0 | slot 1]."""
-    (staging,) = _memory(pid, "titan_rl weights")
-    with staging.open("r+b", buffering=0) as memory:
-        size = memory.seek(0, os.SEEK_END)
-        stamps = memoryview(os.pread(memory.fileno(), 16, 0)).cast("q")
-        start = PAGE + max((0, 1), key=lambda slot: stamps[slot]) * (size - PAGE) // 2
-        old = os.pread(memory.fileno(), DAMAGE, start)
-        os.pwrite(memory.fileno(), bytes(byte ^ 0xFF for byte in old), start)
+    for staging in _memory(pid, "titan_rl weights"):
+        with staging.open("r+b", buffering=0) as memory:
+            size = memory.seek(0, os.SEEK_END)
+            stamps = memoryview(os.pread(memory.fileno(), 16, 0)).cast("q")
+            start = PAGE + max((0, 1), key=lambda slot: stamps[slot]) * (size - PAGE) // 2
+            old = os.pread(memory.fileno(), DAMAGE, start)
+            os.pwrite(memory.fileno(), bytes(byte ^ 0xFF for byte in old), start)
 
 
 def _snapshot_size(controller: int, mesh: str) -> int:
