@@ -113,7 +113,7 @@ def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs
     pids = [pid for name, pid in run.workers().items() if name.startswith("trainer")]
     before = [resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)) for pid in pids]
     written = step_of(run)
-    until(run, lambda: step_of(run) > written + 10)
+    until(run, lambda: step_of(run) > written + 20)
     for pid, limits in zip(pids, before, strict=True):
         with suppress(ProcessLookupError):  # a loaded machine: it was replaced
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
