@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,17 @@ _followed: dict[int, str] = {}  # processes that live, and their names
 _lives: dict[str, int] = {}  # of each name ever followed: how many have borne it
 _meant: set[str] = set()  # to die: no listener is told
 _ends: dict[str, str] = {}  # how a dead rank's process ended
-_waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]] = {}
+_waiting: dict[str, list["Call"]] = {}
 _listeners: list[Callable[[str, str], None]] = []
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call to a rank that may die over it."""
+
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Any]
+    death: str | None = None  # of its rank, which cancelled it; another may bear the name by the time that is seen
 
 
 def follow(names: Iterable[str]) -> None:
@@ -38,12 +48,6 @@ def follow(names: Iterable[str]) -> None:
             _ends.pop(name, None)
             _meant.discard(name)
         threading.Thread(target=_follow, args=(name, life), name=f"follows {name}", daemon=True).start()
-
-
-def end_of(name: str) -> str | None:
-    """How a rank's process ended, "was killed by signal 9" say; None while it lives, and of a rank on another host."""
-    with _lock:
-        return _ends.get(name)
 
 
 def follows(name: str) -> bool:
@@ -73,19 +77,19 @@ async def kill(names: Collection[str], seconds: float = 10.0) -> list[str]:
 
 
 @contextmanager
-def cancelled_by_death(name: str, call: asyncio.Future[Any]) -> Iterator[None]:
-    """A call to a rank: its answer will never come once the rank is dead."""
-    entry = (asyncio.get_running_loop(), call)
+def cancelled_by_death(name: str, answer: asyncio.Future[Any]) -> Iterator[Call]:
+    """An answer of a rank, which will never come once the rank is dead."""
+    call = Call(asyncio.get_running_loop(), answer)
     with _lock:
-        dead = name in _ends
-        _waiting.setdefault(name, []).append(entry)
-    if dead:
-        call.cancel()
+        call.death = _ends.get(name)
+        _waiting.setdefault(name, []).append(call)
+    if call.death is not None:
+        answer.cancel()
     try:
-        yield
+        yield call
     finally:
         with _lock:
-            _waiting[name].remove(entry)
+            _waiting[name].remove(call)
 
 
 @contextmanager
@@ -116,9 +120,11 @@ def _follow(name: str, life: int) -> None:
             return
         how = _ends[name] = _how(ended)
         waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
-    for loop, call in waiting:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(call.cancel)
+        for call in waiting:
+            call.death = how
+    for call in waiting:
+        if not call.loop.is_closed():
+            call.loop.call_soon_threadsafe(call.answer.cancel)
     for listener in listeners:
         listener(name, how)
 

@@ -72,19 +72,19 @@ class MonarchFuture(Protocol):
 
 async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
     """Await a remote call. `seconds=None` only where the wait is open-ended and supervision ends it (a long poll)."""
-    call, task = asyncio.ensure_future(future.as_asyncio()), asyncio.current_task()
+    answer, task = asyncio.ensure_future(future.as_asyncio()), asyncio.current_task()
     wait = Wait(actor, verb, time.monotonic(), seconds)
     _waits[id(wait)] = wait
     try:
-        # Not wait_for: in Python 3.11 that forgets that it was cancelled if the answer comes in the same tick.
-        with deaths.cancelled_by_death(actor, call):
-            async with asyncio.timeout(seconds):
-                return await call
-    except asyncio.CancelledError:
-        how = deaths.end_of(actor)
-        if how is None or (task is not None and task.cancelling()):
-            raise  # it is the caller that was cancelled
-        raise RankDied(actor, how) from None
+        with deaths.cancelled_by_death(actor, answer) as call:
+            try:
+                # Not wait_for: in Python 3.11 that forgets that it was cancelled if the answer comes in the same tick.
+                async with asyncio.timeout(seconds):
+                    return await answer
+            except asyncio.CancelledError:
+                if call.death is None or (task is not None and task.cancelling()):
+                    raise  # it is the caller that was cancelled
+                raise RankDied(actor, call.death) from None
     except ActorError as error:
         kind = type(error.exception).__name__
         raise RankFailed(f"{actor} failed in {verb}: {kind}", remote(error), rank=actor, kind=kind) from None

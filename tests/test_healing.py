@@ -109,6 +109,30 @@ def all_are_whole(model: Any, n: int, length: int, done: list[list[Completion]])
             assert completion.tokens == greedy(model, request.tokens, completion)
 
 
+def test_beyond_its_budget_the_mesh_goes_on_with_fewer_and_then_ends_by_name(
+    model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fault = c.Fault(max_restarts=0)
+    with tending(model, tmp_path_factory, fault, replicas=2) as tended:
+
+        async def work() -> None:
+            pids = deaths.alive()
+            os.kill(pids["generator1[tp=0]"], signal.SIGKILL)
+            await tended.mesh.generate(requests(1, Sampling(64))[0])
+            await tended.healed()
+            assert list(tended.mesh.replicas) == [0]
+            assert tended.incidents.all[-1].outcome == "given up"
+            waiting = asyncio.create_task(tended.mesh.generate(requests(1, Sampling(900))[0]))
+            await asyncio.sleep(0.1)
+            os.kill(pids["generator0[tp=0]"], signal.SIGKILL)
+            with pytest.raises(RunError, match=r"^generator0\[tp=0\] died: its process"):
+                await waiting
+            with pytest.raises(RunError, match="generator0"):
+                await tended.weights.sync(5)
+
+        tended(work())
+
+
 def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Tended, model: Any) -> None:
     last = max(tended.mesh.replicas)
     others = [rank for replica in tended.mesh.replicas.values() if replica.index != last for rank in replica.ranks]
@@ -254,27 +278,3 @@ def test_the_mesh_grows_and_shrinks_while_it_samples_and_no_token_is_lost(tended
     done, told = tended(work())
     all_are_whole(model, 8, 600, done)
     assert told == count, "nothing was lost"
-
-
-def test_beyond_its_budget_the_mesh_goes_on_with_fewer_and_then_ends_by_name(
-    model: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    fault = c.Fault(max_restarts=0)
-    with tending(model, tmp_path_factory, fault, replicas=2) as tended:
-
-        async def work() -> None:
-            pids = deaths.alive()
-            os.kill(pids["generator1[tp=0]"], signal.SIGKILL)
-            await tended.mesh.generate(requests(1, Sampling(64))[0])
-            await tended.healed()
-            assert list(tended.mesh.replicas) == [0]
-            assert tended.incidents.all[-1].outcome == "given up"
-            waiting = asyncio.create_task(tended.mesh.generate(requests(1, Sampling(900))[0]))
-            await asyncio.sleep(0.1)
-            os.kill(pids["generator0[tp=0]"], signal.SIGKILL)
-            with pytest.raises(RunError, match=r"^generator0\[tp=0\] died: its process"):
-                await waiting
-            with pytest.raises(RunError, match="generator0"):
-                await tended.weights.sync(5)
-
-        tended(work())
