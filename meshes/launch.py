@@ -130,14 +130,14 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         sleeps=config.placement.kind == "colocated",
         seed=config.debug.seed,
     )
-    first, tp = 0 if settings.sleeps else config.parallelism.world_size, g.tensor_parallel_degree
+    tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
         mesh = await GeneratorMesh.spawn(
             host,
             settings,
             replicas=g.replicas,
             env=vllm_cpu.ENV if setup.device == "cpu" else {},
-            env_of=lambda at: _resources(setup, first=first + at["replica"] * tp, count=tp),
+            env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
             init_seconds=config.comm.init_timeout_seconds,
             seconds=config.comm.train_timeout_seconds,
             hang_seconds=config.fault.hang_seconds,
@@ -148,6 +148,15 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         for rank in await mesh.start():
             verify_complete(rank.shapes, setup.shape, tp)
     return mesh
+
+
+def _first_gpu(setup: Setup, replica: int) -> int:
+    """Behind the trainers; of a replica that comes while the run is under way, behind everybody."""
+    config, g = setup.config, setup.config.generator
+    first = 0 if config.placement.kind == "colocated" else config.parallelism.world_size
+    if replica >= g.replicas:
+        first += sum(role.parallelism.world_size for role in config.roles.values())
+    return first + replica * g.tensor_parallel_degree
 
 
 def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:

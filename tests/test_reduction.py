@@ -70,6 +70,7 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
         lr=0.1,
         tokens=10,
         seconds=2.0,
+        busy=1.0,
         metrics={"entropy": 2.0, "high": 1.5, "low": 0.5},
         histograms={"h": [3.0, 4.0]},
     )

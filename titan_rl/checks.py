@@ -19,6 +19,7 @@ from titan_rl.config import BYTES, Config
 from titan_rl.config_file import ConfigError, as_toml, load
 from titan_rl.model_shape import ModelShape, shape_of, shape_of_folder
 from titan_rl.rewards import last_number, reward_for
+from titan_rl.snapshot import snapshot_bytes
 from titan_rl.tasks import jsonl
 from titan_rl.tokenizer import SIZE, TextTokenizer, build
 from titan_rl.types import Prompt
@@ -68,7 +69,22 @@ def warnings(config: Config) -> list[str]:
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and anchors nothing; take "k2" or "k3", '
             'or algorithm.kl_in = "reward"'
         )
+    kept, memory = snapshot_memory(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if kept > memory / 2:
+        found.append(
+            f"fault.snapshot_interval = {config.fault.snapshot_interval} keeps {kept / 2**30:.0f} GiB of snapshots in the "
+            f"host's memory of {memory / 2**30:.0f} GiB; 0 keeps none"
+        )
     return found
+
+
+def snapshot_memory(config: Config) -> int:
+    """Bytes of the host's memory, as far as the model is known."""
+    shape, _ = _shape(config)
+    if config.fault.snapshot_interval == 0 or shape is None:
+        return 0
+    roles = [config.parallelism, *([config.critic.parallelism] if config.algorithm.needs_critic else [])]
+    return sum(snapshot_bytes(shape.parameters, config.training.dtype, p.data_parallel_replicate_degree) for p in roles)
 
 
 def visible_gpus() -> int:

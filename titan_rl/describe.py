@@ -7,6 +7,7 @@ from titan_rl.config import BYTES, Config, Parallelism
 from titan_rl.model_shape import ModelShape
 from titan_rl.plan_view import MeshRow, Plan
 from titan_rl.setup import Setup
+from titan_rl.snapshot import snapshot_bytes
 
 
 def describe(setup: Setup, warnings: Sequence[str]) -> Plan:
@@ -56,6 +57,9 @@ def trained(name: str, setup: Setup, p: Parallelism, shape: ModelShape, lent: Se
     each = 4 * shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
     holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} a rank"
     holds += "".join(f", {role} {size(each // 4)}" for role in lent)
+    if setup.config.fault.snapshot_interval:
+        kept = snapshot_bytes(shape.parameters, setup.config.training.dtype, p.data_parallel_replicate_degree)
+        holds += f"; snapshots {size(kept)} of host memory"
     return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), holds)
 
 

@@ -8,10 +8,13 @@ from titan_rl.checks import CPU_SLOTS, visible_gpus
 from titan_rl.control import Refused
 from titan_rl.incidents import Incidents
 from titan_rl.meshes import deaths
+from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generators import GeneratorMesh
 from titan_rl.meshes.launch import Meshes
 from titan_rl.setup import Setup
 from titan_rl.stop import Stop
+
+STANDING = ("watch", "take")  # calls that a replica holds as long as it serves
 
 
 class Status:
@@ -24,6 +27,11 @@ class Status:
         return {
             "run": self._stop.status() | {"seconds": round(time.time() - self._began, 1)},
             "ranks": self._ranks(),
+            "waits": [
+                {"for": wait.actor, "verb": wait.verb, "seconds": round(time.monotonic() - wait.since, 1)}
+                for wait in waits()
+                if wait.verb not in STANDING
+            ],
             "faults": [asdict(incident) for incident in self._incidents.all],
         }
 
