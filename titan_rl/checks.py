@@ -72,8 +72,8 @@ def warnings(config: Config) -> list[str]:
     kept, memory = snapshot_memory(config), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if kept > memory / 2:
         found.append(
-            f"fault.snapshot_interval = {config.fault.snapshot_interval} keeps {kept / 2**30:.0f} GiB of snapshots in the "
-            f"host's memory of {memory / 2**30:.0f} GiB; 0 keeps none"
+            f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {kept / 2**30:.0f} GiB of the "
+            f"host's {memory / 2**30:.0f} GiB of memory; 0 keeps none"
         )
     return found
 
