@@ -38,6 +38,8 @@ class Recovery:
         self._setup, self._meshes, self._weights, self._snapshots = setup, meshes, weights, snapshots
         self._watch, self._incidents, self._stop, self._terminal = watch, incidents, stop, terminal
         self._open: list[Incident] = []  # their work is not under way again yet
+        self._lost: set[ModelMesh] = set()  # and not respawned yet: another may be lost while one is
+        self._connected = True  # generators to these trainers
         self._reached = -1  # the last step that was begun when something was lost
         self._failed_at: int | None = None  # the step that was lost last, if by an error
         self.attempt = 0
@@ -49,7 +51,7 @@ class Recovery:
 
     async def drive(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Attempt after attempt, until one comes to its end, or until what was lost cannot be replaced."""
-        work = attempt
+        work: Callable[[], Coroutine[Any, Any, None]] = attempt
         while True:
             self.attempt += work is attempt
             try:
@@ -58,16 +60,22 @@ class Recovery:
                     return
                 work = attempt
             except RunError as error:
-                work = self._remedy(error)
+                try:
+                    self._remedy(error)
+                except RunError:
+                    for incident in self._open:
+                        self._incidents.given_up(incident, "the run ends")
+                    raise
+                work = self._mend
 
     def began(self, step: int) -> None:
         """An attempt goes on after this step: everything is up."""
         for incident in self._open:
             self._incidents.back(incident, f"the run goes on after step {step}", max(0, self._reached - 1 - step))
-        self._open = []
+        self._open, self._reached = [], -1
 
-    def _remedy(self, error: RunError) -> Callable[[], Coroutine[Any, Any, None]]:
-        """How to get over it; raises where that is not possible, or makes no sense."""
+    def _remedy(self, error: RunError) -> None:
+        """What is to be mended; raises where that is not possible, or makes no sense."""
         mesh = self._meshes.named(error.mesh)
         role = ROLLBACK if isinstance(error, Rewind) else error.mesh
         if (mesh is None and not isinstance(error, Rewind)) or self._stop.requested or self._repeats(error):
@@ -79,11 +87,8 @@ class Recovery:
 
         if isinstance(error, Rewind):
             self._undo(error.before)
-
-        async def mend() -> None:
-            await self._mend(mesh)
-
-        return mend
+        if mesh is not None:
+            self._lost.add(mesh)
 
     def _undo(self, step: int) -> None:
         """This one and all later ones: their checkpoints are no longer found, by this run or by one that resumes it."""
@@ -102,14 +107,17 @@ class Recovery:
         self._failed_at = self._stop.step
         return again
 
-    async def _mend(self, lost: ModelMesh | None) -> None:
+    async def _mend(self) -> None:
         trainers = self._meshes.trainers
         if self._weights is not None:
             await self._weights.abandon()
-        # Live trainers rewind in place; but with nothing to rewind to, only new ones hold the weights of the beginning.
-        respawned = {mesh for mesh in (lost, trainers if self.point().nothing else None) if mesh is not None}
-        for mesh in respawned:
+        if self.point().nothing:  # live trainers rewind in place, but only new ones hold the weights of the beginning
+            self._lost.add(trainers)
+        for mesh in list(self._lost):
             with self._terminal.phase(f"{mesh.name}: respawned"):
                 await mesh.respawn()
-        if trainers in respawned and self._weights is not None:
+            self._lost.discard(mesh)
+            self._connected = self._connected and mesh is not trainers
+        if not self._connected and self._weights is not None:
             await self._weights.connect(self._setup.config, self._setup.shape)
+            self._connected = True
