@@ -263,7 +263,7 @@ def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None
             "sync": 1,
             "wait": 0.5,
             "eval": 3,
-            "save": 5,
+            "save": 5, "pause": 0.0,
             "other": 24,
         },
         abs=1,
@@ -288,7 +288,7 @@ def test_the_summary_of_a_run_on_given_data(tmp_path: Path) -> None:
     assert [summary[key] for key in ("steps", "cold_start_eval", "initial_eval", "final_eval")] == [2, None, 0.25, 0.75]
     assert summary["logprob_gap"] == {"mean": None, "max": None}
     expected = {"startup": 10, "cold_start": 0, "generate": 0, "judge": 2, "train": 4, "sync": 1, "wait": 0.5}
-    expected |= {"eval": 5, "save": 1, "other": 40 - 10 - 2 - 4 - 1 - 0.5 - 5 - 1}
+    expected |= {"eval": 5, "save": 1, "pause": 0.0, "other": 40 - 10 - 2 - 4 - 1 - 0.5 - 5 - 1}
     assert summary["seconds"] == pytest.approx(expected, abs=1)
 
 
