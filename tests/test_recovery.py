@@ -77,7 +77,7 @@ def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(runs:
         until(run, lambda count=count: len(faults(run)) > count)
         fault = faults(run)[-1]
         assert victim in fault["why"]
-        assert fault["time"] - began < 2, "detected"
+        assert fault["time"] - began < 8, "told by the kernel, in milliseconds on an idle machine; no deadline passed"
         assert fault["redone"] <= 2
         others = {name for name in before if name.partition("[")[0] != victim.partition("[")[0]}
         assert {name: run.workers()[name] for name in others} == {name: before[name] for name in others}
