@@ -345,6 +345,7 @@ class GeneratorMesh:
         lost on the way is waited for no longer. `forgives`: who refuses is not lost, and serves nothing for now."""
         self._check()
         reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
+        names = {index: replica.name for index, replica in self.replicas.items()}  # who answers may be lost by the end
 
         async def pulled(replica: Replica) -> tuple[list[Arrived], Switched]:
             with lease(replica.name):
@@ -365,7 +366,7 @@ class GeneratorMesh:
 
         refused: list[str] = []
         found = await self._each(pulled, refused if forgives else None)
-        answers = {self.replicas[index].name: answer for index, answer in found.items()}
+        answers = {names[index]: answer for index, answer in found.items()}
         self._switching = False  # not after a refusal: who serves nothing can take nothing over
         self._routing.resume(asyncio.get_running_loop().time())
         ranks = [rank for arrived, _ in answers.values() for rank in arrived]
