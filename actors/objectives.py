@@ -7,9 +7,8 @@ import torch
 
 from titan_rl.actors.titan_model import DeviceRows, TitanModel
 from titan_rl.config import Algorithm, Config
-from titan_rl.kernels.fused_policy_loss import fused_policy_loss
 from titan_rl.kernels.off_policy import OffPolicy
-from titan_rl.kernels.policy_loss import Surrogate, Tokens, supervised_loss
+from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
 from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
@@ -55,7 +54,7 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
         )
-        return fused_policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
+        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
 
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm

@@ -32,9 +32,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from titan_rl.kernels.fused_policy_loss import fused_policy_loss
-from titan_rl.kernels.off_policy import OffPolicy
-from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
 from titan_rl.kernels.token_logprob import token_logprob
 from titan_rl.run_log import git_commit, machine, versions
 
@@ -112,43 +109,6 @@ def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 TOKEN_LOGPROB = {"plain": plain, "titan_rl": tiled, "torchtitan chunked": titan, "liger": liger}
 
 
-def policy_loss_pass(variant: str, tokens: int, settings: str) -> Pass:
-    """Sequences of 256 tokens, of which 0.7 are trained; `full` has all columns and sums over sequences besides."""
-    torch.manual_seed(0)
-    full = settings == "full"
-    behaviour, entropy = -torch.rand(tokens, device=DEVICE), torch.rand(tokens, device=DEVICE).requires_grad_(full)
-    logprob = (behaviour + 0.1 * torch.randn_like(behaviour)).requires_grad_()
-    columns = Tokens(
-        behaviour=behaviour,
-        advantage=torch.randn_like(behaviour),
-        mask=(torch.rand_like(behaviour) < 0.7).float(),
-        weight=torch.full_like(behaviour, 1 / tokens),
-        sequence=torch.arange(tokens, device=DEVICE) // 256,
-        sequences=-(-tokens // 256),
-        proximal=behaviour + 0.1 * torch.randn_like(behaviour) if full else None,
-        reference=behaviour + 0.1 * torch.randn_like(behaviour) if full else None,
-    )
-    surrogate = POLICY_LOSS_SETTINGS[settings]
-
-    def forward_backward() -> None:
-        logprob.grad = entropy.grad = None
-        POLICY_LOSS[variant](logprob, entropy, columns, surrogate)[0].backward()
-
-    return forward_backward
-
-
-POLICY_LOSS = {"plain": policy_loss, "titan_rl": fused_policy_loss}
-POLICY_LOSS_SETTINGS = {
-    "grpo": Surrogate(),
-    "full": Surrogate(
-        ratio="sequence",
-        kl_coef=0.1,
-        entropy_coef=0.01,
-        off_policy=OffPolicy(weight="token_tis", rejection="geometric"),
-    ),
-}
-
-
 def shape(tokens: int, size: int, dtype: str = "float32", vocabulary: int = 131072) -> dict[str, Any]:
     return {"tokens": tokens, "vocabulary": vocabulary, "size": size, "dtype": dtype}
 
@@ -163,15 +123,6 @@ BENCHES = {
             "titan_rl": (shape(2048, 64), shape(4096, 64), shape(8192, 64)),
             "torchtitan chunked": (shape(2048, 64), shape(4096, 64), shape(8192, 64)),
             "liger": (shape(8192, 64),),
-        },
-    ),
-    "policy_loss": Bench(
-        build=policy_loss_pass,
-        variants=tuple(POLICY_LOSS),
-        timed=tuple({"tokens": 65536, "settings": settings} for settings in POLICY_LOSS_SETTINGS),
-        weighed={
-            variant: tuple({"tokens": 2**20, "settings": settings} for settings in POLICY_LOSS_SETTINGS)
-            for variant in POLICY_LOSS
         },
     ),
 }

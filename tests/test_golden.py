@@ -16,7 +16,6 @@ from golden.replay import (
     GROUP,
     PROMPT,
     Case,
-    Loss,
     Placed,
     Told,
     by_group,
@@ -48,7 +47,6 @@ from titan_rl.advantages import (
 )
 from titan_rl.config import Algorithm
 from titan_rl.experience import with_advantages
-from titan_rl.kernels.fused_policy_loss import fused_policy_loss
 from titan_rl.kernels.kl import kl_estimate
 from titan_rl.kernels.off_policy import off_policy_weights
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss
@@ -67,7 +65,6 @@ WHOLE_SEQUENCE_GRADIENT = "gspo_token_tis"
 REJECTED_OUT_OF_THE_MEAN = ("token_rejection", "geometric_rejection", "geometric_rejection_token_tis")
 TRL_ALIKE = sorted(TRL_POLICY.keys() - {*EMPTIES_COUNTED, ENTROPY_BY_TOKEN, WHOLE_SEQUENCE_GRADIENT})
 VERL_ALIKE = sorted(VERL_POLICY.keys() - set(REJECTED_OUT_OF_THE_MEAN))
-IMPLEMENTATIONS = pytest.mark.parametrize("loss_of", [policy_loss, fused_policy_loss])
 
 
 def trained(inputs: Case) -> int:
@@ -77,12 +74,11 @@ def trained(inputs: Case) -> int:
 # TRL ----------------------------------------------------------------------------------------------------------------
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("name", TRL_ALIKE)
-def test_rewards_become_the_loss_and_gradients_that_trl_computes(name: str, loss_of: Loss) -> None:
+def test_rewards_become_the_loss_and_gradients_that_trl_computes(name: str) -> None:
     case = TRL_POLICY[name]
     theirs = case["outputs"]
-    loss, sums, x = trl_loss(case, loss_of)
+    loss, sums, x = trl_loss(case, policy_loss)
     loss.backward()
     compare(trl_advantages(case), theirs["advantages"])
     compare(loss, theirs["loss"])
@@ -95,11 +91,10 @@ def test_rewards_become_the_loss_and_gradients_that_trl_computes(name: str, loss
             compare(sums[our] / trained(case["inputs"]), theirs[their])
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("name", EMPTIES_COUNTED)
-def test_trl_counts_a_sequence_without_trained_tokens_in_a_mean_over_sequences(name: str, loss_of: Loss) -> None:
+def test_trl_counts_a_sequence_without_trained_tokens_in_a_mean_over_sequences(name: str) -> None:
     case = TRL_POLICY[name]
-    loss, _, x = trl_loss(case, loss_of)
+    loss, _, x = trl_loss(case, policy_loss)
     loss.backward()
     counted = float(np.any(case["inputs"]["mask"], axis=1).mean())
     assert counted == 7 / 8
@@ -107,24 +102,22 @@ def test_trl_counts_a_sequence_without_trained_tokens_in_a_mean_over_sequences(n
     compare_gradients(x, case, counted)
 
 
-@IMPLEMENTATIONS
-def test_trl_averages_the_entropy_over_tokens_whatever_the_losss_aggregation(loss_of: Loss) -> None:
+def test_trl_averages_the_entropy_over_tokens_whatever_the_losss_aggregation() -> None:
     case = TRL_POLICY[ENTROPY_BY_TOKEN]
     surrogate, aggregation = trl_setup(case["settings"])
     x, packed = columns(case["inputs"], trl_advantages(case)), samples(case["inputs"])
-    policy = policy_terms(loss_of, replace(surrogate, entropy_coef=0.0), x)
-    entropy = policy_terms(loss_of, surrogate, {**x, "advantage": torch.zeros_like(x["advantage"])})
+    policy = policy_terms(policy_loss, replace(surrogate, entropy_coef=0.0), x)
+    entropy = policy_terms(policy_loss, surrogate, {**x, "advantage": torch.zeros_like(x["advantage"])})
     loss = summed(placed(packed, aggregation), policy)[0] + summed(placed(packed, "token_mean"), entropy)[0]
     loss.backward()
     compare(loss, case["outputs"]["loss"])
     compare_gradients(x, case)
 
 
-@IMPLEMENTATIONS
-def test_trl_spreads_a_sequence_ratios_gradient_evenly_where_token_weights_differ(loss_of: Loss) -> None:
+def test_trl_spreads_a_sequence_ratios_gradient_evenly_where_token_weights_differ() -> None:
     """GSPO against GSPO-token: one value; the same gradient's sum over each sequence, shared out differently."""
     case = TRL_POLICY[WHOLE_SEQUENCE_GRADIENT]
-    loss, _, x = trl_loss(case, loss_of)
+    loss, _, x = trl_loss(case, policy_loss)
     loss.backward()
     gradient = x["logprob"].grad
     assert gradient is not None
@@ -222,11 +215,10 @@ def test_the_reward_models_loss_and_metrics_are_trls() -> None:
 # verl ---------------------------------------------------------------------------------------------------------------
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("name", VERL_ALIKE)
-def test_policy_losses_and_gradients_are_verls(name: str, loss_of: Loss) -> None:
+def test_policy_losses_and_gradients_are_verls(name: str) -> None:
     case = VERL_POLICY[name]
-    loss, sums, x = verl_loss(case, loss_of)
+    loss, sums, x = verl_loss(case, policy_loss)
     loss.backward()
     compare(loss, case["outputs"]["loss"])
     compare_gradients(x, case)
@@ -236,11 +228,10 @@ def test_policy_losses_and_gradients_are_verls(name: str, loss_of: Loss) -> None
         compare(sums["clip_ratio/dual"] / tokens, case["outputs"]["dual_clipped"])
 
 
-@IMPLEMENTATIONS
 @pytest.mark.parametrize("name", REJECTED_OUT_OF_THE_MEAN)
-def test_verl_takes_rejected_tokens_out_of_the_mean(name: str, loss_of: Loss) -> None:
+def test_verl_takes_rejected_tokens_out_of_the_mean(name: str) -> None:
     case = VERL_POLICY[name]
-    loss, _, x = verl_loss(case, loss_of)
+    loss, _, x = verl_loss(case, policy_loss)
     loss.backward()
     kept, tokens = int(np.sum(case["outputs"]["kept"])), trained(case["inputs"])
     assert 0 < kept < tokens
