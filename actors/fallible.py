@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from titan_rl.actors import failpoints
+from titan_rl.wire import failpoints
 
 Self = TypeVar("Self")
 P = ParamSpec("P")

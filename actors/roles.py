@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.fallible import fallible
-from titan_rl.config import Config, Parallelism
-from titan_rl.model_shape import ModelShape
-from titan_rl.snapshot import Part
-from titan_rl.spans import Recorded, span
-from titan_rl.types import Batch, StepStats
+from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.spans import Recorded, span
+from titan_rl.wire.types import Batch, StepStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Frozen(Actor):
     """Reference, teacher or reward model on a mesh of its own. It has no optimizer, and no verb that changes it."""
 
-    def __init__(self, config: Config, shape: ModelShape, parallelism: Parallelism) -> None:
+    def __init__(self, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
         self._config, self._shape, self._parallelism = config, shape, parallelism
 
     @endpoint
@@ -29,7 +29,7 @@ class Frozen(Actor):
     async def start(self) -> int:
         """Build the model; answers with the bytes of parameters that this rank holds."""
         from titan_rl.actors.quiet import quiet
-        from titan_rl.actors.titan_model import TitanModel
+        from titan_rl.actors.titan.model import TitanModel
 
         quiet()
         self._model = TitanModel(self._config, self._shape, self._parallelism)
@@ -68,8 +68,8 @@ class CriticRank(Actor):
     @endpoint
     @fallible
     async def start(self) -> int:
-        from titan_rl.actors.critic import Critic
         from titan_rl.actors.quiet import quiet
+        from titan_rl.actors.titan.critic import Critic
 
         quiet()
         self._critic = Critic(self._config, self._shape)
@@ -77,7 +77,7 @@ class CriticRank(Actor):
 
     @endpoint
     @fallible
-    async def begin(self, part: Part | None, folder: str, at: int) -> None:
+    async def begin(self, part: SnapshotPart | None, folder: str, at: int) -> None:
         self._critic.begin(folder, at, part)
 
     @endpoint
@@ -99,7 +99,7 @@ class CriticRank(Actor):
 
     @endpoint
     @fallible
-    async def snapshot(self, part: Part, step: int, controller: str) -> int:
+    async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
         """Begin to copy this rank's state; answers with its bytes. The controller's part is the policy's to keep."""
         return self._critic.snapshot(step, part)
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Literal
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.fallible import fallible
-from titan_rl.config import Config, WeightSync
-from titan_rl.manifest import Manifest
-from titan_rl.model_shape import ModelShape
-from titan_rl.snapshot import Part
-from titan_rl.spans import Recorded, span
-from titan_rl.types import Batch, PhaseName, StepStats
-from titan_rl.weight_plan import Copy, Shard
+from titan_rl.config.sections import Config, WeightSyncSection
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.spans import Recorded, span
+from titan_rl.wire.types import Batch, PhaseName, StepStats
+from titan_rl.wire.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from titan_rl.actors.transport import Offer
+    from titan_rl.actors.sync.transport import Offer
 
 
 class Trainer(Actor):
@@ -34,8 +34,8 @@ class Trainer(Actor):
     @fallible
     async def start(self) -> int:
         """Build the model; answers with the bytes of parameters that this rank holds."""
-        from titan_rl.actors.policy import Policy
         from titan_rl.actors.quiet import quiet
+        from titan_rl.actors.titan.policy import Policy
 
         quiet()
         self._policy = Policy(self._config, self._shape)
@@ -43,7 +43,7 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def begin(self, part: Part | None, phase: PhaseName) -> tuple[int, str]:
+    async def begin(self, part: SnapshotPart | None, phase: PhaseName) -> tuple[int, str]:
         """Start or resume a phase, or go on from a snapshot: the step it stands at, and the controller's state saved
         with that step."""
         state = self._policy.begin(phase, part)
@@ -89,7 +89,7 @@ class Trainer(Actor):
 
     @endpoint
     @fallible
-    async def snapshot(self, part: Part, step: int, controller: str) -> int:
+    async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
         """Begin to copy this rank's state; answers with its bytes."""
         return self._policy.snapshot(step, controller, part)
 
@@ -102,7 +102,7 @@ class Trainer(Actor):
     @fallible
     async def shards(self) -> list[Shard]:
         """Which rectangles of which tensors this rank holds: the trainer's half of the weight plan."""
-        from titan_rl.actors.staging import shards_of
+        from titan_rl.actors.sync.staging import shards_of
 
         policy = self._policy
         return shards_of(policy.model.named_parameters(), policy.names, policy.rope_head_dims)
@@ -110,14 +110,14 @@ class Trainer(Actor):
     @endpoint
     @fallible
     async def stage(
-        self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSync
+        self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSyncSection
     ) -> "dict[int, Offer]":
         """Allocate this rank's staging memory for readers at these places; answers where each finds its run."""
         import torch
 
         from titan_rl.actors.quiet import quiet_rdma
-        from titan_rl.actors.staging import Staging
-        from titan_rl.actors.transport import is_remote
+        from titan_rl.actors.sync.staging import Staging
+        from titan_rl.actors.sync.transport import is_remote
 
         policy = self._policy
         parameters = {policy.names[name]: p for name, p in policy.model.named_parameters()}

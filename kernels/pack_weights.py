@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_rl.weight_plan import Copy
+from titan_rl.wire.weight_plan import Copy
 
 
 def reference_pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_rl.weight_plan import Copy
+from titan_rl.wire.weight_plan import Copy
 
 BLOCK = 4096  # elements: 8 KB of bf16, a few writes for each thread
 COLUMNS = tl.constexpr(9)

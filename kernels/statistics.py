@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from titan_rl.types import RATIO_EDGES as RATIO_EDGES
+from titan_rl.wire.types import RATIO_EDGES as RATIO_EDGES
 
 
 @dataclass(frozen=True, slots=True)

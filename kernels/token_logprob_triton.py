@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_rl.kernels.token_logprob import Incoming, SoftmaxSums
+from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
 BLOCK_TOKENS, BLOCK_VOCABULARY, BLOCK_HIDDEN = 64, 128, 64
 PROGRAMS = 1024  # several for each multiprocessor: where tokens are few, the vocabulary is split further

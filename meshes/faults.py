@@ -19,42 +19,13 @@ from monarch.actor import ActorError
 
 from titan_rl.meshes import deaths, stalls
 from titan_rl.meshes.stalls import Wait
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RankFailed, RunError
 
 T = TypeVar("T")
 
 STALL_SECONDS = 15.0  # in which one stall of a mesh is one
 LOCAL_SECONDS = 0.5  # for a death to be told that broke a peer's collective first
 CAUSE_SECONDS = 5.0  # for a death of another host's, which supervision polls every second (environment.py)
-
-
-class RunError(Exception):
-    """A run cannot go on. str() is a headline; `details` is the remote traceback or signal, shown once."""
-
-    def __init__(self, headline: str, details: str = "", *, rank: str = "", kind: str = "") -> None:
-        super().__init__(headline)
-        self.details = details
-        self.rank = rank  # that it is about, "trainer[dp=1 tp=0]"; none: a respawned mesh would not help
-        self.kind = kind  # of the remote exception
-
-    @property
-    def mesh(self) -> str:
-        return self.rank.partition("[")[0]
-
-
-class RankFailed(RunError):
-    """An actor raised, or its process died."""
-
-
-class RankDied(RankFailed):
-    """Its process ended."""
-
-    def __init__(self, rank: str, how: str, report: str = "") -> None:
-        super().__init__(f"{rank} died: its process {how}", report, rank=rank)
-        self.how = how
-
-
-class DeadlinePassed(RunError):
-    """Somebody waited longer than allowed."""
 
 
 _waits: dict[int, Wait] = {}

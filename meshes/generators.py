@@ -23,21 +23,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from monarch.actor import HostMesh, ProcMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.actors.engine import ENV, EngineInfo, EngineSettings, Report, SampleId, Withdrawn
-from titan_rl.actors.generator import Arrived, Generator, News, Switched, drain
-from titan_rl.config import WeightSync
-from titan_rl.incidents import Incident, Incidents
-from titan_rl.manifest import Manifest
-from titan_rl.meshes.faults import RankDied, RunError, ask, ask_all, label
-from titan_rl.meshes.procs import end, spawn
+from titan_rl.actors.vllm.engine import ENV, EngineInfo, EngineReport, EngineSettings, SampleId, Withdrawn
+from titan_rl.actors.vllm.generator import Arrived, Generator, News, Switched, drain
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.routing import Load, Move, Routing
-from titan_rl.spans import Recorded
-from titan_rl.types import Completion, EngineStats, Request
+from titan_rl.meshes.spawn import end, spawn
+from titan_rl.record.incidents import Incident, Incidents
+from titan_rl.wire.errors import RankDied, RunError
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.spans import Recorded
+from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
-    from titan_rl.actors.landing import Source
+    from titan_rl.actors.sync.landing import Source
 
-DEFAULTS = WeightSync()
+DEFAULTS = WeightSyncSection()
 REFUSED = "Refused"  # what a rank raises that was given other weights than announced
 T = TypeVar("T")
 REPORT_SECONDS = 0.25  # how often an engine says how far it is, where that decides anything
@@ -123,7 +124,7 @@ class Replica:
 
     def serve(
         self,
-        heard: Callable[[Report], None],
+        heard: Callable[[EngineReport], None],
         gave: Callable[[Move, list[Withdrawn]], None],
         lost: Callable[[Exception], None],
         within: float | None = None,
@@ -182,7 +183,7 @@ class Replica:
 
     async def _serve(
         self,
-        heard: Callable[[Report], None],
+        heard: Callable[[EngineReport], None],
         gave: Callable[[Move, list[Withdrawn]], None],
         lost: Callable[[Exception], None],
         within: float,
@@ -206,7 +207,7 @@ class Replica:
             for _ in requests:
                 self._outbox.task_done()
 
-    async def _read(self, heard: Callable[[Report], None], within: float) -> None:
+    async def _read(self, heard: Callable[[EngineReport], None], within: float) -> None:
         """Every answer is a sign of life."""
         while True:
             news: News = await self.head("take", within, seconds=within + self._hang_seconds)
@@ -307,7 +308,7 @@ class GeneratorMesh:
         """Gather where each rank is: ranks of equal places can map each other's memory."""
         return await self._all("place", seconds=self._seconds)
 
-    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSync = DEFAULTS) -> list[str]:
+    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSyncSection = DEFAULTS) -> list[str]:
         """Scatter, by tensor-parallel rank, where the weights are read from; every replica reads the same. Answers with
         the transport of every run that is read."""
         names = await self._each(lambda r: r.scatter("connect", sources, sync, seconds=self._init_seconds))
@@ -596,7 +597,7 @@ class GeneratorMesh:
             if not answer.done():
                 answer.set_exception(error)
 
-    def _heard(self, replica: Replica, report: Report) -> None:
+    def _heard(self, replica: Replica, report: EngineReport) -> None:
         if self.replicas.get(replica.index) is not replica:
             return
         now = asyncio.get_running_loop().time()

@@ -7,11 +7,11 @@ import numpy as np
 from monarch.actor import HostMesh
 
 from titan_rl.actors.roles import CriticRank, Frozen
-from titan_rl.config import Config, Parallelism
-from titan_rl.meshes.models import ModelMesh, TrainedMesh
-from titan_rl.model_shape import ModelShape
-from titan_rl.snapshot import Snapshot
-from titan_rl.types import Batch
+from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.meshes.model_mesh import ModelMesh, TrainedMesh
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import Snapshot
+from titan_rl.wire.types import Batch
 
 
 class FrozenMesh(ModelMesh):
@@ -22,7 +22,7 @@ class FrozenMesh(ModelMesh):
         cls,
         host: HostMesh,
         name: str,
-        parallelism: Parallelism,
+        parallelism: ParallelismSection,
         config: Config,
         shape: ModelShape,
         env: Mapping[str, str],

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from titan_rl.actors.engine import Report, SampleId, Withdrawn
-from titan_rl.types import Completion, Request
+from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
+from titan_rl.wire.types import Completion, Request
 
 FADE = 0.9
 """What a measurement of an engine's pace still counts after the next one."""
@@ -60,9 +60,9 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums = (0.0,) * 5  # over steps: 1, n, seconds, n n, n seconds
-        self._last = Report()
+        self._last = EngineReport()
 
-    def measure(self, report: Report) -> None:
+    def measure(self, report: EngineReport) -> None:
         steps, read = report.steps - self._last.steps, report.read - self._last.read
         seconds, self._last = report.seconds - self._last.seconds, report
         if steps > 0:
@@ -84,7 +84,7 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PartialRequest:
     """Samples of one request that one replica holds, under an id of their own."""
 
     request: Request  # as the engine knows it
@@ -127,10 +127,10 @@ class Unsent(NamedTuple):
 
 
 @dataclass(slots=True)
-class Held:
+class HeldSample:
     """What is known of one replica."""
 
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, PartialRequest] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     heard: float = 0.0  # when
     sampled: int = 0
@@ -138,7 +138,7 @@ class Held:
     retired: bool = False  # what it has left, it may yet answer
 
     @property
-    def unfinished(self) -> list[tuple[Part, int]]:
+    def unfinished(self) -> list[tuple[PartialRequest, int]]:
         return [(part, index) for part in self.parts.values() for index in part.lengths]
 
     @property
@@ -149,7 +149,7 @@ class Held:
 class Routing:
     def __init__(self, replicas: int, slots: int | None = None) -> None:
         """`slots`: how many samples an engine advances in one step. With it, requests may wait and samples move."""
-        self._held = {replica: Held() for replica in range(replicas)}
+        self._held = {replica: HeldSample() for replica in range(replicas)}
         self._slots = slots
         self._wholes: dict[str, Whole] = {}  # the oldest first
         self._waiting: list[Request] = []  # never sent
@@ -165,12 +165,12 @@ class Routing:
         """It takes requests from now on, at a pace that nobody knows. Its index may have been a lost one's."""
         if replica in self._held:
             raise ValueError(f"replica {replica}: expected a new or a lost one to join, found it here")
-        self._held[replica] = Held(heard=now)
+        self._held[replica] = HeldSample(heard=now)
 
     def lose(self, replica: int) -> int:
         """It is gone, with all that it had. Answers with how many samples begin anew, from the tokens that they had
         been sent with; those that have finished are among them where their part was not done."""
-        lost, parts = 0, self._held.pop(replica, Held()).parts.values()
+        lost, parts = 0, self._held.pop(replica, HeldSample()).parts.values()
         for part in parts:
             indices, begun = sorted(part.unanswered), part.request.begun
             places = [part.places[i] for i in indices]
@@ -240,7 +240,7 @@ class Routing:
             del self._waiting[0]
         return sent
 
-    def report(self, replica: int, report: Report, now: float) -> None:
+    def report(self, replica: int, report: EngineReport, now: float) -> None:
         if (held := self._held.get(replica)) is None:
             return
         held.heard, held.sampled = now, report.tokens
@@ -316,7 +316,7 @@ class Routing:
             return live
         return [i for i in live if now - self._held[i].heard < SILENT_SECONDS] or live
 
-    def _put(self, replica: int, unsent: Unsent) -> Part:
+    def _put(self, replica: int, unsent: Unsent) -> PartialRequest:
         id, places, begun, thief = unsent
         held, whole = self._held[replica], self._wholes[id]
         request = whole.request
@@ -325,14 +325,14 @@ class Routing:
             request = replace(request, id=f"{id}~{whole.parts}", seeds=seeds, begun=begun)
         whole.parts += 1
         lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(begun)}
-        held.parts[request.id] = part = Part(request, id, places, set(lengths), lengths)
+        held.parts[request.id] = part = PartialRequest(request, id, places, set(lengths), lengths)
         held.stolen += len(places) if thief is not None else 0
         return part
 
-    def _part(self, replica: int, id: str) -> Part | None:
+    def _part(self, replica: int, id: str) -> PartialRequest | None:
         return held.parts.get(id) if (held := self._held.get(replica)) else None
 
-    def _drop_if_answered(self, replica: int, part: Part) -> None:
+    def _drop_if_answered(self, replica: int, part: PartialRequest) -> None:
         if not part.unanswered:
             del self._held[replica].parts[part.request.id]
 
@@ -350,7 +350,7 @@ class Routing:
         (a, b), left = self._line(replica, now), [part.left(i) for part, i in self._held[replica].unfinished]
         return a * max(left, default=0) + b * sum(left)
 
-    def _by_worth(self, victim: int) -> list[tuple[Part, int]]:
+    def _by_worth(self, victim: int) -> list[tuple[PartialRequest, int]]:
         """Groups of which nothing is sampled yet first, for they cost no prefill again; then the longest left."""
         started = {part: any(part.lengths.values()) for part in self._held[victim].parts.values()}
         return sorted(
@@ -366,7 +366,7 @@ class Routing:
         left = [part.left(i) for part, i in samples]
         longest_left_behind = list(accumulate(reversed([*left, 0]), max))[::-1]
         stays, best, moves = self._seconds_left(victim, now), float("inf"), 0
-        behind, longest, tokens, prefill, contexts = sum(left), 0, 0, 0, set[Part]()
+        behind, longest, tokens, prefill, contexts = sum(left), 0, 0, 0, set[PartialRequest]()
         for k, (part, i) in enumerate(samples[: self._slots], start=1):
             longest, tokens, behind = max(longest, left[k - 1]), tokens + left[k - 1], behind - left[k - 1]
             prefill += part.lengths[i] + (len(part.request.tokens) if part not in contexts else 0)

@@ -4,7 +4,7 @@
     trainer[dp=0 tp=0], process 9886: sleeping, 41.2 s of CPU, 0.0 cores busy
       Thread 9896 (idle): "monarch-actor-event-loop"
         all_reduce (torch/distributed/distributed_c10d.py:3012)
-        _all_reduce (titan_rl/actors/reduction.py:108)
+        _all_reduce (actors/titan/reduction.py:108)
         ...
       3 threads wait for work
     trainer[dp=1 tp=0], process 9887: stopped by a signal, 40.9 s of CPU, 0.0 cores busy

@@ -7,16 +7,16 @@ import numpy as np
 from monarch.actor import HostMesh
 
 from titan_rl.actors.trainer import Trainer
-from titan_rl.config import Config, WeightSync
-from titan_rl.manifest import Publication
-from titan_rl.meshes.models import TrainedMesh
-from titan_rl.model_shape import ModelShape
-from titan_rl.snapshot import Snapshot
-from titan_rl.types import Batch, PhaseName, StepStats
-from titan_rl.weight_plan import Copy, Shard
+from titan_rl.config.sections import Config, WeightSyncSection
+from titan_rl.meshes.model_mesh import TrainedMesh
+from titan_rl.wire.manifest import Publication
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import Snapshot
+from titan_rl.wire.types import Batch, PhaseName, StepStats
+from titan_rl.wire.weight_plan import Copy, Shard
 
 if TYPE_CHECKING:
-    from titan_rl.actors.transport import Offer
+    from titan_rl.actors.sync.transport import Offer
 
 
 class TrainerMesh(TrainedMesh):
@@ -55,7 +55,7 @@ class TrainerMesh(TrainedMesh):
         return await self._all("shards", seconds=self._comm.train_timeout_seconds)
 
     async def stage(
-        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSync
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSyncSection
     ) -> "list[dict[int, Offer]]":
         """Scatter each rank's part of the weight plan, and say where its readers are; gather where those find it."""
         return await self._scatter("stage", copies, places, sync)

@@ -39,29 +39,29 @@ from monarch.actor import Actor, ProcMesh, concurrent_endpoint, this_host
 from rich.console import Console
 from rich.table import Table
 
-from titan_rl import config as c
-from titan_rl import tokenizer as characters
-from titan_rl.actors import vllm_cpu
-from titan_rl.actors.engine import ENV, Done, EngineSettings, Report
-from titan_rl.actors.generator import Arrived, News, Switched, drain
-from titan_rl.clock import Clock
-from titan_rl.config_file import find, load
-from titan_rl.data import PromptSource
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import ENV, Done, EngineReport, EngineSettings
+from titan_rl.actors.vllm.generator import Arrived, News, Switched, drain
+from titan_rl.config import sections as c
+from titan_rl.config.toml import find, load
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.ledger import Ledger
 from titan_rl.meshes.generators import GeneratorMesh, Replica
-from titan_rl.meshes.procs import spawn
-from titan_rl.metrics import EVAL_SCORE
-from titan_rl.model_shape import shape_of
-from titan_rl.reward_model import by_rule
-from titan_rl.rewards import reward_for
-from titan_rl.rollouts import Generates, RolloutStream
-from titan_rl.run_log import git_commit, machine, versions
-from titan_rl.seeds import derive
-from titan_rl.setup import write_model_folder
-from titan_rl.tasks import load_task
-from titan_rl.tokenizer import TextTokenizer
-from titan_rl.types import Completion, EngineStats, Request, Sampling
+from titan_rl.meshes.spawn import spawn
+from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.ledger import Ledger
+from titan_rl.record.metrics import EVAL_SCORE
+from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.rollout.judges import by_rule
+from titan_rl.rollout.stream import RolloutStream
+from titan_rl.tasks import tokenizer as characters
+from titan_rl.tasks.prompts import PromptSource
+from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.task import load_task
+from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Completion, EngineStats, Generates, Request, Sampling
 
 HERE = Path(__file__).resolve().parents[1]
 BENCHMARKS = HERE / "docs" / "benchmarks"
@@ -278,7 +278,7 @@ class Timer(Actor):
 
     @concurrent_endpoint
     async def take(self, within: float | None = None) -> News:
-        return News(await drain(self._done, within), Report())
+        return News(await drain(self._done, within), EngineReport())
 
     @concurrent_endpoint
     async def read(self, manifests: list[Any], timeout: float) -> Arrived:
@@ -345,11 +345,11 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     tokenizer = TextTokenizer.load(Path(folder.name))
     stream = RolloutStream(
         stopwatch,
-        PromptSource(load_task(c.Task(), seed=0, eval_size=0), tokenizer, seed=0),
+        PromptSource(load_task(c.TaskSection(), seed=0, eval_size=0), tokenizer, seed=0),
         by_rule(reward_for("exact")),
         tokenizer.decode,
-        algorithm=c.Algorithm(),
-        rollout=c.Rollout(groups_per_step=groups, group_size=group_size, lag=LAG),
+        algorithm=c.AlgorithmSection(),
+        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, lag=LAG),
         sampling=Sampling(TOKENS),
         first=1,
         groups=groups * steps,
@@ -405,7 +405,7 @@ PROMPT, GROUPS, SAMPLES, NEW, TOOL = 512, 2, 16, 32, 32  # tokens, but for the t
 async def prefix(repeats: int) -> list[Row]:
     seconds: dict[tuple[str, bool], list[float]] = {}
     hits: dict[tuple[str, bool], list[float]] = {}
-    shape = shape_of(c.Model())
+    shape = shape_of(c.ModelSection())
     with tempfile.TemporaryDirectory() as folder:
         write_model_folder(Path(folder), shape)
         engines = {cached: await engine(folder, cached) for cached in (True, False)}

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors import titan_cpu  # noqa: F401
+from titan_rl.actors.titan import titan_cpu  # noqa: F401
 
 # isort: split
 # titan_cpu is imported for its patches, before any torchtitan import.
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_rl.kernels.token_logprob import token_logprob
-from titan_rl.run_log import git_commit, machine, versions
+from titan_rl.record.run_log import git_commit, machine, versions
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "kernels.csv"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,10 +21,10 @@ import timeit
 from pathlib import Path
 from typing import Any
 
-from titan_rl.ledger import Ledger
-from titan_rl.run_log import git_commit, machine, versions
-from titan_rl.spans import Recorder
-from titan_rl.types import Completion, Group, Prompt, Rollout, Turn
+from titan_rl.record.ledger import Ledger
+from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.wire.spans import Recorder
+from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
 
 HERE = Path(__file__).resolve().parents[1]
 LONG_STEP = ["--rollout.groups_per_step", "64"]  # a step of a second or more

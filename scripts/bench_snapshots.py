@@ -27,23 +27,30 @@ from typing import Any
 import torch
 from monarch.actor import this_host
 
-from titan_rl.actors.snapshot import StateCopy
-from titan_rl.config import ColdStart, Config, Job, Model, Parallelism, Training
+from titan_rl.actors.titan.state_copy import StateCopy
+from titan_rl.batch.packing import pack
+from titan_rl.config.sections import (
+    ColdStartSection,
+    Config,
+    JobSection,
+    ModelSection,
+    ParallelismSection,
+    TrainingSection,
+)
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
-from titan_rl.meshes.snapshots import Snapshots
+from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.meshes.trainers import TrainerMesh
-from titan_rl.model_shape import shape_of
-from titan_rl.packing import pack
-from titan_rl.run_log import git_commit, machine, versions
-from titan_rl.snapshot import Part
-from titan_rl.spans import span
-from titan_rl.types import Batch, Sample
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.spans import span
+from titan_rl.wire.types import Batch, Sample
 
 HERE = Path(__file__).resolve().parents[1]
-SHARDED = Parallelism(data_parallel_shard_degree=2)
-TINY = Model(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128)
-LARGE = Model(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
+SHARDED = ParallelismSection(data_parallel_shard_degree=2)
+TINY = ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128)
+LARGE = ModelSection(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
 LENGTH = 64  # of a sample
 WARM_UP = 2  # pairs of steps
 
@@ -77,7 +84,7 @@ def copies(megabytes: int, repeats: int) -> Iterator[Measure]:
             torch.ops.aten._foreach_copy_(plain, tensors)
             beside.append(time.perf_counter() - began)
             began = time.perf_counter()
-            copy.begin(Part(f"/proc/{os.getpid()}/fd/{fd}", i + 1))
+            copy.begin(SnapshotPart(f"/proc/{os.getpid()}/fd/{fd}", i + 1))
             begun.append(time.perf_counter() - began)
             copy.wait()
             (warm if i else firsts).append(time.perf_counter() - began)
@@ -95,15 +102,15 @@ def copies(megabytes: int, repeats: int) -> Iterator[Measure]:
     yield Measure("copy", case, "until the copy has begun, ms", [each * 1e3 for each in begun[2:]])
 
 
-async def meshes(case: str, model: Model, layout: Parallelism, rows: int, pairs: int) -> list[Measure]:
+async def meshes(case: str, model: ModelSection, layout: ParallelismSection, rows: int, pairs: int) -> list[Measure]:
     """`rows` of 256 tokens a step over all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
-            job=Job(dump_folder=folder),
+            job=JobSection(dump_folder=folder),
             model=model,
             parallelism=layout,
-            training=Training(seq_len=4 * LENGTH, local_batch_size=4),
-            cold_start=ColdStart(steps=10_000),
+            training=TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
+            cold_start=ColdStartSection(steps=10_000),
         )
         mesh = await TrainerMesh.spawn(this_host(), config, shape_of(model), {})
         await mesh.start()
@@ -212,9 +219,9 @@ def main() -> None:
             measures += copies(megabytes, arguments.pairs)
     if "mesh" in arguments.parts:
         for case, model, layout, rows in (
-            ("tiny", TINY, Parallelism(), 16),
+            ("tiny", TINY, ParallelismSection(), 16),
             ("tiny", TINY, SHARDED, 16),
-            ("8M parameters", LARGE, Parallelism(), 4),
+            ("8M parameters", LARGE, ParallelismSection(), 4),
             ("8M parameters", LARGE, SHARDED, 8),
         ):
             measures += asyncio.run(meshes(case, model, layout, rows, arguments.pairs))

@@ -46,24 +46,24 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from titan_rl.actors import vllm_cpu
-from titan_rl.actors.engine import EngineSettings
-from titan_rl.actors.landing import Landing, Source
 from titan_rl.actors.quiet import quiet_rdma
-from titan_rl.actors.staging import Staging
-from titan_rl.actors.transport import Offer, is_remote
-from titan_rl.clock import Clock
-from titan_rl.config import Config, Generator, WeightSync
+from titan_rl.actors.sync.landing import Landing, Source
+from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.sync.transport import Offer, is_remote
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
 from titan_rl.environment import prepare_environment
 from titan_rl.kernels.pack_weights import pack, window
-from titan_rl.manifest import Manifest, Publication
-from titan_rl.meshes.faults import RunError
 from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.model_shape import ModelShape
-from titan_rl.run_log import git_commit, machine, versions
-from titan_rl.types import Request, Sampling, SyncStats
-from titan_rl.weight_plan import Copy, Piece, Plan, Shard, param_shapes, pieces, plan
-from titan_rl.weights import WeightSync as WeightsInTransit
+from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.manifest import Manifest, Publication
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.types import Request, Sampling, SyncStats
+from titan_rl.wire.weight_plan import Copy, Piece, Shard, WeightPlan, param_shapes, pieces, plan
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
 TIMEOUT = 300.0
@@ -282,7 +282,7 @@ class TrainerRank(Rank):
 
     @endpoint
     async def stage(self, checksums: bool) -> dict[int, Offer]:
-        runs, sync = {reader: tuple(copies) for reader, copies in self.copies.items()}, WeightSync()
+        runs, sync = {reader: tuple(copies) for reader, copies in self.copies.items()}, WeightSyncSection()
         self.staging = Staging(
             self.params,
             runs,
@@ -390,7 +390,7 @@ class Reader(Rank):
 
     @endpoint
     async def connect(self, offered: dict[int, Offer], transport: Literal["shm", "rdma"], verify: str) -> None:
-        sync = replace(WeightSync(), transport=transport, verify=verify)
+        sync = replace(WeightSyncSection(), transport=transport, verify=verify)
         sources = [
             Source(t, offer, tuple(self.copies[t]), "bfloat16", sync.block_kb << 10) for t, offer in offered.items()
         ]
@@ -494,7 +494,7 @@ def hf_rows(tensor: Tensor, name: str, shape: ModelShape) -> Tensor:
 
 @dataclass
 class Meshes:
-    made: Plan
+    made: WeightPlan
     trainers: Any
     readers: Any
     serial: int = 0  # of the last publication
@@ -679,7 +679,7 @@ async def measured(meshes: Meshes, megabytes: int, case: str, repeats: int) -> l
 # ---------------------------------------------------------------------------------------------------------------- load
 
 WAYS = {
-    f"{transport}, verify {verify}{', delta' if delta else ''}": WeightSync(
+    f"{transport}, verify {verify}{', delta' if delta else ''}": WeightSyncSection(
         transport=transport, verify=verify, delta=delta
     )
     for delta in (False, True)
@@ -704,7 +704,7 @@ class PackingTrainer(Actor):
 
     @endpoint
     async def stage(
-        self, copies: Mapping[int, tuple[Copy, ...]], places: Sequence[str], sync: WeightSync
+        self, copies: Mapping[int, tuple[Copy, ...]], places: Sequence[str], sync: WeightSyncSection
     ) -> dict[int, Offer]:
         self.staging = Staging(
             self.params,
@@ -753,7 +753,7 @@ class PackingTrainers:
         return await self.each("layout")
 
     async def stage(
-        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSync
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSyncSection
     ) -> list[dict[int, Offer]]:
         return await self.each("stage", places, sync, own=copies)
 
@@ -791,7 +791,7 @@ async def loaded(
     for way, sync in WAYS.items():
         mesh: Any = trainers
         weights = WeightsInTransit(mesh, generators, Clock())
-        await weights.connect(Config(generator=Generator(dtype="bfloat16"), weight_sync=sync), shape)
+        await weights.connect(Config(generator=GeneratorSection(dtype="bfloat16"), weight_sync=sync), shape)
         await weights.sync(version := version + 1)
         load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
         stats: list[SyncStats] = []

@@ -11,7 +11,7 @@ prepare_environment()  # Monarch reads its environment when it is imported
 import monarch.actor  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from running import Runs  # noqa: E402
+from support.running import Runs  # noqa: E402
 
 settings.register_profile("tests", deadline=None)  # a busy machine is no failing property
 settings.load_profile("tests")

@@ -17,23 +17,23 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from titan_rl.clock import Clock
-from titan_rl.data import SAMPLES, PromptSource
-from titan_rl.experience import minibatches, samples_of, with_advantages
-from titan_rl.health import Health, Rewind
-from titan_rl.ledger import Ledger
-from titan_rl.meshes.faults import RunError
-from titan_rl.meshes.launch import Meshes
-from titan_rl.report import Report
-from titan_rl.reward_model import accuracy, by_model, by_rule, scores_of
-from titan_rl.rewards import reward_for
-from titan_rl.roles import Roles
-from titan_rl.rollouts import RolloutStream
-from titan_rl.seeds import derive
-from titan_rl.setup import Setup
-from titan_rl.stop import Stop
-from titan_rl.types import Group, PhaseName, Sample, StepStats
-from titan_rl.weights import WeightSync
+from titan_rl.batch.experience import minibatches, samples_of, with_advantages
+from titan_rl.preflight.setup import Setup
+from titan_rl.record.ledger import Ledger
+from titan_rl.record.report import Report
+from titan_rl.rollout.judges import accuracy, by_model, by_rule, scores_of
+from titan_rl.rollout.stream import RolloutStream
+from titan_rl.tasks.prompts import SAMPLES, PromptSource
+from titan_rl.tasks.rewards import reward_for
+from titan_rl.train.health import Health, Rewind
+from titan_rl.train.launch import Meshes
+from titan_rl.train.learner import Roles
+from titan_rl.train.stop import Stop
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Group, PhaseName, Sample, StepStats
 
 BEFORE_RL = -1  # the version of weights that a cold start has yet to shape; RL begins with version 0
 

@@ -6,21 +6,18 @@ Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or
 import argparse
 import json
 import math
-import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.control import ANNOUNCEMENT, reachable
-from titan_rl.plan_view import labelled
-from titan_rl.terminal import duration, open_console, visible
+from titan_rl.control.client import DONE, REFUSED, Endpoint, Failed
+from titan_rl.record.plan_view import labelled
+from titan_rl.record.terminal import duration, open_console, visible
 
 COMMANDS = {
     "status": "where the run is, who is up, who waits on whom",
@@ -32,84 +29,7 @@ COMMANDS = {
 }
 AT_ONCE = ("status", "resume", "stop")
 ANSWER_SECONDS, WORK_SECONDS = 10.0, 600.0  # for an answer at once; for one after a step, a save, a start or an end
-POLL_SECONDS = 0.1
 WIDTH = 200  # of a cell
-DONE, REFUSED, NOT_RUNNING = 0, 1, 2
-
-
-class Failed(Exception):
-    """Nothing came of it; str() says why."""
-
-    def __init__(self, why: str, code: int = REFUSED) -> None:
-        super().__init__(why)
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where a run is steered.
-
-    >>> Endpoint(Path("outputs/grpo_llama"), 4711, Path("/tmp/titan_rl-4711/control"))
-    """
-
-    folder: Path
-    pid: int
-    path: Path
-
-    @classmethod
-    def find(cls, folder: Path) -> Self:
-        try:
-            found = json.loads((folder / ANNOUNCEMENT).read_text())
-            endpoint, host = cls(folder, int(found["pid"]), Path(found["socket"])), found["host"]
-        except (OSError, ValueError, KeyError, TypeError):
-            hint = "" if folder.is_dir() else ": there is no such folder"
-            raise Failed(f"no run is under way in {folder}{hint}", NOT_RUNNING) from None
-        if host != socket.gethostname():
-            raise Failed(f"the run in {folder} is on {host}, process {endpoint.pid}: ask there", NOT_RUNNING)
-        if not endpoint.runs():
-            raise endpoint.gone()
-        return endpoint
-
-    def runs(self) -> bool:
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rsplit(")", 1)[1].split()[0] not in "ZX"  # ended, though its parent has yet to hear of it
-
-    def gone(self) -> Failed:
-        return Failed(f"the run in {self.folder} is not running: its process {self.pid} has ended", NOT_RUNNING)
-
-    def ask(self, command: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        request = json.dumps({"command": command, "arguments": arguments}) + "\n"
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(seconds)
-            try:
-                with reachable(self.path) as name:
-                    connection.connect(name)
-                connection.sendall(request.encode())
-                line = connection.makefile("rb").readline()
-            except TimeoutError:
-                raise Failed(
-                    f"the run (process {self.pid}) did not answer {command} within {seconds:g} s; "
-                    "what was asked still stands. --timeout waits longer"
-                ) from None
-            except (FileNotFoundError, ConnectionError):  # another process's pid by now, or the run is just over
-                raise self.gone() from None
-        if not line:
-            raise Failed(f"the run (process {self.pid}) ended before it answered {command}")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise Failed(reply["error"])
-        return reply["answer"]
-
-    def wait(self, seconds: float) -> None:
-        """For the end of the run."""
-        deadline = time.monotonic() + seconds
-        while self.runs():
-            if time.monotonic() > deadline:
-                raise Failed(f"the run (process {self.pid}) has not ended within {seconds:g} s; it is still asked to")
-            time.sleep(POLL_SECONDS)
 
 
 def main(argv: Sequence[str]) -> int:

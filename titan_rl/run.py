@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl import checks
-from titan_rl.cli import parse
-from titan_rl.describe import describe
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.setup import Resume, Setup, prepare
-from titan_rl.terminal import Terminal
+from titan_rl.preflight import checks
+from titan_rl.preflight.cli import parse
+from titan_rl.preflight.describe import describe
+from titan_rl.preflight.setup import Resume, Setup, prepare
+from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(setup: Setup, terminal: Terminal) -> int:
     prepare_environment(setup.config.fault.detect_seconds)
-    from titan_rl.meshes.faults import RunError
     from titan_rl.session import session
+    from titan_rl.wire.errors import RunError
 
     try:
         with socket_folder():

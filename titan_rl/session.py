@@ -5,24 +5,24 @@ import os
 from contextlib import nullcontext
 from pathlib import Path
 
-from titan_rl.clock import Clock
-from titan_rl.config import BYTES
-from titan_rl.control import Control
+from titan_rl.config.sections import BYTES
+from titan_rl.control.server import Control
 from titan_rl.controller import Controller
-from titan_rl.export import export
-from titan_rl.incidents import Incidents
-from titan_rl.meshes.launch import launch, shutdown
-from titan_rl.meshes.snapshots import Snapshots
-from titan_rl.recovery import Recovery
-from titan_rl.report import Report
-from titan_rl.roles import Roles
-from titan_rl.run_log import RunLog
-from titan_rl.setup import Setup
-from titan_rl.status import Scale, Status
-from titan_rl.stop import Stop
-from titan_rl.terminal import Terminal
-from titan_rl.timeline import timeline
-from titan_rl.weights import WeightSync
+from titan_rl.meshes.snapshot_store import Snapshots
+from titan_rl.preflight.setup import Setup
+from titan_rl.record.incidents import Incidents
+from titan_rl.record.report import Report
+from titan_rl.record.run_log import RunLog
+from titan_rl.record.terminal import Terminal
+from titan_rl.record.timeline import timeline
+from titan_rl.train.export import export
+from titan_rl.train.launch import launch, shutdown
+from titan_rl.train.learner import Roles
+from titan_rl.train.recovery import Recovery
+from titan_rl.train.status import Scale, Status
+from titan_rl.train.stop import Stop
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
 
 
 async def session(setup: Setup, terminal: Terminal) -> bool:
@@ -56,7 +56,8 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
             with RunLog(
                 setup.folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
             ) as log:
-                report = Report(setup, terminal, log, clock)
+                heldout = len(setup.heldout.prompts)
+                report = Report(setup.name, config, setup.folder, terminal, log, clock, heldout=heldout)
                 snapshots = Snapshots(meshes.trainers, meshes.critic)
                 roles = Roles(setup, meshes, snapshots, incidents, clock)
                 recovery = Recovery(setup, meshes, weights, snapshots, watch, incidents, stop, terminal)

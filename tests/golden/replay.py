@@ -1,4 +1,4 @@
-"""A golden case through our own code: what tests/test_golden.py and tests/test_planted_bugs.py share.
+"""A golden case through our own code: what test_golden.py and test_planted_bugs.py share.
 
 case -> samples -> packed microbatches (`Placed`) -> loss of each, summed -> compared
 """
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_rl.advantages import group_relative
+from titan_rl.batch.advantages import group_relative
+from titan_rl.batch.packing import Aggregation, pack
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Surrogate, Tokens
 from titan_rl.kernels.statistics import Statistics
-from titan_rl.packing import Aggregation, pack
-from titan_rl.types import Rows, Sample
+from titan_rl.wire.types import Rows, Sample
 
 PROMPT = 2  # tokens before each answer
 GROUP = 4  # answers to a prompt

@@ -1,0 +1,275 @@
+"""The generator's side of a weight sync: bring a publication within reach, write it into vLLM's parameters, and make
+sure that they hold it.
+
+    read  -> layout, slot and (verify = "transfer") every byte are those of the manifests    beside the sampling
+    write -> in place; (verify = "live") the parameters are gathered back and compared       between two engine steps
+
+Whatever is wrong is fetched and written a second time, and then refused by name. Replicated engines, tensor-parallel
+ranks and restarted processes all land alike: a Landing knows one rank's parameters and the runs that it reads.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from titan_rl.actors.sync.staging import octets
+from titan_rl.actors.sync.transport import Offer, choose
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.kernels.pack_weights import window
+from titan_rl.wire import failpoints
+from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
+from titan_rl.wire.weight_plan import Copy
+
+
+class WeightsRefused(RuntimeError):
+    """These weights are not those that were announced: nobody may be served them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What one trainer rank offers to one reader, and what lies in it in which order."""
+
+    trainer_rank: int
+    offer: Offer
+    copies: tuple[Copy, ...]
+    dtype: str  # torch's name of it, "bfloat16"
+    block_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return sum(copy.elements for copy in self.copies)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * getattr(torch, self.dtype).itemsize
+
+
+class Read(NamedTuple):
+    bytes: int  # brought within reach
+    changed: int  # blocks of all that the publication has
+    blocks: int
+    verify: float  # seconds
+
+
+class Written(NamedTuple):
+    write: float  # seconds
+    verify: float
+
+
+class Landing:
+    """Makes the parameters of one rank those of a publication. read() may overlap with sampling; write() must not."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        sources: Sequence[Source],
+        sync: WeightSyncSection | None = None,
+        reader: str = "reader",
+    ) -> None:
+        """`reader` names this rank in errors."""
+        self._sync = sync or WeightSyncSection()
+        self._reader = reader
+        self._runs = [_Run(params, source, self._sync) for source in sources]
+        self._announced: list[Manifest] | None = None  # read completely, to be written
+        self._wanted: list[list[int]] = []  # of each run, the blocks that differ from what the parameters hold
+        self._held: list[tuple[int, ...]] | None = None  # checksums of what they hold; None is unknown
+
+    @property
+    def transports(self) -> list[str]:
+        """By source."""
+        return [run.transport.name for run in self._runs]
+
+    async def read(self, manifests: Sequence[Manifest], timeout: float) -> Read:
+        """Bring every run within reach. Fails within `timeout` seconds if a source is gone."""
+        self._announced = None
+        await failpoints.reached("read")
+        if len(manifests) != len(self._runs):
+            raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
+        for run, manifest in zip(self._runs, manifests, strict=True):
+            run.check(manifest, sums=self._sync.verify != "off" or self._sync.delta)
+        self._wanted = self._changed(manifests)
+        await self._fetch(manifests, self._wanted, timeout)
+        verify = await self._verify_transfer(manifests, timeout) if self._sync.verify == "transfer" else 0.0
+        self._announced = list(manifests)
+        return Read(
+            bytes=sum(run.nbytes(wanted) for run, wanted in zip(self._runs, self._wanted, strict=True)),
+            changed=sum(map(len, self._wanted)),
+            blocks=sum(len(run.blocks) for run in self._runs),
+            verify=verify,
+        )
+
+    async def write(self, timeout: float) -> Written:
+        """Overwrite the live parameters with what was read. Until this returns they hold no version."""
+        if self._announced is None:
+            raise RuntimeError("expected a completed read() before write(): there is no whole version at hand")
+        manifests, self._announced, self._held = self._announced, None, None
+        began = time.perf_counter()
+        self._put(manifests, self._wanted)
+        written = time.perf_counter()
+        if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
+            await self._fetch(manifests, wrong, timeout)
+            self._put(manifests, wrong)
+            self._refuse(manifests, self._strange(manifests), "in the live parameters")
+        self._held = [manifest.checksums for manifest in manifests]
+        return Written(written - began, time.perf_counter() - written)
+
+    async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
+        """The seconds it took. On another thread: hashing lets go of the interpreter, which goes on sampling."""
+        began = time.perf_counter()
+        if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
+            await self._fetch(manifests, wrong, timeout)
+            self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
+        return time.perf_counter() - began
+
+    def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
+        """Of each run, the blocks to bring over: all of them, if the parameters hold nothing known or most changed."""
+        everything = [list(range(len(run.blocks))) for run in self._runs]
+        if not self._sync.delta or self._held is None:
+            return everything
+        changed = [
+            [i for i, (old, new) in enumerate(zip(held, manifest.checksums, strict=True)) if old != new]
+            for held, manifest in zip(self._held, manifests, strict=True)
+        ]
+        return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
+
+    async def _fetch(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]], timeout: float) -> None:
+        runs = zip(self._runs, manifests, wanted, strict=True)
+        await asyncio.gather(*(run.fetch(manifest, indices, timeout) for run, manifest, indices in runs if indices))
+        self._check_stamps(manifests, wanted)
+
+    @torch.no_grad()
+    def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+            run.put(manifest.slot, indices)
+        self._check_stamps(manifests, wanted)  # mapped memory is read by writing: its stamp vouches for that only now
+
+    def _check_stamps(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+            if indices and (found := run.transport.stamp(manifest.slot)) != manifest.serial:
+                raise WeightsRefused(
+                    f"trainer rank {run.source.trainer_rank} -> {self._reader}, version {manifest.version}: expected "
+                    f"publication {manifest.serial} in slot {manifest.slot}, found {found or 'it being packed'}"
+                )
+
+    def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
+        """Of each run, those of the wanted blocks that are not what was packed."""
+        return [
+            [i for i in indices if run.transferred(manifest.slot, i) != manifest.checksums[i]]
+            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
+        ]
+
+    def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
+        """Of each run, the blocks that the live parameters do not hold as packed, be they written now or long ago."""
+        return [
+            [i for i, expected in enumerate(manifest.checksums) if run.live(i) != expected]
+            for run, manifest in zip(self._runs, manifests, strict=True)
+        ]
+
+    def _refuse(self, manifests: Sequence[Manifest], wrong: Sequence[list[int]], where: str) -> None:
+        for run, manifest, indices in zip(self._runs, manifests, wrong, strict=True):
+            for i in indices:
+                raise WeightsRefused(
+                    f"trainer rank {run.source.trainer_rank} -> {self._reader}, version {manifest.version}: expected "
+                    f"checksum {manifest.checksums[i]:016x} of block {i} ({run.place(i)}) {where}, found another one "
+                    f"twice; {sum(map(len, wrong))} blocks are wrong"
+                )
+
+
+class _Run:
+    """One source's run, its transport, and the live parameters' places that it fills."""
+
+    def __init__(self, params: Mapping[str, Tensor], source: Source, sync: WeightSyncSection) -> None:
+        _check_fit(params, source)
+        self.source = source
+        dtype = getattr(torch, source.dtype)
+        self.blocks = blocks(source.copies, source.block_bytes // dtype.itemsize)
+        self._layout = layout(source.copies, source.dtype, source.block_bytes)
+        if source.offer.layout != self._layout:
+            raise ValueError(
+                f"trainer rank {source.trainer_rank}: expected layout {self._layout:016x}, as planned for this reader, "
+                f"found {source.offer.layout:016x}"
+            )
+        pinned = any(param.is_cuda for param in params.values())
+        self.transport = choose(source.offer, sync.transport, pinned)
+        self._runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
+        self._parts = [[_parts(run, block) for block in self.blocks] for run in self._runs]  # views, made once
+        self._places = [
+            [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in block.copies]
+            for block in self.blocks
+        ]
+
+    def check(self, manifest: Manifest, *, sums: bool) -> None:
+        who = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
+        if not manifest.intact:
+            raise WeightsRefused(f"{who}: expected a manifest with digest {manifest.digest:016x}, found another one")
+        if manifest.layout != self._layout:
+            raise WeightsRefused(f"{who}: expected layout {self._layout:016x}, found {manifest.layout:016x}")
+        if sums and len(manifest.checksums) != len(self.blocks):
+            raise WeightsRefused(
+                f"{who}: expected checksums of {len(self.blocks)} blocks, found {len(manifest.checksums)}"
+            )
+
+    async def fetch(self, manifest: Manifest, wanted: Sequence[int], timeout: float) -> None:
+        spans = None if len(wanted) == len(self.blocks) else [self._span(i) for i in wanted]
+        await self.transport.read(manifest.slot, spans, timeout)
+
+    def put(self, slot: int, wanted: Sequence[int]) -> None:
+        for i in wanted:
+            for place, part in zip(self._places[i], self._parts[slot][i], strict=True):
+                place.copy_(part)
+            if failpoints.hit("put"):
+                self._places[i][0].neg_()
+
+    def transferred(self, slot: int, block: int) -> int:
+        return checksum(octets(self._runs[slot], self.blocks[block]))
+
+    def live(self, block: int) -> int:
+        """The checksum of what the parameters hold, hashed where it lies if that is host memory in one piece."""
+        hashed = xxhash.xxh3_64()
+        for place in self._places[block]:
+            hashed.update(place.contiguous().cpu().view(torch.uint8).numpy().data)
+        return hashed.intdigest()
+
+    def nbytes(self, wanted: Sequence[int]) -> int:
+        return sum(self.blocks[i].elements for i in wanted) * self._runs[0].itemsize
+
+    def place(self, block: int) -> str:
+        start, end = self._span(block)
+        return f"bytes {start} to {end - 1} of its run: {self.blocks[block].params}"
+
+    def _span(self, block: int) -> tuple[int, int]:
+        """Its bytes in the run, [start, end)."""
+        start = self.blocks[block].start * self._runs[0].itemsize
+        return start, start + self.nbytes([block])
+
+
+def _parts(run: Tensor, block: Block) -> list[Tensor]:
+    """Where a block's copies lie in the run.  # [blocks, rows, cols] each"""
+    parts = run[block.start : block.start + block.elements].split([copy.elements for copy in block.copies])
+    return [part.view(copy.blocks, copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
+
+
+def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
+    dtype = getattr(torch, source.dtype)
+    if source.offer.nbytes != source.nbytes:
+        raise ValueError(
+            f"trainer rank {source.trainer_rank}: expected {source.nbytes} bytes for its copies in {source.dtype}, "
+            f"found {source.offer.nbytes}"
+        )
+    for copy in source.copies:
+        if copy.param not in params:
+            raise ValueError(f"{copy.param}: expected in the live model, which has no such parameter")
+        param = params[copy.param]
+        rows = copy.dst_row0 + (copy.blocks - 1) * copy.block_stride + copy.rows
+        cols = copy.dst_col0 + copy.cols
+        height, width = param.shape if param.dim() == 2 else (*param.shape, 1)
+        if rows > height or cols > width:
+            raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
+        if param.dtype != dtype:
+            raise ValueError(f"{copy.param}: expected {source.dtype} as staged by the trainer, found {param.dtype}")

@@ -1,0 +1,47 @@
+"""TorchTitan's own model flavors ("debugmodel", "8B", ...) as a ModelShape."""
+
+from titan_rl.actors.titan import titan_cpu  # noqa: F401
+
+# isort: split
+# titan_cpu is imported for its patches, before any torchtitan import.
+from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.qwen3 import qwen3_configs
+
+from titan_rl.config.toml import did_you_mean
+from titan_rl.wire.model_shape import Family, ModelShape
+
+
+def shape_of_flavor(family: Family, flavor: str) -> ModelShape:
+    """Read the dimensions of a dense flavor from TorchTitan's own registry. ValueError names the key to change."""
+    flavors = {"llama3": llama3_configs, "qwen3": qwen3_configs}[family]
+    built = {name: build(attn_backend="varlen") for name, build in flavors.items()}
+    dense = {name: titan for name, titan in built.items() if titan.layers[0].moe is None}
+    if flavor not in dense:
+        found = f'"{flavor}"' + (", a mixture of experts" if flavor in built else "")
+        hint = did_you_mean(flavor, dense)
+        raise ValueError(f"model.flavor: expected a dense {family} ({', '.join(dense)}), found {found}{hint}")
+    titan = dense[flavor]
+    attention, feed_forward = titan.layers[0].attention, titan.layers[0].feed_forward
+    rope = attention.rope
+    scaling = {
+        "rope_type": "llama3",
+        "factor": rope.scaling_factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+    }
+    return ModelShape(
+        family=family,
+        vocab_size=titan.vocab_size,
+        dim=titan.dim,
+        n_layers=len(titan.layers),
+        n_heads=attention.n_heads,
+        n_kv_heads=attention.n_kv_heads or attention.n_heads,
+        head_dim=attention.head_dim or titan.dim // attention.n_heads,
+        hidden_dim=feed_forward.w1.out_features,
+        max_seq_len=rope.max_seq_len,
+        rope_theta=float(rope.theta),
+        rope_scaling=scaling if rope.scaling == "llama" else None,
+        norm_eps=titan.norm.eps,
+        tied=titan.enable_weight_tying,
+    )

@@ -1,0 +1,100 @@
+"""What stands at the end of a decoder in place of its output projection, inside FSDP2's and TP's wrapping of it.
+
+TokenHead    hidden -> log-prob of the target, entropy       without logits (kernels/token_logprob.py)
+ValueHead    hidden -> one number a place                    critic and reward model
+"""
+
+from titan_rl.actors.titan import titan_cpu  # noqa: F401
+
+# isort: split
+# titan_cpu is imported for its patches, before any torchtitan import.
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.config.override import derive
+from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder_sharding import norm_config
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.sharding import ShardingConfig
+
+from titan_rl.kernels.token_logprob import token_logprob
+from titan_rl.wire.model_shape import Head
+
+
+class TokenHead(Linear):
+    """The vocabulary projection, asked for the log-probs of given targets. Under TP each rank has its rows of it.
+
+    Only places that count are projected: prompts, tool output and padding cost nothing here, and answer 0.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
+
+    @contextmanager
+    def asked(
+        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
+    ) -> Iterator[None]:
+        """The decoder's forward hands over hidden states only: what is asked of them is set around it."""
+        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
+        try:
+            yield
+        finally:
+            self._question = None
+
+    def forward(self, input: torch.Tensor) -> Any:
+        assert self._question is not None, "asked() sets the targets"
+        targets_BL, on_BL, temperature, with_entropy_grad = self._question
+        hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
+        if isinstance(weight_VD, DTensor):
+            mesh = weight_VD.device_mesh
+            group = mesh.get_group()
+            start = mesh.get_local_rank() * -(-weight_VD.shape[0] // mesh.size())  # as Shard(0) cuts
+            weight_VD = weight_VD.to_local()
+        if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
+            hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
+        answers_T = token_logprob(
+            hidden_BLD[on_BL],
+            weight_VD,
+            targets_BL[on_BL],
+            temperature,
+            group=group,
+            vocab_start=start,
+            with_entropy_grad=with_entropy_grad,
+        )
+        return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
+
+
+class ValueHead(Linear):
+    """One row instead of a vocabulary, in float32: a value is learnt by regression, and bf16 has three digits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        value_BL = F.linear(input.float(), self.weight.float()).squeeze(-1)
+        return value_BL.to_local() if isinstance(value_BL, DTensor) else value_BL
+
+
+def use_head(spec: ModelSpec, head: Head) -> None:
+    """After `update_from_config`, before build: like titan_cpu.use_document_attention."""
+    model: Any = spec.model
+    sharding: ShardingConfig | None = model.lm_head.sharding_config
+    if sharding is not None:
+        sharding = replace(sharding, out_src_shardings=None, out_dst_shardings=None)
+    if head == "lm":
+        model.lm_head = derive(model.lm_head, TokenHead.Config, sharding_config=sharding)
+        return
+    if sharding is not None:
+        sharding = replace(sharding, state_shardings=norm_config(enable_sp=True).state_shardings)  # on every rank
+    model.lm_head = derive(model.lm_head, ValueHead.Config, out_features=1, sharding_config=sharding)

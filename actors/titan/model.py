@@ -1,0 +1,287 @@
+"""One rank's share of a TorchTitan model: built, parallelized, initialized, run forward, read and written.
+
+A plain class: it needs torchrun's environment variables, not Monarch. Every role is one of these: the policy and the
+critic with an optimizer beside it (phase.py), the reference, the teacher and the reward model as they are.
+"""
+
+from titan_rl.actors.titan import titan_cpu
+
+# isort: split
+# titan_cpu goes before any torchtitan import.
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
+
+from titan_rl.actors.titan.heads import TokenHead, use_head
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
+from titan_rl.config import sections
+from titan_rl.config.sections import Config
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.types import Rows
+
+HF_VALUE_HEAD = "score.weight"  # what transformers' *ForSequenceClassification calls it
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanConfig:
+    """The part of a TorchTitan job config that building and parallelizing a model reads."""
+
+    parallelism: ParallelismConfig
+    training: TrainingConfig
+    debug: DebugConfig
+    compile: CompileConfig
+    comm: CommConfig
+
+
+def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
+    p, t = parallelism, config.training
+    return TitanConfig(
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
+            data_parallel_shard_degree=p.data_parallel_shard_degree,
+            tensor_parallel_degree=p.tensor_parallel_degree,
+            enable_sequence_parallel=p.enable_sequence_parallel,
+            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
+            spmd_backend="partial_dtensor",  # TorchTitan's default wants a newer torch than vLLM's pin allows
+        ),
+        training=TrainingConfig(
+            local_batch_size=t.local_batch_size,
+            seq_len=t.seq_len,
+            max_norm=t.max_norm,
+            steps=t.steps,
+            enable_cpu_offload=t.enable_cpu_offload,
+            dtype=t.dtype,
+            mixed_precision_param=t.mixed_precision_param,
+            mixed_precision_reduce=t.mixed_precision_reduce,
+        ),
+        debug=DebugConfig(seed=config.debug.seed, deterministic=config.debug.deterministic),
+        compile=CompileConfig(enable=config.compile.enable, components=["model"]),
+        comm=CommConfig(
+            init_timeout_seconds=config.comm.init_timeout_seconds,
+            train_timeout_seconds=config.comm.train_timeout_seconds,
+            trace_buf_size=0,
+        ),
+    )
+
+
+class TitanModel:
+    def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
+        self.config = config
+        self.shape = shape
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.device = titan_utils.get_local_device()
+        titan_utils.device_module.set_device(self.device)
+        self.titan = titan_config(config, parallelism)
+        world_size = dist_utils.init_distributed(self.titan.comm, base_folder=config.job.dump_folder)
+        self.dims = ParallelDims.from_config(self.titan.parallelism, world_size)
+        dist_utils.set_spmd_backend(self.titan.parallelism.spmd_backend)
+        self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
+        dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
+        self.spec = self._spec()
+        self.model = self._build()
+        self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
+        self.rope_head_dims = rope_head_dims(shape, self.names)
+
+    @property
+    def nbytes(self) -> int:
+        """Parameter bytes that this rank holds."""
+        return sum(local(p).nbytes for p in self.model.parameters())
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    def _spec(self) -> ModelSpec:
+        spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
+        spec.model.update_from_config(config=self.titan)  # fills sharding configs
+        titan_cpu.use_document_attention(spec)
+        use_head(spec, self.shape.head)
+        return spec
+
+    def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
+        recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+        dtype = getattr(torch, self.config.training.dtype)
+        with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+            model = self.spec.model.build()
+        model = self.spec.parallelize_fn(
+            model,
+            parallel_dims=self.dims,
+            training=self.titan.training,
+            parallelism=self.titan.parallelism,
+            compile_config=self.titan.compile,
+            ac_config=recompute[self.config.activation_checkpoint.mode],
+            dump_folder=self.config.job.dump_folder,
+        )
+        titan_cpu.force_sum_reduction(model)
+        model.to_empty(device=titan_utils.device_type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        return model.train()
+
+    def initialize(self) -> None:
+        """Random weights from the run's seed."""
+        std, value_head = self.config.model.initializer_range, self.shape.head == "value"
+        titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
+        self.zero_value_head()
+
+    def zero_value_head(self) -> None:
+        """A new value head, if there is one at all: every place is worth 0 until it has learnt better."""
+        if self.shape.head == "value":
+            with torch.no_grad():
+                local(self.model.lm_head.weight).zero_()
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
+        head: TokenHead = self.model.lm_head
+        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
+            return self._forward(rows)
+
+    def values(self, rows: "DeviceRows") -> torch.Tensor:
+        """The value head's answer at each place, [B, L] float32."""
+        with self.context():
+            return self._forward(rows)
+
+    def _forward(self, rows: "DeviceRows") -> Any:
+        masks = self.model.get_attention_masks(rows.positions)
+        return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
+
+    def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
+        """What the model's head says of each place, as [B, L] numpy, without a graph."""
+        placed = DeviceRows.of(rows, self.device)
+        with torch.no_grad():
+            if self.shape.head == "value":
+                return self.values(placed).cpu().numpy()
+            return self.logprobs(placed, temperature=temperature)[0].cpu().numpy()
+
+    def reshard(self) -> None:
+        """Drop gathered parameters. FSDP2 keeps those of the last layers after a forward that no backward follows: a
+        later forward would run on them even where the shards have changed since."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # -- weights ----------------------------------------------------------------------------------------------
+
+    def checksum(self) -> int:
+        """Over the bits of this rank's shards. It reads them once."""
+        self.reshard()
+        total = 0
+        for parameter in self.model.parameters():
+            total = (total * 31 + int(torch.hash_tensor(local(parameter)).item())) % 2**63
+        return total
+
+    def read(self, folder: str | Path, *, head: bool = True) -> None:
+        """Hugging Face safetensors into the model, each rank its own shards; without `head`, the head stays."""
+        translate = adapter(self.spec, str(folder))
+        state = self._to_hf(translate)
+        if not head:
+            state = {name: value for name, value in state.items() if name not in ("lm_head.weight", HF_VALUE_HEAD)}
+        load(state, storage_reader=translate.get_hf_storage_reader(str(folder)))
+        if HF_VALUE_HEAD in state:
+            state["lm_head.weight"] = state.pop(HF_VALUE_HEAD)
+        self.model.load_state_dict(translate.from_hf(state), strict=False)
+
+    def write(self, folder: str | Path) -> None:
+        """The weights as Hugging Face safetensors; config.json and tokenizer are the controller's to add."""
+        writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
+        with torch.no_grad():
+            save(self._to_hf(adapter(self.spec, None)), storage_writer=writer)
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
+
+    def _to_hf(self, translate: Any) -> dict[str, Any]:
+        state = translate.to_hf(self._permutable())
+        if self.shape.head == "value":
+            state[HF_VALUE_HEAD] = state.pop("lm_head.weight")
+        return state
+
+    def _permutable(self) -> dict[str, torch.Tensor]:
+        """The state dict with rotary projections whole on every rank. Undoing their row order across shards that cut a
+        head (FSDP2 within TP) gives DTensors that claim overlapping rows: DCP refuses to save them, and would misload.
+        """
+        return {
+            name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
+            if name in self.rope_head_dims and isinstance(value, DTensor)
+            else value
+            for name, value in self.model.state_dict().items()
+        }
+
+
+class FrozenWeights:
+    """A second set of weights for a model that is there already: this rank's shards of them, swapped in for a forward.
+    No optimizer has ever seen them."""
+
+    def __init__(self, model: TitanModel, folder: str | Path) -> None:
+        self._model = model
+        model.reshard()
+        live = [local(p).clone() for p in model.model.parameters()]
+        model.read(folder)
+        self._shards = [local(p).clone() for p in model.model.parameters()]
+        for parameter, shard in zip(model.model.parameters(), live, strict=True):
+            local(parameter).copy_(shard)
+        model.reshard()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[TitanModel]:
+        """Exchanged in place, tensor by tensor: one tensor of extra memory."""
+        self._exchange()
+        try:
+            yield self._model
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        self._model.reshard()
+        for parameter, shard in zip(self._model.model.parameters(), self._shards, strict=True):
+            live = local(parameter)
+            kept = live.clone()
+            live.copy_(shard)
+            shard.copy_(kept)
+        self._model.reshard()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Rows as tensors on the rank's device."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor
+    sequences: torch.Tensor
+    count: int  # of sequences
+    columns: dict[Any, torch.Tensor]
+
+    @classmethod
+    def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
+        names = ("tokens", "positions", "targets", "mask", "weights", "sequences")
+        placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
+        columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
+        return cls(**placed, count=len(rows.samples), columns=columns)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, sharing memory."""
+    return getattr(tensor.detach(), "_local_tensor", tensor.detach())

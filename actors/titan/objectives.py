@@ -1,0 +1,114 @@
+"""What a model is trained to do, one function a kind: forward, then a loss from kernels/."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.config.sections import AlgorithmSection, Config
+from titan_rl.kernels.off_policy import OffPolicy
+from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
+from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
+from titan_rl.kernels.statistics import Statistics
+from titan_rl.kernels.value_loss import value_loss
+from titan_rl.wire.types import Batch
+
+Loss = tuple[torch.Tensor, Statistics]
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """The losses of one model under one config."""
+
+    model: TitanModel
+    config: Config
+
+    def named(self, kind: str) -> Callable[[DeviceRows, Batch], Loss]:
+        return {
+            "supervised": self.supervised,
+            "rl": self.policy,
+            "preference": self.preference,
+            "reward": self.reward,
+        }[kind]
+
+    def supervised(self, rows: DeviceRows, batch: Batch) -> Loss:
+        logprob, entropy = self.model.logprobs(rows, temperature=1.0)
+        return supervised_loss(logprob, entropy, rows.mask, rows.weights)
+
+    def policy(self, rows: DeviceRows, batch: Batch) -> Loss:
+        algorithm = self.config.algorithm
+        logprob, entropy = self.model.logprobs(
+            rows, temperature=self.config.rollout.temperature, with_entropy_grad=algorithm.entropy_coef > 0
+        )
+        proximal = rows.columns.get("proximal")
+        if proximal is None and algorithm.proximal == "trainer":
+            proximal = logprob.detach()  # one update a step: the policy before it is the policy in it
+        tokens = Tokens(
+            behaviour=rows.columns["behaviour"],
+            advantage=rows.columns["advantage"],
+            mask=rows.mask,
+            weight=rows.weights,
+            sequence=rows.sequences,
+            sequences=rows.count,
+            proximal=proximal,
+            reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
+        )
+        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
+
+    def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
+        algorithm = self.config.algorithm
+        logprob, entropy = self.model.logprobs(rows, temperature=1.0)
+        return dpo_loss(
+            logprob,
+            entropy,
+            reference_T=rows.columns["reference"],
+            mask_T=rows.mask,
+            sequence_T=rows.sequences,
+            sequences=rows.count,
+            pairs=batch.sequences // 2,
+            beta=algorithm.beta,
+            label_smoothing=algorithm.label_smoothing,
+            kind="ipo" if algorithm.name == "ipo" else "dpo",
+        )
+
+    def reward(self, rows: DeviceRows, batch: Batch) -> Loss:
+        return bradley_terry_loss(
+            self.model.values(rows),
+            mask_T=rows.mask,
+            sequence_T=rows.sequences,
+            sequences=rows.count,
+            pairs=batch.sequences // 2,
+        )
+
+    def value(self, rows: DeviceRows, batch: Batch) -> Loss:
+        return value_loss(
+            self.model.values(rows),
+            old_T=rows.columns["value"],
+            return_T=rows.columns["return"],
+            mask_T=rows.mask,
+            weight_T=rows.weights,
+            clip=self.config.critic.value_clip,
+        )
+
+
+def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:
+    a = algorithm
+    return Surrogate(
+        ratio=a.ratio,
+        clip=a.clip,
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        dual_clip=a.dual_clip,
+        kl=a.kl,
+        kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
+        entropy_coef=a.entropy_coef,
+        off_policy=OffPolicy(
+            weight=a.correction,
+            low=a.correction_low,
+            high=a.correction_high,
+            rejection=a.rejection,
+            rejection_low=a.rejection_low,
+            rejection_high=a.rejection_high,
+        ),
+    )

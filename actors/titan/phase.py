@@ -1,0 +1,238 @@
+"""A stretch of optimization of one model: optimizer, schedule, checkpoints, snapshots; and how one step of it goes."""
+
+from titan_rl.actors.titan import titan_cpu  # noqa: F401
+
+# isort: split
+# titan_cpu is imported for its patches, before any torchtitan import.
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpoint import (
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    CheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer.utils import init_optim_state
+from torchtitan.distributed import utils as dist_utils
+
+from titan_rl.actors.busy import busy_seconds
+from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.actors.titan.reduction import Reduction, finish
+from titan_rl.actors.titan.spec import adapter
+from titan_rl.actors.titan.state_copy import StateCopy
+from titan_rl.kernels.statistics import Statistics
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.spans import span
+from titan_rl.wire.types import Batch, StepStats
+
+Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Saved inside each checkpoint, so that the controller's part can never disagree with the weights."""
+
+    step: int = 0
+    controller: str = "{}"  # JSON: data cursors
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "controller": self.controller}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step, self.controller = state_dict["step"], state_dict["controller"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A learning rate over a phase's steps. It moves once a step, however many updates the step has."""
+
+    lr: float
+    steps: int
+    warmup_steps: int
+    decay_ratio: float
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    min_lr_factor: float = 0.0
+
+
+class Phase:
+    def __init__(
+        self,
+        model: TitanModel,
+        schedule: Schedule,
+        *,
+        folder: str,
+        at: int | None = None,
+        part: SnapshotPart | None = None,
+    ) -> None:
+        """Resumes from this rank's part of a snapshot; else from the latest checkpoint in `folder`, or from step `at`;
+        0 does not look."""
+        self._model = model
+        self._folder = Path(model.config.job.dump_folder, folder)
+        model.model.zero_grad()  # what a phase cut short had accumulated
+        config = model.config
+        self._optimizers = self._optimizer(schedule.lr)
+        self._schedulers = LRSchedulersContainer.Config(
+            warmup_steps=min(schedule.warmup_steps, schedule.steps),
+            decay_ratio=schedule.decay_ratio,
+            decay_type=schedule.decay_type,
+            min_lr_factor=schedule.min_lr_factor,
+        ).build(optimizers=self._optimizers, training_steps=max(schedule.steps, 1))
+        self._statistics: list[Statistics] = []  # of what has been accumulated
+        self._seconds = self._busy = 0.0  # in the step so far
+        self.state = TrainState()
+        self._checkpoints = CheckpointManager.Config(
+            enable=config.checkpoint.enable,
+            folder=folder,
+            interval=1,  # the controller decides when
+            keep_latest_k=config.checkpoint.keep_latest_k,
+            last_save_model_only=False,
+        ).build(
+            dataloader=None,
+            model_parts=[model.model],
+            optimizers=self._optimizers,
+            lr_schedulers=self._schedulers,
+            states={TRAIN_STATE: self.state},
+            sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
+            base_folder=config.job.dump_folder,
+        )
+        # What the manager's checkpoints hold; it has no states of its own where checkpoint.enable is off.
+        self._copies = StateCopy(
+            {
+                MODEL: ModelWrapper([model.model]),
+                OPTIMIZER: self._optimizers,
+                LR_SCHEDULER: self._schedulers,
+                TRAIN_STATE: self.state,
+            }
+        )
+        if part is not None:
+            self._copies.restore(part)
+        elif at is None:
+            self._checkpoints.load()
+        elif at > 0:
+            self._checkpoints.load(step=at)
+
+    def step(self, batches: Sequence[Batch], objective: Objective) -> StepStats:
+        """One optimizer update a batch, in order."""
+        updates = []
+        with span("step", step=self.state.step + 1):
+            for batch in batches:
+                self.accumulate(batch, objective)
+                updates.append(self._update(batch, 1.0))
+        return self._end(updates)
+
+    def update(self, whole: Batch, divisor: float) -> StepStats:
+        """A step whose one update was accumulated part by part, of losses yet to be divided. `whole` has its counts."""
+        with span("step", step=self.state.step + 1):
+            return self._end([self._update(whole, 1 / divisor)])
+
+    def accumulate(self, batch: Batch, objective: Objective) -> None:
+        with self._timed():
+            self._accumulate(batch, objective)
+
+    def _accumulate(self, batch: Batch, objective: Objective) -> None:
+        for rows in batch.microbatches:
+            with span("forward"):
+                loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
+            with span("backward"), self._model.context():
+                loss.backward()
+            self._statistics.append(measured)
+
+    def _end(self, updates: Sequence[Reduction]) -> StepStats:
+        lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
+        self._schedulers.step()
+        self.state.step += 1
+        seconds, busy = self._seconds, self._busy
+        self._seconds = self._busy = 0.0
+        return finish(updates, lr=lr, seconds=seconds, busy=busy)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began, before = time.perf_counter(), busy_seconds()
+        yield
+        self._seconds += time.perf_counter() - began
+        self._busy += busy_seconds() - before
+
+    def _update(self, batch: Batch, scale: float) -> Reduction:
+        with self._timed():
+            return self._updated(batch, scale)
+
+    def _updated(self, batch: Batch, scale: float) -> Reduction:
+        with span("reduce"):
+            if scale != 1:
+                for parameter in self._model.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(scale)
+            mesh = self._model.dims.get_optional_mesh("loss")
+            reduction = Reduction.of(self._statistics, batch, mesh, scale)
+            self._statistics = []
+            grad_norm = float(
+                dist_utils.clip_grad_norm_(
+                    list(self._model.model.parameters()),
+                    self._model.config.training.max_norm,
+                    foreach=True,
+                    pp_mesh=self._model.dims.get_optional_mesh("pp"),
+                    ep_enabled=self._model.dims.ep_enabled,
+                )
+            )
+        with span("optimizer"):
+            self._checkpoints.maybe_wait_for_staging()
+            self.settle()
+            if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
+                self._optimizers.step()
+            self._optimizers.zero_grad()
+        return reduction.with_grad_norm(grad_norm)
+
+    def save(self, step: int, controller: str) -> None:
+        """Atomic: a checkpoint without DCP's .metadata, written last, does not count."""
+        self._stands_at(step, controller)
+        if dist.get_rank() == 0:  # who went back to an older step may write this one anew: until then it is half a one
+            (self._folder / f"step-{step}" / ".metadata").unlink(missing_ok=True)
+        self._checkpoints.save(step)
+
+    def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
+        """Begin to copy what a checkpoint would hold, whose bytes this answers with. Forward and backward of the next
+        step go on beside it."""
+        self._stands_at(step, controller)
+        return self._copies.begin(part)
+
+    def settle(self) -> None:
+        """Wait until a snapshot that was begun is whole: before anything changes the model or its optimizer."""
+        self._copies.wait()
+
+    def _stands_at(self, step: int, controller: str) -> None:
+        if self.state.step != step:
+            raise RuntimeError(f"asked to save step {step}, but the optimizer has taken {self.state.step}")
+        self.state.controller = controller
+
+    def wait_for_saving(self) -> None:
+        self._checkpoints.maybe_wait_for_saving()
+
+    def close(self) -> None:
+        self._checkpoints.maybe_wait_for_saving()
+        self._checkpoints.close()
+        self._copies.close()
+
+    def _optimizer(self, lr: float) -> OptimizersContainer:
+        o = self._model.config.optimizer
+        arguments = {"lr": lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
+        group = ParamGroupConfig(pattern=r".*", optimizer_name=o.name, optimizer_kwargs=arguments)
+        optimizers = OptimizersContainer.Config(param_groups=[group], implementation=o.implementation).build(
+            model_parts=[self._model.model]
+        )
+        # Else the first who asks for the state makes it, by a step of zeros, which the bias correction would count.
+        for optimizer in optimizers:
+            init_optim_state(optimizer)
+            for state in optimizer.state.values():
+                state["step"].zero_()
+        return optimizers

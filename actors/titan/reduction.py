@@ -1,0 +1,116 @@
+"""Statistics of microbatches, ranks and updates, added up into a step's metrics. Two all-reduces an update in all."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_rl.kernels.statistics import Statistics
+from titan_rl.wire.types import Batch, StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One optimizer update over the whole mesh: means, extrema, histograms, by metric name."""
+
+    means: dict[str, float]
+    maxima: dict[str, float]
+    minima: dict[str, float]
+    histograms: dict[str, list[float]]
+    loss: float
+    tokens: int
+    grad_norm: float = 0.0
+
+    @classmethod
+    def of(
+        cls, statistics: Sequence[Statistics], batch: Batch, mesh: DeviceMesh | None, scale: float = 1.0
+    ) -> "Reduction":
+        """Of this rank's microbatches, all of which tell the same names. `scale` is what their losses lack."""
+        first = statistics[0]
+        summed = {
+            (kind, name): torch.stack([getattr(s, kind)[name].double() for s in statistics]).sum(0)
+            for kind in ("tokens", "sequences", "sums", "counts")
+            for name in getattr(first, kind)
+        }
+        # Minima as maxima of the negated: one all-reduce for both.
+        most = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
+        most |= {("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima}
+        if mesh is not None:
+            summed = _all_reduce(summed, dist.ReduceOp.SUM, mesh)
+            most = _all_reduce(most, dist.ReduceOp.MAX, mesh)
+
+        def of_kind(values: dict[tuple[str, str], torch.Tensor], kind: str, factor: float) -> dict[str, float]:
+            return {name: factor * float(value) for (k, name), value in values.items() if k == kind}
+
+        return cls(
+            means=of_kind(summed, "tokens", 1 / batch.tokens) | of_kind(summed, "sequences", 1 / batch.sequences),
+            maxima=of_kind(most, "maxima", 1),
+            minima=of_kind(most, "minima", -1),
+            histograms={name: value.tolist() for (kind, name), value in summed.items() if kind == "counts"},
+            loss=of_kind(summed, "sums", scale)["loss"],
+            tokens=batch.tokens,
+        )
+
+    def with_grad_norm(self, grad_norm: float) -> "Reduction":
+        return replace(self, grad_norm=grad_norm)
+
+
+def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
+    """A step's updates as one: means averaged, extrema kept, histograms added. The gap to the generator is that of the
+    first update: later ones have moved away from the weights that sampled, which is what the ratio tells."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
+    first = updates[0]
+    metrics = {name: mean([u.means[name] for u in updates]) for name in first.means}
+    metrics |= {name: _finite(max(u.maxima[name] for u in updates)) for name in first.maxima}
+    metrics |= {name: _finite(min(u.minima[name] for u in updates)) for name in first.minima}
+    gap = {name: value for name, value in {**first.means, **first.maxima}.items() if name.startswith("logprob_gap/")}
+    metrics |= {name: _finite(value) for name, value in gap.items()}
+    return StepStats(
+        loss=mean([u.loss for u in updates]),
+        grad_norm=mean([u.grad_norm for u in updates]),
+        lr=lr,
+        tokens=sum(u.tokens for u in updates),
+        seconds=seconds,
+        busy=busy,
+        skipped=sum(not math.isfinite(u.grad_norm) for u in updates),
+        metrics=derived(metrics),
+        histograms={
+            name: [sum(column) for column in zip(*(u.histograms[name] for u in updates), strict=True)]
+            for name in first.histograms
+        },
+    )
+
+
+def derived(metrics: dict[str, float]) -> dict[str, float]:
+    """Quotients of moments, which only make sense once the moments are whole."""
+    metrics = dict(metrics)
+    if "off_policy/weight_square" in metrics:
+        square, mean = metrics.pop("off_policy/weight_square"), metrics["off_policy/weight_mean"]
+        metrics["off_policy/ess"] = mean**2 / square if square > 0 else 0.0
+    if "return/square" in metrics:
+        spread = metrics.pop("return/square") - metrics["return/mean"] ** 2
+        left = metrics.pop("residual/square") - metrics.pop("residual/mean") ** 2
+        metrics["value/explained_variance"] = 1 - left / spread if spread > 1e-12 else 0.0
+    return metrics
+
+
+def _finite(value: float) -> float:
+    """Nothing was trained on: an extremum over nothing is 0 in the log, not an infinity."""
+    return value if abs(value) != float("inf") else 0.0
+
+
+def _all_reduce(
+    values: dict[tuple[str, str], torch.Tensor], how: dist.ReduceOp.RedOpType, mesh: DeviceMesh
+) -> dict[tuple[str, str], torch.Tensor]:
+    if not values:
+        return values
+    flat = torch.cat([value.reshape(-1) for value in values.values()])
+    dist.all_reduce(flat, op=how, group=mesh.get_group())
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.reshape(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}

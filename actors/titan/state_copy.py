@@ -1,0 +1,200 @@
+"""A rank's trained state, copied into memory that outlives the process, and back from it.
+
+    begin     [ WRITING | tensors <─ on a thread, beside the next step | the rest, as JSON ] then the stamp
+    wait      before anything changes a tensor
+    restore   what a new process has built takes the same bytes
+
+The memory is a file of the controller's without a name, found through /proc. Tensors are copied as they lie on this
+rank: only a mesh of the same layout can take them back, and it goes on from them as if it had never been another.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from titan_rl.actors.sync.transport import PAGE, mapped, pin
+from titan_rl.actors.titan.model import local
+from titan_rl.wire.snapshot import HEAD, KEPT, WRITING, SnapshotPart, head
+from titan_rl.wire.spans import Span, span
+
+ALIGNMENT = 64  # of a tensor in a part: a cache line
+
+
+class StateCopy:
+    """Of `states`, by name: what a checkpoint saves. Nothing may change their tensors between `begin` and `wait`."""
+
+    def __init__(self, states: Mapping[str, Stateful]) -> None:
+        self._states = states
+        self._thread = ThreadPoolExecutor(1, "snapshot")
+        self._copying: Future[Span] | None = None
+        self._mapped: dict[int, Tensor] = {}  # parts, by inode; the one used last comes last
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, part: SnapshotPart) -> int:
+        """Answers with the bytes of the tensors."""
+        self.wait()
+        began, held = span.now(), HeldState.of(self._state_dicts())
+        fd = _open(part)
+        try:
+            os.pwrite(fd, HEAD.pack(WRITING, 0, 0), 0)
+            targets = held.places(self._memory(fd, held))
+        except BaseException:
+            os.close(fd)
+            raise
+        if held.on_gpu:
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())  # what the step launched may not have run yet
+        self._copying = self._thread.submit(_copy, held, targets, fd, part.serial, self._stream, began)
+        return held.nbytes
+
+    def wait(self) -> None:
+        """Until the copy that was begun is whole. One that failed is not, and says so: training needs it no more than a
+        checkpoint that could not be written."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            try:
+                span.add(copying.result())
+            except Exception as error:
+                print(f"a snapshot failed: {type(error).__name__}: {error}", file=sys.stderr)
+
+    @torch.no_grad()
+    def restore(self, part: SnapshotPart) -> None:
+        states = self._state_dicts()
+        held = HeldState.of(states)
+        fd = _open(part)
+        try:
+            found, start, end = head(fd)
+            if found != part.serial:
+                raise RuntimeError(f"{part.path}: expected snapshot {part.serial}, found the stamp {found}")
+            rest = json.loads(os.pread(fd, end - start, start))
+            _refuse_other(rest["layout"], held.layout, part)
+            saved = held.places(self._memory(fd, held))
+        finally:
+            os.close(fd)
+        torch.ops.aten._foreach_copy_(list(held.tensors.values()), saved)
+        for name, state in states.items():
+            values = {key: rest["values"].get(f"{name}/{key}") for key in state}
+            self._states[name].load_state_dict({key: _as(live, values[key]) for key, live in state.items()})
+
+    def close(self) -> None:
+        """After a copy under way, which may still become whole."""
+        self._thread.shutdown()
+        while self._mapped:
+            self._release(next(iter(self._mapped)))
+
+    def _state_dicts(self) -> dict[str, dict[str, Any]]:
+        return {name: state.state_dict() for name, state in self._states.items()}
+
+    def _memory(self, fd: int, held: "HeldState") -> Tensor:
+        """The part's bytes, mapped once. [nbytes]"""
+        inode, nbytes = os.fstat(fd).st_ino, held.starts[-1]
+        memory = self._mapped.pop(inode, None)
+        if memory is None:
+            if os.fstat(fd).st_size < nbytes:
+                os.ftruncate(fd, nbytes)
+            memory = mapped(fd, nbytes, write=True)
+            if held.on_gpu:
+                pin(memory)
+        self._mapped[inode] = memory
+        while len(self._mapped) > KEPT:
+            self._release(next(iter(self._mapped)))
+        return memory
+
+    def _release(self, inode: int) -> None:
+        memory = self._mapped.pop(inode)
+        if memory.is_pinned():
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(memory.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class HeldState:
+    """What the states hold."""
+
+    tensors: dict[str, Tensor]  # this rank's part of each
+    values: dict[str, Any]  # numbers, strings and tuples of them
+
+    @classmethod
+    def of(cls, states: Mapping[str, Mapping[str, Any]]) -> "HeldState":
+        every = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
+        tensors = {key: local(value) for key, value in every.items() if isinstance(value, Tensor)}
+        return cls(tensors, {key: value for key, value in every.items() if key not in tensors})
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.is_cuda for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def layout(self) -> dict[str, list[Any]]:
+        return {key: [str(tensor.dtype), *tensor.shape] for key, tensor in self.tensors.items()}
+
+    @property
+    def starts(self) -> list[int]:
+        """Of each tensor in a part; behind the last one comes the rest."""
+        starts = [PAGE]
+        for tensor in self.tensors.values():
+            starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        return starts
+
+    def places(self, memory: Tensor) -> list[Tensor]:
+        """Of the tensors in a part's bytes."""
+        return [
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(self.starts, self.tensors.values(), strict=False)
+        ]
+
+
+def _open(part: SnapshotPart) -> int:
+    try:
+        return os.open(part.path, os.O_RDWR)
+    except OSError as error:
+        raise RuntimeError(
+            f"expected the controller's memory for snapshots at {part.path}, found {error.strerror}; "
+            "fault.snapshot_interval = 0 does without"
+        ) from None
+
+
+def _copy(
+    held: HeldState, targets: list[Tensor], fd: int, serial: int, stream: torch.cuda.Stream | None, began: int
+) -> Span:
+    """On the thread. torch gives the interpreter back for the whole of the one call that moves bytes."""
+    try:
+        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            torch.ops.aten._foreach_copy_(targets, list(held.tensors.values()), non_blocking=stream is not None)
+        if stream is not None:
+            stream.synchronize()
+        rest, start = json.dumps({"layout": held.layout, "values": held.values}).encode(), held.starts[-1]
+        os.pwrite(fd, rest, start)
+        os.pwrite(fd, HEAD.pack(serial, start, start + len(rest)), 0)
+    finally:
+        os.close(fd)
+    return Span("snapshot", "snapshot", began, span.now() - began, {"bytes": held.nbytes})
+
+
+def _refuse_other(saved: Mapping[str, list[Any]], live: Mapping[str, list[Any]], part: SnapshotPart) -> None:
+    if saved != live:
+        key = next(key for key in (*saved, *live) if saved.get(key) != live.get(key))
+        raise RuntimeError(
+            f"{part.path}: expected {key} as {live.get(key, 'no tensor')}, found {saved.get(key, 'none')}: "
+            "a snapshot goes back to the mesh that it was taken of"
+        )
+
+
+def _as(live: Any, saved: Any) -> Any:
+    """A value in the type that JSON may have taken from it; a tensor has its values already."""
+    if isinstance(live, Tensor):
+        return live
+    return tuple(saved) if isinstance(live, tuple) else saved

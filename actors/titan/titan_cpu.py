@@ -1,0 +1,119 @@
+"""Everything that TorchTitan 0.3.0 needs to train on a CPU, in one place. Import it before torchtitan.
+
+On a machine with CUDA it changes nothing. Without it:
+- TorchTitan settles on device type "cuda" at import, because torch reports no accelerator;
+- FSDP2 is told to divide gradients by 1.0, which makes it use ReduceOp.PREMUL_SUM, which gloo lacks;
+- no attention backend has a CPU backward for packed documents (varlen and flex are GPU kernels);
+- DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._utils
+import torch.nn.functional as F
+
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
+    torch._utils._get_available_device_type = lambda: "cpu"
+
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
+from torchtitan.config.override import derive  # noqa: E402
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
+from torchtitan.tools import utils as titan_utils  # noqa: E402
+
+if ON_CPU and titan_utils.device_type != "cpu":
+    raise ImportError(
+        "torchtitan was imported before titan_rl.actors.titan.titan_cpu: it believes this machine has CUDA"
+    )
+
+
+class DocumentSDPA(VarlenAttention):
+    """VarlenAttention's contract (packed documents, `VarlenMetadata` masks) as one causal SDPA per document length.
+
+    Measured on 8 rows of ten 10-token documents, forward and backward: 2.3 ms against 5.8 ms for a call per document.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(  # TorchTitan's local_map finds q, k and v by these names
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> torch.Tensor:
+        shape_BLNH = q_BLNH.shape
+        q, k, v = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))  # [B*L, N, H]
+        ends = attention_masks.cu_seq_q
+        lengths = ends.diff()
+        outputs, places = [], []
+        for length in lengths.unique().tolist():
+            starts = ends[:-1][lengths == length]
+            at = starts[:, None] + torch.arange(length, device=starts.device)  # [documents, length]
+            q_DNLH, k_DNLH, v_DNLH = (x[at].transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(
+                q_DNLH, k_DNLH, v_DNLH, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            )
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+            places.append(at.flatten())
+        return torch.cat(outputs)[torch.cat(places).argsort()].view(shape_BLNH)
+
+
+def use_document_attention(spec: ModelSpec) -> None:
+    """After `update_from_config` (which fills the sharding configs that are copied here), before build."""
+    if ON_CPU:
+        model: Any = spec.model
+        for layer in model.layers:
+            layer.attention.inner_attention = derive(layer.attention.inner_attention, DocumentSDPA.Config)
+
+
+def force_sum_reduction(model: torch.nn.Module) -> None:
+    if ON_CPU:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False) -> None:
+    """The same random weights on any mesh: an unsharded copy is drawn from the seed, then each rank keeps its part.
+    Matrices are normal with `std`, or as TorchTitan's model has it where that is 0.
+
+    Needs one unsharded copy in host memory while it runs, so it is for models small enough to start from nothing.
+    """
+    parameter = next(model.parameters())
+    with torch.device("meta"), titan_utils.set_default_dtype(parameter.dtype):
+        whole = spec.model.build()
+    whole.to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        whole.init_weights(buffer_device=None)
+        for matrix in (p for p in whole.parameters() if std and p.dim() > 1):
+            matrix.normal_(0, std)
+        state = whole.state_dict()
+        state.pop("lm_head.weight" if value_head else "", None)  # it begins at 0, and DTensor cannot cut its one row
+        load_whole(model, state)
+
+
+def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load unsharded tensors that every rank holds into a sharded model; what `state` lacks stays."""
+    sharded = model.state_dict()
+    wrapped = {}
+    for name, value in state.items():
+        like = sharded[name]
+        value = value.to(like.device)
+        wrapped[name] = (
+            DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+            if isinstance(like, DTensor)
+            else value
+        )
+    model.load_state_dict(wrapped, strict=False)

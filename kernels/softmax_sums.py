@@ -1,0 +1,80 @@
+"""What the log-prob kernel carries between tiles of the vocabulary, forward and backward."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class SoftmaxSums:
+    """A token's softmax over a part of the vocabulary, in four numbers that combine with those of the other parts.
+
+    max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] where the part has it, else 0.
+    """
+
+    max_T: torch.Tensor
+    mass_T: torch.Tensor
+    moment_T: torch.Tensor
+    target_T: torch.Tensor
+
+    @classmethod
+    def of_nothing(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxSums":
+        """Max is the least finite number, not -inf: an empty part's `max - max` must not be NaN."""
+        least = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=device)
+        return cls(least, *torch.zeros(3, *shape, dtype=dtype, device=device).unbind())
+
+    def __getitem__(self, tokens: slice) -> "SoftmaxSums":
+        """A view: what is added to it is added here."""
+        return SoftmaxSums(self.max_T[tokens], self.mass_T[tokens], self.moment_T[tokens], self.target_T[tokens])
+
+    def move_(self, max_T: torch.Tensor) -> None:
+        """State mass and moment about another max."""
+        shift_T = self.max_T - max_T
+        factor_T = shift_T.exp()
+        self.moment_T.addcmul_(shift_T, self.mass_T).mul_(factor_T)
+        self.mass_T.mul_(factor_T)
+        self.max_T.copy_(max_T)
+
+    def over_group(self, group: dist.ProcessGroup) -> "SoftmaxSums":
+        """Combined with the other ranks' parts."""
+        max_T = self.max_T.clone()
+        dist.all_reduce(max_T, dist.ReduceOp.MAX, group)
+        self.move_(max_T)
+        sums_3T = torch.stack([self.mass_T, self.moment_T, self.target_T])
+        dist.all_reduce(sums_3T, dist.ReduceOp.SUM, group)
+        return SoftmaxSums(max_T, *sums_3T.unbind())
+
+    @property
+    def logprob_T(self) -> torch.Tensor:
+        """In this order: a likely token's is small, and target - lse would round it as coarsely as the logits."""
+        return (self.target_T - self.max_T) - self.mass_T.log()
+
+    @property
+    def lse_T(self) -> torch.Tensor:
+        return self.max_T + self.mass_T.log()
+
+    @property
+    def entropy_T(self) -> torch.Tensor:
+        return self.mass_T.log() - self.moment_T / self.mass_T
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What the backward pass knows of each token. `entropy_grad_T` is None where the entropy is detached."""
+
+    targets_T: torch.Tensor
+    lse_T: torch.Tensor
+    entropy_T: torch.Tensor
+    logprob_grad_T: torch.Tensor
+    entropy_grad_T: torch.Tensor | None
+
+    def at(self, tokens: slice, vocab_start: int) -> "Incoming":
+        """Of some tokens, with targets that count from `vocab_start`."""
+        return Incoming(
+            self.targets_T[tokens] - vocab_start,
+            self.lse_T[tokens],
+            self.entropy_T[tokens],
+            self.logprob_grad_T[tokens],
+            None if self.entropy_grad_T is None else self.entropy_grad_T[tokens],
+        )

@@ -1,0 +1,111 @@
+"""Started generator meshes of a tiny model, and a trainer rank that feeds them."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import monarch.actor
+from monarch.actor import this_host
+
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.config import sections as c
+from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.wire.manifest import Publication
+from titan_rl.wire.types import Completion, Request, Sampling
+from titan_rl.wire.weight_plan import Shard
+
+
+class Running:
+    """A started mesh and the event loop that its tasks live on."""
+
+    def __init__(self, runner: asyncio.Runner, mesh: GeneratorMesh, pids: list[int], folder: Path) -> None:
+        self.runner, self.mesh, self.pids, self.folder = runner, mesh, pids, folder
+
+    def __call__(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(asyncio.wait_for(work, 120))
+
+    def generate(self, *requests: Request) -> list[list[Completion]]:
+        """All in one tick."""
+
+        async def work() -> list[list[Completion]]:
+            return await asyncio.gather(*map(self.mesh.generate, requests))
+
+        return self(work())
+
+
+@contextmanager
+def started(
+    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, steal: bool = False, **how: Any
+) -> Iterator[Running]:
+    model.save_pretrained(folder)
+    settings = EngineSettings(
+        model_dir=str(folder),
+        max_model_len=longest,
+        max_num_seqs=64 if steal else 256,
+        kv_cache_memory_mb=32,
+        tensor_parallel_degree=tp,
+        load_format="auto",
+    )
+
+    async def start() -> tuple[GeneratorMesh, list[int]]:
+        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, steal=steal, **how)
+        pids = [info.pid for info in await mesh.start()]
+        await mesh.connect([[] for _ in range(tp)])
+        await mesh.pull(0)
+        return mesh, pids
+
+    # Monarch's own hook interrupts the main thread when a rank dies, which a test below brings about; it may be called
+    # later than that.
+    monarch.actor.unhandled_fault_hook = lambda _: None
+    with asyncio.Runner() as runner:
+        mesh, pids = runner.run(start())
+        yield Running(runner, mesh, pids, folder)
+        runner.run(mesh.close())
+        runner.run(mesh.stop())
+
+
+def requests(n: int, sampling: Sampling, samples: int = 2) -> list[Request]:
+    return [Request(f"r{i}", [1, 4 + i % 60, *range(i % 7)], list(range(samples)), sampling) for i in range(n)]
+
+
+def greedy(model: Any, context: Sequence[int], completion: Completion) -> list[int]:
+    """What the model would have said at each position of a completion."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([[*context, *completion.tokens]])).logits[0, len(context) - 1 : -1]
+    return logits.argmax(-1).tolist()
+
+
+class OneTrainer:
+    """A trainer mesh of one rank in this process, which holds the model as Hugging Face stores it, times `scale`."""
+
+    def __init__(self, model: Any) -> None:
+        self.scale = 1.0
+        self._given = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self._held = {name: tensor.clone() for name, tensor in self._given.items()}
+
+    async def shards(self) -> list[list[Shard]]:
+        return [[Shard(name, 0, len(w), 0, w[0].numel()) for name, w in self._held.items()]]
+
+    async def stage(self, copies: Any, places: Any, sync: c.WeightSyncSection) -> list[Any]:
+        import torch
+
+        from titan_rl.actors.sync.staging import Staging
+
+        self.staging = Staging(
+            self._held, copies[0], torch.float32, slice_bytes=1 << 20, block_bytes=sync.block_kb << 10
+        )
+        return [self.staging.offer(remote=False)]
+
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
+        for name, held in self._held.items():
+            held.copy_(self._given[name] * self.scale)
+        return Publication(version, slot, [self.staging.pack(version, slot, serial)], 0.0)
+
+    def corrupt(self, slot: int) -> None:
+        run = self.staging.runs[slot][max(self.staging.runs[slot])]
+        run[1000] += 1

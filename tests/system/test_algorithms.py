@@ -1,0 +1,240 @@
+"""Every preset as a user runs it: real meshes for every role, a few steps each."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.running import Run, Runs
+from titan_rl.tasks.prompts import judged
+from titan_rl.tasks.task import addition
+from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.types import Prompt
+
+STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}
+DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
+TIGHT = 1e-5  # mean log-prob gap between trainer and generator
+
+RL: dict[str, dict[str, Any]] = {
+    "dr_grpo": {},
+    "rloo": {},
+    "reinforce_pp": {"rollout__group_size": 1},
+    "reinforce_pp_baseline": {"reference__mesh": "own"},
+    "ppo": {"critic__data_parallel_shard_degree": 2},
+    "dapo": {"algorithm__max_refills": 1},
+    "gspo": {"algorithm__epochs": 2, "parallelism__tensor_parallel_degree": 2},
+    "cispo": {"algorithm__rejection": "geometric", "algorithm__entropy_coef": 0.01},
+}
+TELLS: dict[str, list[str]] = {
+    "rloo": ["time/judge"],
+    "reinforce_pp_baseline": ["kl/k2"],
+    "ppo": ["value/loss", "value/explained_variance", "value/grad_norm", "return/mean", "off_policy/ess"],
+    "dapo": ["dropped/groups", "dropped/tokens", "dropped/truncated"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("algorithms")
+
+
+@pytest.fixture(scope="module")
+def language_model(runs: Runs, folder: Path) -> Run:
+    """What an sft run leaves behind: somebody's teacher."""
+    return runs.finish(folder / "sft", "sft_llama", cold_start__steps=0, training__global_batch_size=8, **STEPS)
+
+
+@pytest.fixture(scope="module")
+def reward_model(runs: Runs, folder: Path, language_model: Run) -> Run:
+    """From the sft run's policy, as the config has it, on two FSDP2 ranks."""
+    keys: dict[str, Any] = STEPS | {"training__steps": 4, "eval__interval": 2, "checkpoint__interval": 2}
+    start: dict[str, Any] = {
+        "model__hf_assets_path": language_model.folder / "hf",
+        "parallelism__data_parallel_shard_degree": 2,
+    }
+    batch: dict[str, Any] = {"cold_start__steps": 0, "training__global_batch_size": 16}
+    return runs.finish(folder / "reward", "reward_model_llama", **keys, **start, **batch)
+
+
+def steps(run: Run, kind: str = "rl") -> list[dict[str, Any]]:
+    found = [line for line in run.lines("metrics.jsonl", kind) if "loss" in line]
+    for line in found:
+        assert all(math.isfinite(v) for v in line.values() if isinstance(v, int | float)), line
+    return found
+
+
+@pytest.mark.parametrize("name", RL)
+def test_a_preset_trains_on_rollouts(runs: Runs, tmp_path: Path, name: str) -> None:
+    run = runs.finish(tmp_path / "run", f"{name}_llama", **STEPS, **DENSE, **RL[name])
+    lines = steps(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["logprob_gap/mean"] <= TIGHT
+        assert sum(line["ratio/histogram"]) == line["tokens/trained"]
+        assert not [key for key in TELLS.get(name, []) if key not in line]
+    if name in ("gspo", "cispo", "ppo"):  # several updates a step: the later ones are off the policy that sampled
+        assert max(line["ratio/max"] for line in lines) > 1.001
+    assert run.summary()["final_eval"] is not None
+
+
+@pytest.mark.parametrize("mesh", ["own", "trainer"])
+def test_distillation_follows_a_teacher(runs: Runs, language_model: Run, tmp_path: Path, mesh: str) -> None:
+    teacher: dict[str, Any] = {"teacher__hf_assets_path": language_model.folder / "hf", "teacher__mesh": mesh}
+    lines = steps(runs.finish(tmp_path / "run", "opd_llama", **STEPS, **teacher))
+    assert len(lines) == 3
+    assert all(line["advantage/min"] != line["advantage/max"] for line in lines)
+
+
+def test_ppo_learns_from_a_reward_model_and_is_judged_by_the_true_reward(
+    runs: Runs, reward_model: Run, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {
+        "reward_model__hf_assets_path": reward_model.folder / "hf",
+        "critic__hf_assets_path": reward_model.folder / "hf",
+        "critic__data_parallel_shard_degree": 2,
+    }
+    run = runs.finish(tmp_path / "run", "ppo_reward_model_llama", **STEPS, **keys)
+    rewards = {line["reward"] for line in run.lines("rollouts.jsonl")}
+    assert len(rewards) > 10, "a reward model's scores are real numbers"
+    assert 0 <= run.summary()["final_eval"] <= 1
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_preferences_move_the_policy_apart_from_its_reference(runs: Runs, tmp_path: Path, name: str) -> None:
+    """The reference on a mesh of its own, and lent to the trainer: the same numbers."""
+    keys: dict[str, Any] = STEPS | {"cold_start__steps": 8, "training__global_batch_size": 16, "optimizer__lr": 1e-3}
+    own = steps(runs.finish(tmp_path / "own", f"{name}_llama", reference__mesh="own", **keys), "fit")
+    first, *_, last = own
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert last["rewards/margins"] > 1e-3
+    if name == "dpo":
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        lent = steps(runs.finish(tmp_path / "lent", "dpo_llama", reference__mesh="trainer", **keys), "fit")
+        assert [line["loss"] for line in lent] == pytest.approx([line["loss"] for line in own], abs=1e-6)
+
+
+def test_sft_learns(language_model: Run) -> None:
+    first, *_, last = steps(language_model, "fit")
+    assert last["loss"] < first["loss"]
+    assert language_model.summary()["final_eval"] is not None
+
+
+def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_model: Run) -> None:
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    folder = reward_model.folder / "hf"
+    tokenizer, model = TextTokenizer.load(folder), LlamaForSequenceClassification.from_pretrained(folder)
+    task_seed = json.loads((reward_model.folder / "summary.json").read_text())["seed"]
+    from titan_rl.wire.seeds import derive
+
+    _, heldout = addition(derive(task_seed, "task"), 16)
+    right = 0
+    for example in heldout:
+        prompt = Prompt(0, "", tokenizer.prompt(example.prompt, "plain"), example.answer, {}, example.rejected)
+        chosen, rejected = (
+            model(torch.tensor([sample.tokens[:-1]])).logits.item() for sample in judged(prompt, tokenizer)
+        )
+        right += chosen > rejected
+    assert reward_model.summary()["final_eval"] == right / 16
+
+
+def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
+    keys: dict[str, Any] = DENSE | {
+        "checkpoint__interval": 2,
+        "lr_scheduler__warmup_steps": 0,  # a rate that does not depend on how many steps there will be
+        "lr_scheduler__decay_ratio": 0,
+        "critic__warmup_steps": 0,
+    }
+    whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
+    runs.finish(tmp_path / "parts", "ppo_llama", training__steps=2, **keys)
+    parts = steps(runs.finish(tmp_path / "parts", "ppo_llama", training__steps=4, **keys))
+    for name in ("loss", "value/loss", "value/explained_variance", "kl/k1", "grad_norm"):
+        assert [line.get(name) for line in parts] == [line.get(name) for line in whole], name
+
+
+def test_without_a_signal_a_run_stops_and_says_why(runs: Runs, tmp_path: Path) -> None:
+    run = runs.start(tmp_path / "run", training__steps=50, algorithm__max_dead_steps=3, cold_start__steps=0)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "3 steps in a row had no learning signal" in out
+    assert "algorithm.max_dead_steps" in out
+    assert (run.folder / "checkpoint" / "step-3" / ".metadata").exists()
+    assert not run.processes()
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_ends_the_run_if_it_stays(
+    runs: Runs, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"cold_start__steps": 0, "training__steps": 50, "eval__interval": 0}
+    huge = {"task__reward": "dense_reward:huge", "task__eval_reward": "exact", "algorithm__normalize": "none"}
+    run = runs.start(tmp_path / "run", **huge, **keys)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "3 steps in a row had a gradient that is not finite" in out
+    assert "fault.max_bad_steps" in out
+    lines = run.lines("metrics.jsonl")
+    assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
+    # The weights are good: another reward goes on from the checkpoint, and its log-probs are the generator's.
+    keys["training__steps"] = lines[-1]["step"] + 1
+    resumed = runs.finish(run.folder, **DENSE, **keys)
+    assert steps(resumed)[-1]["logprob_gap/mean"] <= TIGHT
+
+
+def test_a_reward_that_raises_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
+    run = runs.start(tmp_path / "run", task__reward="dense_reward:broken", cold_start__steps=0, eval__size=0)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "error: the reward failed on prompt 0: ZeroDivisionError: no such thing" in out
+    assert "dense_reward.py" in out
+    assert not run.processes()
+
+
+DRIFT = """
+import os, sys, socket
+import numpy as np
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+from titan_rl.actors.titan.policy import Policy
+from titan_rl.actors.titan.model import local
+from titan_rl.config.sections import Algorithm, Checkpoint, Config, Job, Model, Optimizer, Training
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.batch.packing import pack
+from titan_rl.wire.types import Sample
+
+config = Config(job=Job(dump_folder=sys.argv[1]), checkpoint=Checkpoint(enable=False),
+                model=Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=96),
+                training=Training(steps=4, seq_len=32), optimizer=Optimizer(lr=1e-2), algorithm=Algorithm(kl_coef=0.1))
+policy = Policy(config, shape_of(config.model))
+policy.begin("rl")
+policy.export(sys.argv[1] + "/start")
+policy.freeze("reference", sys.argv[1] + "/start")
+if sys.argv[2] == "planted":  # a reference that the optimizer moves: its tensors are the policy's
+    policy._frozen["reference"]._shards = [local(p) for p in policy.model.parameters()]
+ones = [1.0] * 8
+sample = Sample(list(range(3, 11)), [1] * 8, {"behaviour": [-4.0] * 8, "reference": [-4.0] * 8, "advantage": ones})
+batches = pack([sample], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
+for _ in range(3):
+    (reference,), checksum = policy.scores(batches[0], "reference", 1.0)
+    (own,), _ = policy.scores(batches[0], "policy", 1.0)
+    print("SAW", checksum, float(reference.sum()), float(own.sum()))
+    policy.step(batches)
+"""
+
+
+@pytest.mark.parametrize("how", ["sound", "planted"])
+def test_a_reference_in_the_optimizer_is_seen_by_its_checksum(tmp_path: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DRIFT, str(tmp_path), how], capture_output=True, text=True, timeout=120, check=False
+    )
+    saw = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAW")]
+    assert len(saw) == 3, done.stderr[-2000:]
+    checksums, references, own = zip(*saw, strict=True)
+    assert len(set(own)) == 3, "the policy moves"
+    assert (len(set(checksums)) == 1) == (how == "sound")
+    assert (len(set(references)) == 1) == (how == "sound")

@@ -1,0 +1,174 @@
+"""Whole runs whose rollouts lag behind: bounds, corrections, resuming, placement, memory."""
+
+import asyncio
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.running import Run, Runs
+from titan_rl.record.history import audit
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.types import SyncStats
+
+DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 3e-3}
+LAGGING: dict[str, Any] = {"eval__interval": 0, "checkpoint__interval": 100, **DENSE}
+
+
+def rollouts(run: Run) -> list[dict[str, Any]]:
+    return run.lines("rollouts.jsonl")
+
+
+def ages(run: Run) -> Counter[int]:
+    return Counter(line["step"] - 1 - version for line in rollouts(run) for version in line["versions"])
+
+
+def trained_prompts(run: Run, steps: int, groups: int = 4, size: int = 4) -> list[int]:
+    """Checked to be whole groups, one step each."""
+    found = Counter((line["step"], line["prompt_id"]) for line in rollouts(run))
+    assert set(found.values()) == {size}
+    assert Counter(step for step, _ in found) == dict.fromkeys(range(1, steps + 1), groups)
+    return [prompt for _, prompt in found]
+
+
+@pytest.fixture(scope="module")
+def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Long answers without a stop: a sync finds them half done."""
+    return runs.finish(
+        tmp_path_factory.mktemp("lagging") / "run",
+        rollout__lag=2,
+        rollout__max_new_tokens=48,
+        training__steps=12,
+        **LAGGING,
+    )
+
+
+def test_every_token_is_within_the_bound_and_the_lag_is_used(lagging: Run) -> None:
+    assert {0, 1} <= set(ages(lagging)) <= {0, 1, 2}
+    assert trained_prompts(lagging, 12) == list(range(48))  # oldest first
+    assert audit(lagging.folder)[0] == []
+    for line in lagging.lines("metrics.jsonl"):
+        assert line["policy_age/max"] <= 2
+        assert sum(line["policy_age/histogram"]) == line["tokens/sampled"]
+        assert line["inflight/groups"] <= 12
+
+
+def test_a_rollout_may_span_versions_and_they_only_rise(lagging: Run) -> None:
+    spans = [line["versions"] for line in rollouts(lagging)]
+    assert all(versions == sorted(versions) for versions in spans)
+    assert any(len(set(versions)) > 1 for versions in spans)
+
+
+def test_a_lag_is_corrected_by_default(lagging: Run) -> None:
+    """And the weights that do so are 1 only as long as nothing is stale."""
+    resolved = (lagging.folder / "config.toml").read_text()
+    assert 'correction = "token_tis"' in resolved
+    assert 'proximal = "trainer"' in resolved
+    first, *_, last = lagging.lines("metrics.jsonl")
+    assert first["off_policy/ess"] == pytest.approx(1, abs=1e-4)
+    assert last["off_policy/weight_min"] < 0.99 < 1.01 < last["off_policy/weight_max"] <= 2
+    assert last["off_policy/ess"] < 0.9999
+
+
+def test_generators_sample_and_take_weights_while_trainers_step(lagging: Run) -> None:
+    lines = lagging.lines("metrics.jsonl")[2:]
+    assert any(line["sync/hidden"] > 0 for line in lines)
+    assert any(line["overlap"] > 0 for line in lines)
+    assert all(0 <= line[f"bubble/{mesh}"] <= 1 for line in lines for mesh in ("trainer", "generator"))
+
+
+def test_a_lagging_run_that_is_stopped_trains_every_prompt_once(runs: Runs, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {**LAGGING, "rollout__lag": 2, "rollout__window": 1, "training__steps": 40}
+    run = runs.start(tmp_path / "run", **keys)
+    run.wait_for_step(6)
+    run.process.send_signal(signal.SIGINT)
+    out = run.finish(timeout=30)
+    assert run.code == 130, out
+    stopped = max(line["step"] for line in run.lines("metrics.jsonl"))
+    assert stopped < 40
+    resumed = runs.finish(run.folder, **keys)
+    assert sorted(trained_prompts(resumed, 40)) == list(range(160))
+    assert audit(resumed.folder)[0] == []
+    assert max(ages(resumed)) <= 3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_streamed_update_is_the_same_one(runs: Runs, tmp_path: Path, aggregation: str) -> None:
+    """Groups are trained on as they finish; the denominators follow when all are known. Two runs agree to the last bit,
+    and with the whole update up to the order of its sums."""
+    keys: dict[str, Any] = {**LAGGING, "training__steps": 3, "algorithm__aggregation": aggregation}
+    whole = runs.finish(tmp_path / "whole", **keys)
+    streamed = [
+        runs.finish(tmp_path / name, training__stream_groups=3, **keys) for name in ("streamed", "streamed_again")
+    ]
+    for name in ("loss", "grad_norm", "reward/mean", "tokens/trained", "ratio/mean", "advantage/max"):
+        first, again = ([line[name] for line in run.lines("metrics.jsonl")] for run in streamed)
+        assert first == again
+        assert first == pytest.approx([line[name] for line in whole.lines("metrics.jsonl")], rel=1e-3, abs=1e-6), name
+
+
+def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, tmp_path: Path) -> None:
+    """Without a lag, to the last bit; with one they take turns too."""
+    keys: dict[str, Any] = {**LAGGING, "training__steps": 4}
+    apart = runs.finish(tmp_path / "apart", **keys)
+    together = runs.finish(tmp_path / "together", placement__kind="colocated", **keys)
+    for name in ("loss", "grad_norm", "reward/mean", "entropy"):
+        assert [line[name] for line in together.lines("metrics.jsonl")] == [
+            line[name] for line in apart.lines("metrics.jsonl")
+        ]
+    partial = runs.finish(
+        tmp_path / "partial", placement__kind="colocated", rollout__lag=1, rollout__max_new_tokens=48, **keys
+    )
+    assert set(ages(partial)) <= {0, 1}
+    assert all(line["sync/hidden"] == 0 for line in partial.lines("metrics.jsonl"))
+
+
+def test_memory_is_steady_over_hundreds_of_steps(runs: Runs, tmp_path: Path) -> None:
+    run = runs.start(
+        tmp_path / "run", rollout__lag=2, training__steps=10_000, **{**LAGGING, "checkpoint__interval": 10_000}
+    )
+
+    def resident() -> dict[str, float]:
+        pids = {"controller": run.process.pid, **run.workers()}
+        return {name: _resident_mb(pid) for name, pid in pids.items()}
+
+    run.wait_for_step(60)
+    before = resident()
+    run.wait_for_step(300, timeout=300)
+    after = resident()
+    run.process.send_signal(signal.SIGINT)
+    run.finish(timeout=60)
+    assert before.keys() == after.keys()
+    assert {name: round(after[name] - before[name]) for name in after if after[name] - before[name] > 40} == {}
+
+
+def _resident_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
+    """The generators then sample nothing more: waiting for rollouts would be forever."""
+
+    class Failing(WeightSync):
+        async def publish(self, version: int) -> Any:
+            return version
+
+        async def pull(self, publication: Any) -> Any:
+            await asyncio.sleep(0.05)
+            raise ValueError("refused")
+
+    async def body() -> None:
+        nobody: Any = None
+        weights = Failing(nobody, nobody, Clock())
+        weights._last = SyncStats(0, 0, 0, 0, 0, 0)
+        await weights.begin(1)
+        with pytest.raises(ValueError, match="refused"):
+            await weights.beside(asyncio.sleep(60))
+        with pytest.raises(ValueError, match="refused"):  # nor is it forgotten
+            await weights.settle()
+
+    asyncio.run(asyncio.wait_for(body(), 10))

@@ -1,0 +1,349 @@
+"""The engine on a real vLLM, against Hugging Face's forward of the same tiny Llama.
+
+vLLM leaves a process group, patches and settings behind, so one test runs this file's check_* functions in a pytest of
+their own.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.tiny import tiny_llama
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import ENV, Engine, EngineSettings, SampleId
+from titan_rl.wire.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EOS, STOP = 2, 3
+CONTEXT = [1, 5, 6, 7, 8, 9]
+BEGUN = Completion([4, 5], [0.0, 0.0], [0, 0], "abort")
+
+
+def test_engine_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV}
+    checks = subprocess.run([*command, __file__], env=env, capture_output=True, text=True, timeout=300)
+    assert checks.returncode == 0, checks.stdout + checks.stderr
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(max_position_embeddings=128, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder: Path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return Engine(EngineSettings(model_dir=str(folder), max_model_len=128, kv_cache_memory_mb=32, load_format="auto"))
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Iterator[Engine]:
+    """Idle, with an empty prefix cache."""
+    loaded.set_version(0)
+    yield loaded
+    loaded.abort_all()
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[Completion]]:
+    engine.add(requests)
+    return finish(engine)
+
+
+def finish(engine: Engine) -> dict[str, list[Completion]]:
+    done = {}
+    while engine.busy:
+        done |= {d.id: d.completions for d in engine.step()}
+    return done
+
+
+def reference(model: Any, context: list[int], tokens: list[int], temperature: float) -> "Tensor":
+    """Log-probs over the vocabulary at each sampled position.  # [T, V]"""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def gap(model: Any, completion: Completion, temperature: float = 1.0, context: list[int] = CONTEXT) -> list[float]:
+    """Per token: |log-prob reported - log-prob by the reference|."""
+    expected = reference(model, context, completion.tokens, temperature)
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    return [abs(expected[i, token].item() - logprob) for i, (token, logprob) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def check_logprobs_are_those_of_the_sampling_distribution(engine: Engine, model: Any, temperature: float) -> None:
+    completions = run(engine, Request("a", CONTEXT, list(range(16)), Sampling(24, temperature)))["a"]
+    assert len({tuple(c.tokens) for c in completions}) == 16
+    assert max(max(gap(model, c, temperature)) for c in completions) < 1e-5
+
+
+def check_top_p_logprobs_are_those_of_the_truncated_distribution(engine: Engine, model: Any) -> None:
+    (completion,) = run(engine, Request("a", CONTEXT, [0], Sampling(24, 1.0, top_p=0.5)))["a"]
+    for row, token, logprob in zip(
+        reference(model, CONTEXT, completion.tokens, 1.0), completion.tokens, completion.logprobs, strict=True
+    ):
+        probs, order = row.exp().sort(descending=True)
+        kept = int((probs.cumsum(0) - probs < 0.5).sum())
+        assert token in order[:kept]
+        assert abs(row[token].item() - probs[:kept].sum().log().item() - logprob) < 1e-4
+
+
+def check_greedy_is_the_argmax(engine: Engine, model: Any) -> None:
+    (completion,) = run(engine, Request("a", CONTEXT, [0], Sampling(24, 0.0)))["a"]
+    assert completion.tokens == reference(model, CONTEXT, completion.tokens, 1.0).argmax(-1).tolist()
+    assert max(gap(model, completion)) < 1e-5
+
+
+def check_only_the_requests_stop_tokens_end_a_sample(engine: Engine) -> None:
+    sampling = Sampling(32, stop_token_ids=(EOS, STOP))
+    done = run(engine, Request("a", CONTEXT, list(range(64)), sampling))["a"]
+    for c in done:
+        assert len(c.tokens) == len(c.logprobs) == len(c.versions)
+        stops = [i for i, token in enumerate(c.tokens) if token in (EOS, STOP)]
+        if c.finish == "stop":
+            assert stops == [len(c.tokens) - 1]
+        else:
+            assert (c.finish, len(c.tokens), stops) == ("length", 32, [])
+    assert {c.tokens[-1] for c in done if c.finish == "stop"} == {EOS, STOP}
+    assert "length" in {c.finish for c in done}
+
+    # The model folder's own EOS does not stop a request that does not ask for it.
+    unstopped = run(engine, Request("a", CONTEXT, list(range(64)), Sampling(32)))["a"]
+    assert {(c.finish, len(c.tokens)) for c in unstopped} == {("length", 32)}
+    assert any(EOS in c.tokens for c in unstopped)
+
+    # The last token that the limit allows may be the stop token.
+    seed = next(i for i, c in enumerate(done) if c.finish == "stop")
+    tight = Sampling(len(done[seed].tokens), stop_token_ids=(EOS, STOP))
+    (again,) = run(engine, Request("a", CONTEXT, [seed], tight))["a"]
+    assert (again.tokens, again.finish) == (done[seed].tokens, "stop")
+
+
+def check_a_seed_decides_its_sample_in_any_batch(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, [11, 12, 13], Sampling(24))
+    alone = run(engine, asked)["a"]
+    assert run(engine, asked)["a"] == alone
+    others = [Request(f"b{i}", CONTEXT[: 1 + i % 6], list(range(8)), Sampling(5 + i)) for i in range(8)]
+    mixed = run(engine, *others, replace(asked, seeds=[13, 11, 12]))["a"]
+    assert [c.tokens for c in mixed] == [alone[i].tokens for i in (2, 0, 1)]
+
+
+def check_a_new_version_goes_on_with_a_samples_random_stream(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, list(range(8)), Sampling(24))
+    undisturbed = run(engine, asked)["a"]
+    engine.add([asked])
+    for version in range(1, 5):
+        engine.step()
+        engine.set_version(version)
+    assert [c.tokens for c in finish(engine)["a"]] == [c.tokens for c in undisturbed]
+
+
+def check_siblings_read_their_prompt_from_the_prefix_cache(engine: Engine) -> None:
+    before = engine.stats()
+    run(engine, Request("a", list(range(40)), list(range(8)), Sampling(4)))
+    after = engine.stats()
+    assert after.prompt_tokens - before.prompt_tokens == 8 * 40
+    assert after.cached_tokens - before.cached_tokens == 7 * 32  # a block is 32 tokens
+    assert after.tokens - before.tokens == 8 * 4
+    assert after.steps - before.steps == 4
+
+
+def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any) -> None:
+    import copy
+
+    import torch
+
+    torch.manual_seed(1)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+    engine.add([Request("a", CONTEXT, list(range(16)), Sampling(24))])
+    for _ in range(10):
+        engine.step()
+    overwrite(engine, changed)
+    engine.set_version(1)
+    completions = finish(engine)["a"]
+    overwrite(engine, model)
+
+    for c in completions:
+        assert c.versions == [0] * 10 + [1] * 14
+        old, new = gap(model, c), gap(changed, c)
+        assert max(old[:10]) < 1e-5
+        assert max(new[10:]) < 1e-5  # over keys and values that the new weights computed
+        assert max(old[10:]) > 1e-2
+
+
+def overwrite(engine: Engine, model: Any) -> None:
+    """In place, fused as vLLM has them."""
+    import torch
+
+    state = model.state_dict()
+    for name, parameter in engine.params().items():
+        prefix = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
+        parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate_", "up_")}.get(name.split(".")[-2])
+        if parts is None:
+            parameter.copy_(state[name])
+        else:
+            parameter.copy_(torch.cat([state[f"{prefix}{p.rstrip('_')}_proj.weight"] for p in parts]))
+
+
+def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> None:
+    """2048 to a step. Prefills, and the ones that a new version repeats, come in several steps, none in parts."""
+    contexts = [[1, 4 + i % 60, *range(60)] for i in range(60)]
+    engine.add([Request(f"r{i}", context, [i], Sampling(12)) for i, context in enumerate(contexts)])
+    for _ in range(6):
+        engine.step()
+    engine.set_version(1)
+    for id, (completion,) in finish(engine).items():
+        context = contexts[int(id[1:])]
+        assert len(completion.tokens) == 12
+        assert set(completion.versions) <= {0, 1}
+        assert max(gap(model, completion, context=context)) < 1e-5
+
+
+def halves(engine: Engine, asked: Request, steps: int, *taken: int) -> tuple[dict[int, Completion], list[Completion]]:
+    """What is there of the taken samples after so many steps, and how the others end."""
+    engine.add([asked])
+    for _ in range(steps):
+        engine.step()
+    withdrawn = engine.withdraw([SampleId(asked.id, i) for i in taken])
+    return {w.sample.nth: w.begun for w in withdrawn}, finish(engine)[asked.id]
+
+
+def check_a_sample_goes_on_where_it_was_taken_out(engine: Engine, model: Any) -> None:
+    asked = Request("a", CONTEXT, [0, 1, 2], Sampling(24, 0.0))
+    whole = run(engine, asked)["a"]
+    begun, others = halves(engine, asked, 10, 0, 2)
+    assert [len(c.tokens) for c in others] == [10, 24, 10]
+    assert [c.finish for c in others] == ["abort", "length", "abort"]
+    engine.set_version(1)
+    rest = run(engine, replace(asked, id="a~1", seeds=[0, 2], begun=[begun[0], begun[2]]))["a~1"]
+    for completion, undisturbed in zip([rest[0], others[1], rest[1]], whole, strict=True):
+        assert completion.tokens == undisturbed.tokens
+        assert completion.finish == undisturbed.finish == "length"
+        assert max(gap(model, completion)) < 1e-5
+        assert completion.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-5)
+    for completion in rest:
+        assert completion.versions == [0] * 10 + [1] * 14
+        assert completion.logprobs[:10] == begun[0].logprobs
+    assert others[1].versions == [0] * 24
+
+
+def check_a_sample_that_goes_on_draws_from_a_stream_of_its_own(engine: Engine, model: Any) -> None:
+    asked = Request("a", CONTEXT, list(range(32)), Sampling(24, stop_token_ids=(EOS, STOP)))
+    whole, (_, begun) = run(engine, asked)["a"], halves(engine, asked, 1, *range(32))
+    assert [c.tokens for c in begun] == [c.tokens[:1] for c in whole]
+    assert {c.finish for c in begun} == {"stop", "abort"}
+    asked = replace(asked, begun=begun)
+    again = run(engine, asked)["a"]
+    assert again == run(engine, asked)["a"], "the seed and the length decide it"
+    for sample, completion in zip(whole, again, strict=True):
+        assert completion.tokens[0] == sample.tokens[0]
+        assert (completion.finish == "stop") == (completion.tokens[-1] in (EOS, STOP))
+        assert len(completion.tokens) <= 24
+        assert max(gap(model, completion)) < 1e-5
+    assert sum(c.tokens == s.tokens for c, s in zip(again, whole, strict=True)) < 16
+    first = run(engine, replace(asked, begun=[], tokens=[*CONTEXT, whole[0].tokens[0]]))["a"][0]
+    assert first.tokens[:8] != again[0].tokens[1:9], "not the noise that chose the first token"
+
+
+def check_finished_samples_are_not_sampled_again(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, [0, 1, 2], Sampling(24))
+    whole, before = run(engine, asked)["a"], engine.stats().tokens
+    assert run(engine, replace(asked, begun=whole)) == {"a": whole}
+    assert engine.stats().tokens == before
+    third = Completion([], [], [], "abort")
+    again = run(engine, replace(asked, begun=[whole[0], whole[1], third]))["a"]
+    assert again[:2] == whole[:2]
+    assert again[2].tokens == whole[2].tokens
+    assert engine.stats().tokens == before + 24
+
+
+def check_what_has_finished_cannot_be_withdrawn(engine: Engine) -> None:
+    asked = Request("a", CONTEXT, [0, 1], Sampling(4))
+    engine.add([asked])
+    engine.step()
+    assert [w.sample for w in engine.withdraw([SampleId("a", 0), SampleId("b", 0), SampleId("a", 7)])] == [("a", 0)]
+    assert engine.withdraw([SampleId("a", 0)]) == []
+    assert [(c.finish, len(c.tokens)) for c in finish(engine)["a"]] == [("abort", 1), ("length", 4)]
+    assert engine.withdraw([SampleId("a", 1)]) == []
+    assert not engine.busy
+    engine.add([asked])
+    assert len(engine.withdraw([SampleId("a", 0), SampleId("a", 1)])) == 2
+    assert [c.finish for c in finish(engine)["a"]] == ["abort", "abort"]
+
+
+def check_a_report_tells_how_far_samples_are_and_what_steps_have_read(engine: Engine) -> None:
+    before = engine.report()
+    engine.add([Request("a", list(range(40)), [0, 1], Sampling(8))])
+    engine.step()
+    engine.step()
+    report = engine.report()
+    assert report.lengths == {"a": {0: 2, 1: 2}}
+    assert report.steps - before.steps == 2
+    assert report.tokens - before.tokens == 4
+    assert report.read - before.read == 40 + 8 + 2  # the second sample finds one block of 32 cached
+    assert report.seconds > before.seconds
+    engine.withdraw([SampleId("a", 1)])
+    assert engine.report().lengths == {"a": {0: 2}}
+
+
+def check_abort_forgets(engine: Engine) -> None:
+    engine.add([Request(id, CONTEXT, [0, 1], Sampling(24)) for id in "ab"])
+    engine.step()
+    assert engine.abort_all() == ["a", "b"]
+    assert not engine.busy
+    assert len(run(engine, Request("a", CONTEXT, [0, 1], Sampling(4)))["a"]) == 2
+
+
+def check_nothing_is_sampled_before_a_version(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "version", None)
+    with pytest.raises(RuntimeError, match="sync weights before sampling"):
+        engine.add([Request("a", CONTEXT, [0], Sampling(4))])
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("x", [], [0], Sampling(4)), "expected tokens and seeds"),
+        (Request("x", CONTEXT, [], Sampling(4)), "expected tokens and seeds"),
+        (Request("x", [64], [0], Sampling(4)), "expected token ids below 64, found 64"),
+        (Request("x", CONTEXT, [-1], Sampling(4)), "expected seeds of at least 0, found -1"),
+        (Request("x", CONTEXT, [0], Sampling(4, 0.001)), "expected rollout.temperature 0 or in"),
+        (Request("x", CONTEXT, [0], Sampling(123)), "6 tokens and 123 new ones exceed 128"),
+        (Request("x", CONTEXT, [0, 1], Sampling(4), [BEGUN]), "a begun sample for each of 2 seeds, found 1"),
+        (Request("x", CONTEXT, [0], Sampling(2), [BEGUN]), "unfinished samples below 2 tokens, found one of 2"),
+        (Request("open", CONTEXT, [0], Sampling(4)), "open: its id is that of an unfinished request"),
+        (Request("fine", CONTEXT, [1], Sampling(4)), "fine: its id is that of an unfinished request"),
+    ],
+)
+def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Request, message: str) -> None:
+    engine.add([Request("open", CONTEXT, [0], Sampling(4))])
+    with pytest.raises(ValueError, match=message):
+        engine.add([Request("fine", CONTEXT, [0], Sampling(4)), request_])
+    assert list(finish(engine)) == ["open"]  # none of the refused call entered
+
+
+def check_fingerprints_tell_which_parameter_changed(engine: Engine, model: Any) -> None:
+    before = engine.fingerprint()
+    engine.params()["model.norm.weight"][3] += 1
+    after = engine.fingerprint()
+    overwrite(engine, model)
+    assert [name for name in before if before[name] != after[name]] == ["model.norm.weight"]
+    assert engine.fingerprint() == before
+    assert before.keys() == engine.info.shapes.keys()

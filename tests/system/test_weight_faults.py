@@ -1,0 +1,197 @@
+"""Ranks killed in the midst of a weight sync: who it was, how soon it is known, and what is left.
+
+Where a rank stands is read off what the kernel shows of it: a slot's stamp in the trainer's memory says that it is
+being packed, and the bytes that a trainer has sent since (over Monarch's TCP fallback) say how far a reader has come. A
+rank that stands where it should is stopped, looked at again, and killed there.
+"""
+
+import asyncio
+import mmap
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from monarch.actor import this_host
+
+from support.outputs import shared_memory
+from support.running import Run, Runs
+from titan_rl.actors.sync.transport import PACKING, SLOTS
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.config import sections as c
+from titan_rl.meshes.deaths import PROC_NAME
+from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RankDied
+
+MODEL = c.ModelSection(
+    dim=512, n_layers=4, n_heads=8, n_kv_heads=8, hidden_dim=2048
+)  # 34 MB a rank: milliseconds a verb
+LARGE = {f"model__{key}": getattr(MODEL, key) for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")}
+ENDS: dict[str, Any] = {"cold_start__steps": 0, "algorithm__max_dead_steps": 0, "fault__max_restarts": 0}
+TRAINERS = ("trainer[dp=0 tp=0]", "trainer[dp=1 tp=0]")
+READER = "generator0[tp=0]"
+SECONDS = 60.0
+
+
+def stamps(pid: int) -> memoryview:
+    """A trainer rank's, by slot: the publication that lies there."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            if "titan_rl weights" in os.readlink(fd):
+                break
+    else:
+        raise AssertionError(f"expected weights staged by process {pid}, found none")
+    with fd.open("rb") as memory:
+        return memoryview(mmap.mmap(memory.fileno(), mmap.PAGESIZE, access=mmap.ACCESS_READ)).cast("q")[:SLOTS]
+
+
+def sent(pid: int) -> int:
+    """Bytes that a process has written, to sockets too."""
+    counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(counters["wchar"])
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while (state := Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]) != "T":
+        assert state != "Z"
+
+
+def stop_while_packing(pid: int) -> None:
+    """Returns with the process stopped where one of its slots is neither the old nor the new publication."""
+    slots, deadline = stamps(pid), time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        if PACKING in slots:
+            stop(pid)
+            if PACKING in slots:
+                return
+            os.kill(pid, signal.SIGCONT)
+    raise AssertionError(f"no packing seen within {SECONDS:g} s")
+
+
+def stop_while_reading(reader: int, trainers: list[int], whole: int) -> None:
+    """Returns with the reader stopped after some of a publication's `whole` bytes were sent, and before all were."""
+    slots, deadline = [stamps(pid) for pid in trainers], time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        old = max(slots[0])
+        while PACKING in [*slots[0], *slots[1]] or not min(map(max, slots)) > old:
+            assert time.monotonic() < deadline
+        before = sum(map(sent, trainers))  # nothing but this publication is sent before the next step
+        while (of_it := sum(map(sent, trainers)) - before) < whole // 8:
+            assert time.monotonic() < deadline
+        if of_it < whole // 2:
+            stop(reader)
+            time.sleep(0.1)  # what is on its way to a stopped process fills the sockets, and no more
+            if sum(map(sent, trainers)) - before < whole:
+                return
+            os.kill(reader, signal.SIGCONT)
+    raise AssertionError(f"no read seen within {SECONDS:g} s")
+
+
+def ends_by_name(run: Run, victim: str) -> None:
+    os.kill(run.workers()[victim], signal.SIGKILL)
+    began = time.monotonic()
+    out = run.finish(timeout=40)
+    assert time.monotonic() - began < 30
+    assert run.code == 1, out
+    assert out.count("died: its process") == 1, out
+    assert f"{victim} died: its process" in out, out
+    assert "Traceback" not in out
+    assert not run.processes()
+    assert not (Path(tempfile.gettempdir()) / f"titan_rl-{run.process.pid}").exists(), "its sockets"
+
+
+@pytest.mark.parametrize("victim", TRAINERS)
+def test_a_trainer_rank_killed_while_it_packs_ends_the_run_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
+    shared = shared_memory()
+    run = runs.start(tmp_path / "run", training__steps=1000, **ENDS, **LARGE)
+    run.wait_for_step(1)
+    stop_while_packing(run.workers()[victim])
+    ends_by_name(run, victim)
+    assert shared_memory() <= shared
+
+
+def test_a_generator_rank_killed_while_it_reads_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
+    shared = shared_memory()
+    run = runs.start(tmp_path / "run", training__steps=1000, weight_sync__transport="rdma", **ENDS, **LARGE)
+    run.wait_for_step(1)
+    pids = run.workers()
+    stop_while_reading(pids[READER], [pids[name] for name in TRAINERS], 4 * shape_of(MODEL).parameters)
+    ends_by_name(run, READER)
+    assert shared_memory() <= shared
+
+
+def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(tmp_path: Path) -> None:
+    """Its source is stopped, so that it cannot have read the whole."""
+
+    async def work() -> None:
+        config = c.Config(
+            job=c.JobSection(dump_folder=str(tmp_path)),
+            model=replace(MODEL, dim=256, hidden_dim=512),
+            parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
+            weight_sync=c.WeightSyncSection(transport="rdma"),
+            comm=c.CommSection(train_timeout_seconds=30),
+        )
+        shape = shape_of(config.model)
+        write_model_folder(tmp_path / "model", shape)
+        settings = EngineSettings(model_dir=str(tmp_path / "model"), max_model_len=64, kv_cache_memory_mb=16)
+        trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
+        generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
+        (engine, *_), _ = await asyncio.gather(generators.start(), trainers.start())
+        await trainers.begin("rl")
+        weights = WeightSync(trainers, generators, Clock())
+        await weights.connect(config, shape)
+        assert weights.transports == "RDMABuffer (TCP fallback)"
+        await weights.sync(0)
+        publication = await weights.publish(1)
+        source = pid_of(TRAINERS[1])
+        stop(source)
+        try:
+            pulling = asyncio.create_task(weights.pull(publication))
+            await asyncio.sleep(1)
+            assert not pulling.done()
+            os.kill(engine.pid, signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(RankDied, match=r"^generator0\[tp=0\] died: its process"):
+                await pulling
+            assert time.monotonic() - began < 5
+        finally:
+            os.kill(source, signal.SIGCONT)
+        for version in (2, 3):  # one into either slot
+            assert (await weights.publish(version)).slot == version % 2
+        assert time.monotonic() - began < 10
+        with pytest.raises(RankDied):
+            await weights.sync(4)
+        stop(source)
+        publishing: asyncio.Task[Any] = asyncio.create_task(weights.publish(5))
+        await asyncio.sleep(0.2)
+        os.kill(source, signal.SIGKILL)
+        with pytest.raises(RankDied, match=r"^trainer\[dp=1 tp=0\] died: its process"):
+            await asyncio.wait_for(publishing, 5)
+        for mesh in (generators, trainers):
+            await mesh.stop()
+
+    shared = shared_memory()
+    asyncio.run(asyncio.wait_for(work(), 120))
+    assert shared_memory() <= shared
+
+
+def pid_of(name: str) -> int:
+    """The process of a rank of this test's own."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with suppress(OSError):  # gone meanwhile
+                if f"{PROC_NAME}={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    return pid
+    raise AssertionError(f"expected a process {name}")

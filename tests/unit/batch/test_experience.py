@@ -1,0 +1,278 @@
+"""Groups to columns, each estimator from end to end, on numbers that can be followed by hand."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.batch.advantages import gae, kl_penalty
+from titan_rl.batch.experience import dead, minibatches, samples_of, with_advantages
+from titan_rl.config.presets import PRESETS
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection
+from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Sample, Turn
+
+RL = [name for name in get_args(AlgorithmName) if AlgorithmSection(name=name).kind == "rl"]
+TOOL = 77  # the token that a tool said
+
+
+def algorithm(name: str = "grpo", **keys: Any) -> AlgorithmSection:
+    values: dict[str, Any] = {"name": name, **PRESETS[name], **keys}
+    return AlgorithmSection(**values)
+
+
+def rollout(reward: float, tokens: int = 2, *, penalty: float = 0.0, cut: bool = False) -> Rollout:
+    completion = Completion([5] * tokens, [-0.5] * tokens, [0] * tokens, "length" if cut else "stop")
+    return Rollout([Turn([1, 2], completion)], "", reward, penalty)
+
+
+def with_tool(reward: float) -> Rollout:
+    """One sampled token, one of a tool, two sampled tokens: mask 0 1 0 1 1."""
+    first = Turn([1], Completion([5], [-0.5], [0], "stop"))
+    second = Turn([TOOL], Completion([6, 7], [-0.25, -0.75], [0, 0], "stop"))
+    return Rollout([first, second], "", reward)
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group(Prompt(0, "", [1, 2], ""), list(rollouts))
+
+
+def with_column(samples: Sequence[Sample], **values: float) -> list[Sample]:
+    """The samples with constant columns, as a role's mesh would have answered."""
+    return [s.with_columns(**{name: [v] * len(s.tokens) for name, v in values.items()}) for s in samples]
+
+
+def advantages(samples: Sequence[Sample]) -> list[list[float]]:
+    return [np.asarray(s.columns["advantage"]).tolist() for s in samples]
+
+
+def told(groups: Sequence[Group]) -> list[float]:
+    return [r.advantage for g in groups for r in g.rollouts]
+
+
+def test_samples_are_the_rollouts_in_order() -> None:
+    groups = [group(with_tool(1.0), rollout(0.0, 1)), group(rollout(0.0, 3))]
+    first, second, third = samples_of(groups, algorithm())
+    assert first == Sample([1, 5, TOOL, 6, 7], [0, 1, 0, 1, 1], {"behaviour": [0.0, -0.5, 0.0, -0.25, -0.75]})
+    assert (second.tokens, second.mask) == ([1, 2, 5], [0, 0, 1])
+    assert len(third.tokens) == 5
+
+
+def test_a_truncated_rollout_is_not_trained_on_under_overlong_filter() -> None:
+    groups = [group(rollout(1.0), rollout(0.0, cut=True))]
+    assert [s.mask for s in samples_of(groups, algorithm("grpo"))] == [[0, 0, 1, 1], [0, 0, 1, 1]]
+    assert [s.mask for s in samples_of(groups, algorithm("dapo"))] == [[0, 0, 1, 1], [0, 0, 0, 0]]
+
+
+def test_a_filtered_rollout_still_counts_in_its_siblings_baseline() -> None:
+    groups = [group(rollout(1.0), rollout(0.0, cut=True))]
+    a = algorithm("dapo", normalize="none")
+    groups, samples = with_advantages(groups, samples_of(groups, a), a)
+    assert advantages(samples) == [[0, 0, 0.5, 0.5], [0, 0, 0, 0]]
+    assert told(groups) == [0.5, 0.0]
+
+
+def test_group_advantages_lie_on_every_sampled_token() -> None:
+    groups = [group(with_tool(1.0), rollout(0.0)), group(rollout(3.0), rollout(1.0))]
+    a = algorithm("dr_grpo")
+    groups, samples = with_advantages(groups, samples_of(groups, a), a)
+    assert advantages(samples) == [[0, 0.5, 0, 0.5, 0.5], [0, 0, -0.5, -0.5], [0, 0, 1, 1], [0, 0, -1, -1]]
+    assert told(groups) == [0.5, -0.5, 1.0, -1.0]
+
+
+def test_grpo_divides_by_the_groups_spread() -> None:
+    groups = [group(rollout(3.0), rollout(1.0))]
+    groups, _ = with_advantages(groups, samples_of(groups, algorithm()), algorithm())
+    assert told(groups) == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
+
+
+def test_rloo_compares_with_the_others() -> None:
+    groups = [group(rollout(1.0), rollout(0.0), rollout(4.0))]
+    groups, samples = with_advantages(groups, samples_of(groups, algorithm("rloo")), algorithm("rloo"))
+    assert told(groups) == [1 - 2, 0 - 2.5, 4 - 0.5]
+    assert advantages(samples)[0] == [0, 0, -1, -1]
+
+
+def test_reinforce_pp_whitens_returns_over_the_step() -> None:
+    a = algorithm("reinforce_pp")
+    groups = [group(rollout(1.0, 2)), group(rollout(0.0, 1))]
+    _, samples = with_advantages(groups, samples_of(groups, a), a)
+    by_hand = np.array([1.0, 1.0, 0.0])  # of tokens, not of rollouts
+    white = (by_hand - by_hand.mean()) / by_hand.std(ddof=1)
+    assert advantages(samples) == [pytest.approx([0, 0, *white[:2]]), pytest.approx([0, 0, white[2]])]
+
+
+def test_reinforce_pp_baseline_whitens_group_advantages_over_the_step() -> None:
+    a = algorithm("reinforce_pp_baseline")
+    groups = [group(rollout(1.0, 1), rollout(0.0, 2)), group(rollout(9.0, 1), rollout(9.0, 1))]
+    _, samples = with_advantages(groups, samples_of(groups, a), a)
+    by_hand = np.array([0.5, -0.5, -0.5, 0.0, 0.0])
+    white = (by_hand - by_hand.mean()) / by_hand.std(ddof=1)
+    assert [x for s in advantages(samples) for x in s[2:]] == pytest.approx(white.tolist())
+
+
+def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
+    a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
+    groups = [group(with_tool(4.0))]
+    groups, samples = with_advantages(groups, samples_of(groups, a), a)
+    assert advantages(samples) == [[0, 1, 0, 2, 4]]
+    assert told(groups) == pytest.approx([7 / 3])
+
+
+def test_a_reward_lies_on_the_last_token_that_is_trained_on() -> None:
+    completion = Completion([5, 6, 7], [-0.5, -0.5, -math.inf], [0, 0, 0], "stop")  # the last one is not
+    groups = [group(Rollout([Turn([1], completion)], "", 2.0))]
+    a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
+    _, samples = with_advantages(groups, samples_of(groups, a), a)
+    assert advantages(samples) == [[0, 1, 2, 0]]
+
+
+def test_ppo_has_the_critics_advantages_and_returns() -> None:
+    a = algorithm("ppo", normalize="none", gamma=0.9, gae_lambda=0.8)
+    groups = [group(with_tool(1.0))]
+    values = [9.0, 0.125, 9.0, 0.25, 0.5]
+    samples = [s.with_columns(value=values) for s in samples_of(groups, a)]
+    _, (sample,) = with_advantages(groups, samples, a)
+    rewards, mask = np.array([0, 0, 0, 0, 1.0]), np.array([0, 1, 0, 1, 1])
+    expected, returns = gae(rewards, np.array(values), mask, gamma=0.9, lam=0.8)
+    assert np.asarray(sample.columns["advantage"]).tolist() == expected.tolist()
+    assert np.asarray(sample.columns["return"]).tolist() == returns.tolist()
+    assert expected[4] == 0.5
+
+
+def test_ppos_returns_are_those_before_whitening() -> None:
+    groups = [group(rollout(1.0), rollout(0.0))]
+    a = algorithm("ppo", gae_lambda=1.0)
+    _, samples = with_advantages(groups, with_column(samples_of(groups, a), value=0.25), a)
+    assert [np.asarray(s.columns["return"]).tolist() for s in samples] == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    on = [x for s in advantages(samples) for x in s[2:]]
+    assert (np.mean(on), np.var(on, ddof=1)) == pytest.approx((0, 1))
+
+
+def test_distillation_is_the_teachers_log_prob_less_the_samplers() -> None:
+    a = algorithm("opd")
+    groups = [group(with_tool(0.0))]
+    groups, samples = with_advantages(groups, with_column(samples_of(groups, a), teacher=-0.25), a)
+    assert advantages(samples) == [[0, 0.25, 0, 0, 0.5]]
+    assert told(groups) == [0.25]
+
+
+def test_a_rewards_kl_is_charged_before_the_groups_baseline() -> None:
+    """Of two rollouts with equal rewards, the one that left the reference further is the worse."""
+    groups = [group(rollout(1.0, 1), rollout(1.0, 3))]
+    a = algorithm("rloo", kl_coef=0.1)
+    samples = with_column(samples_of(groups, a), reference=-0.7)  # k1 a token: -0.5 + 0.7 = 0.2
+    groups, _ = with_advantages(groups, samples, a)
+    assert told(groups) == pytest.approx([0.1 * (3 - 1) * 0.2, -0.1 * (3 - 1) * 0.2])
+
+
+def test_a_rewards_kl_is_charged_to_its_own_token() -> None:
+    groups = [group(with_tool(1.0))]
+    a = algorithm("reinforce_pp", normalize="none", gamma=0.0, kl_coef=0.5)
+    _, samples = with_advantages(groups, with_column(samples_of(groups, a), reference=-1.0), a)
+    assert advantages(samples)[0] == pytest.approx([0, -0.5 * 0.5, 0, -0.5 * 0.75, 1 - 0.5 * 0.25])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_rewards_kl_is_of_the_estimator_and_of_the_proximal_policy(estimator: Any) -> None:
+    groups = [group(rollout(0.0, 1))]
+    a = algorithm("reinforce_pp", normalize="none", kl_coef=0.5, kl=estimator)
+    samples = with_column(samples_of(groups, a), reference=-2.0, proximal=-1.0)
+    _, samples = with_advantages(groups, samples, a)
+    charged = -0.5 * kl_penalty(np.array([-1.0]), np.array([-2.0]), estimator)[0]
+    assert advantages(samples)[0][2] == pytest.approx(charged)
+
+
+def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
+    groups = [group(rollout(1.0), rollout(0.0))]
+    a = algorithm("grpo", kl_coef=0.5, normalize="none")
+    groups, _ = with_advantages(groups, with_column(samples_of(groups, a), reference=-3.0), a)
+    assert told(groups) == [0.5, -0.5]
+
+
+def test_a_penalty_is_learnt_from_and_is_no_reward() -> None:
+    groups = [group(rollout(1.0, penalty=0.5), rollout(1.0))]
+    assert groups[0].rewards == [1.0, 1.0]
+    assert groups[0].signals == [0.5, 1.0]
+    assert not groups[0].flat
+    for name in ("dr_grpo", "reinforce_pp"):
+        a = algorithm(name, normalize="none")
+        after, _ = with_advantages(groups, samples_of(groups, a), a)
+        assert told(after) == ([-0.25, 0.25] if name == "dr_grpo" else [0.5, 1.0])
+        assert after[0].rewards == [1.0, 1.0]
+
+
+def test_a_rollout_tells_the_mean_over_its_trained_tokens() -> None:
+    a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
+    before = [group(rollout(1.0, 3), rollout(1.0, 1))]
+    after, samples = with_advantages(before, samples_of(before, a), a)
+    assert told(after) == pytest.approx([(0.25 + 0.5 + 1) / 3, 1.0])
+    assert told(before) == [0.0, 0.0]
+    assert [replace(r, advantage=0.0) for r in after[0].rollouts] == before[0].rollouts
+    assert [s.mask for s in samples] == [s.mask for s in samples_of(before, a)]
+
+
+def test_a_rollout_without_tokens_tells_0() -> None:
+    groups = [group(rollout(1.0, 0, cut=True), rollout(0.0))]
+    for name in ("grpo", "rloo", "reinforce_pp"):
+        after, _ = with_advantages(groups, samples_of(groups, algorithm(name)), algorithm(name))
+        assert told(after)[0] == 0.0
+
+
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+@pytest.mark.parametrize("name", RL)
+def test_a_token_without_a_finite_logprob_spoils_no_other(name: str, bad: float) -> None:
+    """Packing drops it; a KL in the reward, a teacher or the whitening must not have spread it before."""
+    spoilt = Rollout([Turn([1, 2], Completion([5, 5], [bad, -0.5], [0, 0], "stop"))], "", 1.0)
+    groups = [group(spoilt, rollout(0.0), rollout(0.5))]
+    a = algorithm(name, kl_coef=0.1)
+    samples = with_column(samples_of(groups, a), reference=-1.0, teacher=-1.0, value=0.5)
+    groups, samples = with_advantages(groups, samples, a)
+    assert all(np.isfinite(s.columns["advantage"]).all() for s in samples)
+    assert np.isfinite(told(groups)).all()
+
+
+def test_equal_rewards_are_dead_and_a_filtered_group_is_too() -> None:
+    a = algorithm("dapo")
+
+    def is_dead(*rollouts: Rollout) -> bool:
+        groups = [group(*rollouts)]
+        return dead(with_advantages(groups, samples_of(groups, a), a)[1])
+
+    assert is_dead(rollout(1.0), rollout(1.0))
+    assert not is_dead(rollout(1.0), rollout(0.0))
+    assert not is_dead(rollout(1.0), rollout(0.0, cut=True))
+    assert is_dead(rollout(1.0, cut=True), rollout(0.0, cut=True))  # different, but nothing is trained on
+    assert dead([])
+
+
+def test_an_advantage_off_the_mask_is_no_signal() -> None:
+    assert dead([Sample([1, 2], [0, 1], {"advantage": [3.0, 0.0]})])
+    assert not dead([Sample([1, 2], [0, 1], {"advantage": [0.0, 1e-9]})])
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_minibatches_are_whole_groups_in_order_once_an_epoch(parts: int, each: int, size: int, epochs: int) -> None:
+    samples = [Sample([i], [0]) for i in range(parts * each * size)]
+    updates = minibatches(samples, algorithm(minibatches=parts, epochs=epochs))
+    assert len(updates) == parts * epochs == algorithm(minibatches=parts, epochs=epochs).updates
+    assert {len(update) for update in updates} == {each * size}
+    for epoch in range(epochs):
+        assert [s for update in updates[epoch * parts : (epoch + 1) * parts] for s in update] == samples
+
+
+def test_every_estimator_of_the_config_has_a_case() -> None:
+    """Each of the values must run; an unknown one would silently be the last of the branches."""
+    for advantage in get_args(get_type_hints(AlgorithmSection)["advantage"]):
+        for normalize in ("none", "batch"):
+            a = algorithm(advantage=advantage, normalize=normalize)
+            groups = [group(with_tool(1.0), rollout(0.0), rollout(0.5))]
+            samples = with_column(samples_of(groups, a), teacher=-0.125, value=0.25)
+            groups, samples = with_advantages(groups, samples, a)
+            assert not dead(samples)
+            assert ("return" in samples[0].columns) == (advantage == "gae")
+            assert all(not np.asarray(s.columns["advantage"])[np.asarray(s.mask) == 0].any() for s in samples)

@@ -1,0 +1,155 @@
+"""A name stands for keys; a file's own go over them, a flag over both."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.folders import write_hf, write_models
+from titan_rl.config.presets import PRESETS, resolve
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection, Config, ModelSection
+from titan_rl.config.toml import find, load, schema, shipped, to_toml
+from titan_rl.preflight.checks import problems, warnings
+from titan_rl.preflight.shapes import shape_of
+
+names = pytest.mark.parametrize("name", PRESETS)
+NEEDED = {"ppo": "[critic]\nlr = 1e-3", "opd": '[teacher]\nhf_assets_path = "teacher"'}
+
+
+def loaded(folder: Path, text: str, *overrides: tuple[str, str]) -> Config:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return load(file, overrides)
+
+
+def test_every_algorithm_has_a_preset_and_every_preset_is_one() -> None:
+    assert tuple(PRESETS) == get_args(AlgorithmName) == schema()["algorithm"]["name"].choices
+
+
+@names
+def test_a_presets_values_are_such_as_a_file_may_have(name: str) -> None:
+    keys = schema()["algorithm"]
+    assert all(keys[key].accepts(value) for key, value in PRESETS[name].items())
+
+
+@names
+def test_a_preset_says_only_what_differs_from_the_defaults(name: str) -> None:
+    defaults = AlgorithmSection()
+    assert {key: value for key, value in PRESETS[name].items() if getattr(defaults, key) == value} == (
+        {"advantage": "group"} if name == "reinforce_pp_baseline" else {}  # said aloud, beside its sibling
+    )
+    assert "name" not in PRESETS[name]
+
+
+def test_grpo_is_the_defaults() -> None:
+    assert PRESETS["grpo"] == {}
+    assert AlgorithmSection().name == "grpo"
+
+
+def test_a_lag_brings_a_correction_unless_the_file_has_its_own() -> None:
+    assert resolve({"name": "dapo"}, lag=0) == {"name": "dapo", **PRESETS["dapo"]}
+    corrected = {"proximal": "trainer", "correction": "token_tis"}
+    assert resolve({"name": "dapo"}, lag=1) == {"name": "dapo", **PRESETS["dapo"], **corrected}
+    assert resolve({"correction": "sequence_mask"}, lag=2)["correction"] == "sequence_mask"
+    assert resolve({"correction": "none"}, lag=2) == {"proximal": "trainer", "correction": "none"}
+    assert resolve({"proximal": "generator"}, lag=2) == {"proximal": "generator"}
+
+
+@names
+def test_a_name_alone_resolves_to_its_preset(name: str, tmp_path: Path) -> None:
+    got = loaded(tmp_path, f'[algorithm]\nname = "{name}"').algorithm
+    values: dict[str, Any] = {"name": name, **PRESETS[name]}
+    assert got == AlgorithmSection(**values)
+    assert loaded(tmp_path, "", ("algorithm.name", name)).algorithm == got
+
+
+def test_a_files_key_wins_over_the_presets_and_a_flag_over_both(tmp_path: Path) -> None:
+    text = '[algorithm]\nname = "dapo"\n'
+    assert loaded(tmp_path, text).algorithm.clip_high == 0.28
+    assert loaded(tmp_path, text + "clip_high = 0.5").algorithm.clip_high == 0.5
+    flagged = loaded(tmp_path, text + "clip_high = 0.5", ("algorithm.clip_high", "0.75")).algorithm
+    assert (flagged.clip_high, flagged.dynamic_sampling) == (0.75, True)
+
+
+def test_a_files_key_may_take_back_what_the_preset_sets(tmp_path: Path) -> None:
+    """Even where it is the default's value again."""
+    text = '[algorithm]\nname = "dapo"\ndynamic_sampling = false\nclip_high = 0.2'
+    got = loaded(tmp_path, text).algorithm
+    assert (got.dynamic_sampling, got.clip_high, got.overlong_filter) == (False, 0.2, True)
+
+
+def test_a_flags_name_takes_its_own_preset_under_the_files_keys(tmp_path: Path) -> None:
+    text = '[algorithm]\nname = "ppo"\nkl = "k2"'
+    got = loaded(tmp_path, text, ("algorithm.name", "rloo")).algorithm
+    assert (got.name, got.advantage, got.normalize, got.kl) == ("rloo", "leave_one_out", "none", "k2")
+
+
+@given(st.sampled_from(list(PRESETS)), st.sampled_from(list(PRESETS)))
+def test_no_preset_leaks_into_another(tmp_path_factory: pytest.TempPathFactory, one: str, other: str) -> None:
+    folder = tmp_path_factory.mktemp("preset")
+    alone = loaded(folder, f'[algorithm]\nname = "{other}"')
+    loaded(folder, f'[algorithm]\nname = "{one}"\nkl_coef = 0.5')
+    assert loaded(folder, f'[algorithm]\nname = "{other}"') == alone
+
+
+@names
+def test_a_resolved_preset_is_read_back_equal(name: str, tmp_path: Path) -> None:
+    config = loaded(tmp_path, f'[algorithm]\nname = "{name}"\nkl_coef = 0.125')
+    assert loaded(tmp_path, to_toml(config)) == config
+
+
+@names
+def test_a_preset_runs_once_it_has_the_role_that_it_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / "teacher", shape_of(ModelSection()))
+    config = loaded(tmp_path, f'[algorithm]\nname = "{name}"\n{NEEDED.get(name, "")}')
+    assert (problems(config), warnings(config)) == ([], [])
+    bare = problems(loaded(tmp_path, f'[algorithm]\nname = "{name}"'))
+    assert [problem.split(":")[0] for problem in bare] == {
+        "ppo": ["critic.lr"],
+        "opd": ["teacher.hf_assets_path"],
+    }.get(name, [])
+
+
+@names
+def test_a_kl_can_be_added_to_any_preset(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / "teacher", shape_of(ModelSection()))
+    config = loaded(tmp_path, f'[algorithm]\nname = "{name}"\nkl_coef = 0.01\n{NEEDED.get(name, "")}')
+    assert (problems(config), warnings(config)) == ([], [])
+    assert config.algorithm.needs_reference == (config.algorithm.kind in ("rl", "preference"))
+
+
+def test_every_preset_has_a_shipped_config() -> None:
+    assert {load(find(name)).algorithm.name for name in shipped()} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if "8b" not in name])
+def test_a_shipped_config_runs_where_its_roles_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # theirs are relative to where a run is started
+    config = load(find(name))
+    write_models(config)
+    assert (problems(config), warnings(config)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "roles"),
+    [
+        ("grpo", []),
+        ("ppo", ["critic"]),
+        ("opd", ["teacher"]),
+        ("sft", []),
+        ("dpo", []),
+        ("reward_model", []),
+    ],
+)
+def test_meshes_of_their_own(name: str, roles: list[str], tmp_path: Path) -> None:
+    assert list(loaded(tmp_path, f'[algorithm]\nname = "{name}"').roles) == roles
+    text = f'[algorithm]\nname = "{name}"\nkl_coef = 0.1\n[reference]\nmesh = "own"\n[task]\nreward = "model"'
+    config = loaded(tmp_path, text)
+    expected = {*roles, *(["reference"] if config.algorithm.needs_reference else [])}
+    assert set(config.roles) == expected | ({"reward_model"} if config.algorithm.kind == "rl" else set())

@@ -1,0 +1,205 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
+
+
+def problems_of(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> list[str]:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load(file, overrides)
+    assert str(raised.value) == "\n".join(raised.value.problems)
+    return raised.value.problems
+
+
+def loaded(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> Config:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return load(file, overrides)
+
+
+def values(key: Key) -> st.SearchStrategy[Any]:
+    if key.choices:
+        return st.sampled_from(key.choices)
+    if get_origin(key.type) is list:
+        return st.lists(st.integers(), max_size=3)
+    if key.type is int:
+        return st.integers(int(key.ge or 0), None if key.le is None else int(key.le))
+    if key.type is float:
+        low = key.ge if key.gt is None else key.gt
+        strictly = key.gt is not None
+        return st.floats(low, key.le, exclude_min=strictly, allow_nan=False, allow_infinity=False)
+    return st.booleans() if key.type is bool else st.text(max_size=8)
+
+
+def sections(section: str, kind: Any) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{name: values(key) for name, key in schema()[section].items()})
+
+
+configs = st.builds(Config, **{section: sections(section, kind) for section, kind in get_type_hints(Config).items()})
+
+
+@given(configs)
+def test_to_toml_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
+    file = tmp_path_factory.mktemp("config") / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8", newline="")
+    assert load(file) == config
+
+
+def test_to_toml_carries_every_doc() -> None:
+    text = to_toml(Config())
+    assert all(key.doc in text for keys in schema().values() for key in keys.values())
+
+
+def test_every_key_has_a_doc_and_a_valid_default() -> None:
+    described = docs()
+    for section, kind in get_type_hints(Config).items():
+        assert set(described[section]) == set(get_type_hints(kind))
+    assert all(key.accepts(key.default) for keys in schema().values() for key in keys.values())
+
+
+def test_values_over_defaults_and_overrides_over_values(tmp_path: Path) -> None:
+    text = '[training]\nsteps = 3\nmax_norm = 2\n[job]\ndescription = "größer"\n'
+    config = loaded(tmp_path, text, ("training.steps", "20"), ("job.fresh", "true"))
+    assert (config.training.steps, config.training.max_norm, config.training.seq_len) == (20, 2.0, 256)
+    assert isinstance(config.training.max_norm, float)
+    assert (config.job.description, config.job.fresh) == ("größer", True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "value"),
+    [
+        ("training.steps", "1_000", 1000),
+        ("optimizer.lr", "1e-3", 1e-3),
+        ("optimizer.lr", "3", 3.0),
+        ("job.fresh", "False", False),
+        ("job.description", "true", "true"),
+        ("job.description", "", ""),
+        ("rollout.stop_token_ids", "1, 2", [1, 2]),
+        ("rollout.stop_token_ids", "[3]", [3]),
+        ("rollout.stop_token_ids", "", []),
+        ("model.name", "qwen3", "qwen3"),
+    ],
+)
+def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: str, value: Any) -> None:
+    section, key = flag.split(".")
+    found = getattr(getattr(loaded(tmp_path, "", (flag, text)), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[training]\nstep = 3", "run.toml: [training] has no key 'step'; did you mean 'steps'?"),
+        (
+            "[training]\nlr = 3",
+            "run.toml: [training] has no key 'lr'; it is a key of [cold_start], [critic], [optimizer]",
+        ),
+        ("[training]\nqqq = 3", "run.toml: [training] has no key 'qqq'"),
+        ("[trainin]\nsteps = 3", "run.toml: there is no section [trainin]; did you mean [training]?"),
+        ("[a.b]\nsteps = 3", "run.toml: there is no section [a]"),
+        ("seq_len = 3", "run.toml: 'seq_len' stands outside its section; it is a key of [training]"),
+        ("training = 3", "run.toml: [training]: expected a table, found 3"),
+        ("[[training]]\nsteps = 3", 'run.toml: [training]: expected a table, found [{"steps": 3}]'),
+        ('[training]\nsteps = "3"', 'run.toml: [training] steps: expected an integer >= 0, found "3"'),
+        ("[training]\nsteps = true", "run.toml: [training] steps: expected an integer >= 0, found true"),
+        ("[training]\nsteps = 3.0", "run.toml: [training] steps: expected an integer >= 0, found 3.0"),
+        ("[training.steps]\nx = 3", 'run.toml: [training] steps: expected an integer >= 0, found {"x": 3}'),
+        ("[training]\nsteps = -1", "run.toml: [training] steps: expected an integer >= 0, found -1"),
+        ("[training]\nsteps = 2020-01-01", 'expected an integer >= 0, found "2020-01-01"'),
+        ("[optimizer]\nlr = 0", "run.toml: [optimizer] lr: expected a number > 0, found 0.0"),
+        ("[optimizer]\nlr = nan", "run.toml: [optimizer] lr: expected a number > 0, found NaN"),
+        ("[optimizer]\nlr = true", "run.toml: [optimizer] lr: expected a number > 0, found true"),
+        (f"[optimizer]\nlr = {'9' * 400}", "run.toml: [optimizer] lr: expected a number > 0, found Infinity"),
+        ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and <= 1, found 1.5"),
+        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0, found -1"),
+        ("[job]\nfresh = 1", "run.toml: [job] fresh: expected true or false, found 1"),
+        ("[job]\ndescription = 1", "run.toml: [job] description: expected a string, found 1"),
+        ("[rollout]\nstop_token_ids = [1, true]", "stop_token_ids: expected a list of integers, found [1, true]"),
+        (
+            '[model]\nname = "lama3"',
+            'run.toml: [model] name: expected one of "llama3", "qwen3", found "lama3"; did you mean \'llama3\'?',
+        ),
+        ("[model]\nname = [1]", 'run.toml: [model] name: expected one of "llama3", "qwen3", found [1]'),
+        ("[job]\nfresh = true\nfresh = = 3", "run.toml:3:9: Invalid value: fresh = = 3"),
+        ('[job]\ndescription = "abc', 'run.toml:2:19: Unterminated string: description = "abc'),
+        ("x = " + "[" * 5000, "run.toml: expected a TOML file, found"),
+    ],
+)
+def test_messages_of_a_file(tmp_path: Path, toml: str, message: str) -> None:
+    (problem,) = problems_of(tmp_path, toml)
+    assert message in problem
+    assert "\n" not in problem
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("training.steps", "abc", '--training.steps: expected an integer >= 0, found "abc"'),
+        ("training.steps", "1.5", '--training.steps: expected an integer >= 0, found "1.5"'),
+        ("training.steps", "-3", "--training.steps: expected an integer >= 0, found -3"),
+        ("job.fresh", "yes", '--job.fresh: expected true or false, found "yes"'),
+        ("rollout.stop_token_ids", "1,a", '--rollout.stop_token_ids: expected a list of integers, found "1,a"'),
+        ("rollout.stop_token_ids", "[" * 9000, "--rollout.stop_token_ids: expected a list of integers, found"),
+        ("optimizer.lr", "inf", "--optimizer.lr: expected a number > 0, found Infinity"),
+        ("training.step", "1", "--training.step: [training] has no key 'step'; did you mean 'steps'?"),
+        ("trainin.steps", "1", "--trainin.steps: there is no section [trainin]; did you mean [training]?"),
+    ],
+)
+def test_messages_of_overrides(tmp_path: Path, flag: str, text: str, message: str) -> None:
+    (problem,) = problems_of(tmp_path, "", (flag, text))
+    assert problem.startswith(message)
+
+
+def test_every_problem_is_found_at_once(tmp_path: Path) -> None:
+    found = problems_of(tmp_path, "[training]\nsteps = -1\nstep = 3\n[foo]", ("job.fresh", "3"), ("a.b", "3"))
+    assert len(found) == 5
+    assert len(problems_of(tmp_path, "[training", ("job.fresh", "3"))) == 2
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"run\.toml: expected a TOML file, found 'utf-8' codec"):
+        load(tmp_path / "run.toml")
+    with pytest.raises(ConfigError, match=r"none\.toml: expected a TOML file, found .*No such file"):
+        load(tmp_path / "none.toml")
+
+
+def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the shipped ones are found from anywhere
+    assert find("grpo_llama") == find("grpo_llama.toml") == config_file.SHIPPED / "grpo_llama.toml"
+    (tmp_path / "grpo_llama.toml").touch()
+    assert find("grpo_llama.toml") == Path("grpo_llama.toml")  # an existing path wins
+    assert find(str(tmp_path / "grpo_llama.toml")) == tmp_path / "grpo_llama.toml"
+
+
+@pytest.mark.parametrize("name", ["grpo_lama", "no/grpo_lama.toml"])
+def test_find_names_the_nearest(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a shipped config \(.*grpo_llama.*\), found \"{name}\"; did you mean"):
+        find(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "a" * 5000, "\0", "../pyproject.toml"])
+def test_find_refuses_what_is_no_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="--config: expected a TOML file"):
+        find(name)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_configs_load(name: str) -> None:
+    load(find(name))
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    code = "import sys, titan_rl.preflight.cli; titan_rl.preflight.cli.schema(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

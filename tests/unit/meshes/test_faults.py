@@ -1,0 +1,168 @@
+"""What Monarch reports, as it reports it, turned into names."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_rl.meshes import deaths
+from titan_rl.meshes.faults import Watch, ask, failure, label
+from titan_rl.wire.errors import RankDied, RankFailed, RunError
+
+KILLED = (
+    "The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have "
+    "failed:\n  the process this actor was running on failed: Killed(sig=9)"
+)
+OURS_TOO = KILLED.replace("titan_rl.actors.trainer.Trainer trainer", "monarch._src.spmd.actor.SPMDActor _SPMDActor")
+
+
+def test_a_death_is_named() -> None:
+    error = failure(KILLED)
+    assert isinstance(error, RankDied)
+    assert str(error) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
+    assert error.details == KILLED
+
+
+def test_an_actor_that_aborts_is_named_too() -> None:
+    report = "The actor <root>.<titan_rl.x.Y y{'p': 0/1}> and all ...:\n  actor explicitly aborted due to: Traceback"
+    assert str(failure(report)) == "y[p=0] failed"
+
+
+def test_labels() -> None:
+    assert label("generator0", {"tp": 1}) == "generator0[tp=1]"
+    assert label("trainer", {}) == "trainer"
+
+
+def test_the_death_behind_an_error_is_its_cause() -> None:
+    """A peer's collective breaks before supervision sees the death: the death is what the user must read."""
+
+    async def body() -> RunError:
+        watch, loop = Watch(), asyncio.get_running_loop()
+        loop.call_later(0.2, watch._hook, SimpleNamespace(report=lambda: OURS_TOO))  # Monarch's own actor goes first
+        loop.call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
+        broken = "trainer[dp=0 tp=0] failed in step: RuntimeError"
+        try:
+            return await watch.cause(RankFailed(broken, "gloo: closed", rank="trainer[dp=0 tp=0]"))
+        finally:
+            watch.close()
+
+    assert str(asyncio.run(body())).startswith("trainer[dp=1 tp=0] died")
+
+
+def test_an_error_of_no_rank_waits_for_no_death() -> None:
+    async def body() -> tuple[RunError, float]:
+        watch, began = Watch(), time.monotonic()
+        found = await watch.cause(RunError("hopeless"))
+        watch.close()
+        return found, time.monotonic() - began
+
+    found, took = asyncio.run(body())
+    assert str(found) == "hopeless"
+    assert took < 1
+
+
+def driven(watch_tends: list[str], report: str) -> str:
+    """What comes of work that waits for ever when a report comes in, and of work that is driven after it."""
+
+    async def body() -> str:
+        watch, loop = Watch(watch_tends), asyncio.get_running_loop()
+        loop.call_later(0.1, watch._hook, SimpleNamespace(report=lambda: report))
+        try:
+            await watch.drive(asyncio.sleep(0.5))
+        except RunError as error:
+            await watch.drive(asyncio.sleep(0))
+            return str(error)
+        finally:
+            watch.close()
+        return "undisturbed"
+
+    return asyncio.run(body())
+
+
+def test_a_death_ends_what_is_driven_though_it_waits_for_something_else() -> None:
+    assert driven([], KILLED) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
+
+
+def test_a_death_of_a_rank_that_is_tended_disturbs_nobody() -> None:
+    assert driven(["generator"], KILLED.replace("trainer{", "generator0{")) == "undisturbed"
+
+
+def test_a_driver_that_is_cancelled_cancels_what_it_drives() -> None:
+    async def body() -> bool:
+        watch, over = Watch(), asyncio.Event()
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                over.set()
+
+        task = asyncio.create_task(watch.drive(work()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        watch.close()
+        return over.is_set()
+
+    assert asyncio.run(body())
+
+
+def test_a_call_that_does_not_answer_is_named() -> None:
+    async def body() -> None:
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        await ask(never, actor="trainer[dp=0 tp=0]", verb="step", seconds=0.05)
+
+    with pytest.raises(RunError, match=r"trainer\[dp=0 tp=0\]\.step did not answer within 0\.05 s"):
+        asyncio.run(body())
+
+
+def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
+    """The kernel tells, however Monarch is doing; a later process of the same name begins with a clean slate."""
+
+    def child() -> subprocess.Popen[bytes]:
+        deaths.follow(["role[dp=0 tp=0]"])
+        made = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)"], env={deaths.PROC_NAME: "role[dp=0 tp=0]"}
+        )
+        time.sleep(0.5)
+        return made
+
+    async def body() -> float:
+        loop = asyncio.get_running_loop()
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        task = asyncio.create_task(ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60))
+        other = asyncio.create_task(ask(never, actor="role[dp=1 tp=0]", verb="step", seconds=60))
+        await asyncio.sleep(0.05)
+        made.kill()
+        began = loop.time()
+        with pytest.raises(RankDied, match=r"role\[dp=0 tp=0\] died: its process was killed by signal 9"):
+            await task
+        with pytest.raises(RankDied):  # nor does a call that comes later wait
+            await ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60)
+        took = loop.time() - began
+        assert not other.done()
+        other.cancel()
+        return took
+
+    for _ in range(2):
+        made = child()
+        assert "role[dp=0 tp=0]" in deaths.alive()
+        assert asyncio.run(body()) < 2
+        made.wait()
+
+
+def test_a_cancelled_caller_is_no_death() -> None:
+    async def body() -> None:
+        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+        task = asyncio.create_task(ask(never, actor="nobody", verb="step", seconds=60))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(body())

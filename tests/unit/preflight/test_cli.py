@@ -1,0 +1,166 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titan_rl.config.toml import find, load, schema
+from titan_rl.preflight.cli import Invocation, parse
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No earlier run lies in the shipped configs' dump folders."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the same everywhere
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    with pytest.raises(SystemExit) as left:
+        parse(argv)
+    out, err = capsys.readouterr()
+    assert (left.value.code, out) == (2, "")
+    return err.splitlines()
+
+
+def test_a_shipped_config_by_name() -> None:
+    path = find("grpo_llama")
+    invocation = Invocation(config_name="grpo_llama", path=path, config=load(path), dry_run=False, warnings=())
+    assert parse(["--config", "grpo_llama"]) == parse(["--config=grpo_llama.toml"]) == invocation
+    assert parse(["--dry-run", "--config", "grpo_llama"]) == replace(invocation, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "key", "value"),
+    [
+        (["--training.steps", "20"], "training", "steps", 20),
+        (["--training.steps=20"], "training", "steps", 20),
+        (["--training.steps=20", "--training.steps=30"], "training", "steps", 30),
+        (["--model.n-layers", "3"], "model", "n_layers", 3),
+        (["--lr-scheduler.decay-ratio", "0.5"], "lr_scheduler", "decay_ratio", 0.5),
+        (["--job.fresh"], "job", "fresh", True),
+        (["--job.fresh", "--training.steps", "20"], "job", "fresh", True),
+        (["--job.fresh", "false"], "job", "fresh", False),
+        (["--checkpoint.enable=false"], "checkpoint", "enable", False),
+        (["--job.description", "-3"], "job", "description", "-3"),
+        (["--job.description=--a=b"], "job", "description", "--a=b"),
+        (["--job.description="], "job", "description", ""),
+    ],
+)
+def test_overrides(argv: list[str], section: str, key: str, value: object) -> None:
+    config = parse(["--config", "grpo_llama", *argv]).config
+    assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "3"], "--steps: there is no such flag; did you mean --cold_start.steps or --training.steps?"),
+        (["--dry-rum"], "--dry-rum: there is no such flag; did you mean --dry-run?"),
+        (["--dry-run=false"], '--dry-run: expected no value, found "false"'),
+        (["--"], "--: there is no such flag"),
+        (["-c=3"], 'expected a flag, such as --training.steps 20, found "-c=3"'),
+        (["--job.fresh", "yes"], '--job.fresh: expected true or false, found "yes"'),
+        (["--training.steps"], "--training.steps: expected an integer >= 0, found no value"),
+        (["--training.steps", "--dry-run"], "--training.steps: expected an integer >= 0, found no value"),
+        (["--training.steps", "-3"], "--training.steps: expected an integer >= 0, found -3"),
+        (["--optimizer.lr", "-1e-3"], "--optimizer.lr: expected a number > 0, found -0.001"),
+        (["--training.step", "3"], "--training.step: [training] has no key 'step'; did you mean 'steps'?"),
+        (["--rollout.group_size", "1"], "rollout.group_size: expected at least 2"),
+    ],
+)
+def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    heading, problem = refused(capsys, "--config", "grpo_llama", *argv)
+    assert heading == "titan_rl: 1 problem in grpo_llama"
+    assert problem.startswith(f"  - {message}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--algorithm.name=ppo"], 'critic.lr: expected above 0, as algorithm.name = "ppo" trains a critic, found 0'),
+        (["--algorithm.name=dpo", "--reference.mesh=none"], 'reference.mesh: expected "trainer" or "own"'),
+        (["--algorithm.name=gppo"], "--algorithm.name: expected one of "),
+        (["--algorithm.minibatches=3"], "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16"),
+        (["--algorithm.correction=token_mask"], 'algorithm.proximal: expected "trainer"'),
+    ],
+)
+def test_an_algorithm_that_cannot_run_leaves_with_2_and_no_traceback(argv: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "titan_rl.run", "--config", "grpo_llama", *argv]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    heading, problem = run.stderr.splitlines()
+    assert (run.returncode, run.stdout, heading) == (2, "", "titan_rl: 1 problem in grpo_llama")
+    assert problem.startswith(f"  - {message}")
+
+
+def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[job]\nfresh = 1\n[task]\nreward = "{"x" * 300}"\nanswer = 3\n')
+    heading, *problems = refused(capsys, "--config", str(file), "--training.steps", "x", "foo", "--oops")
+    assert heading == f"titan_rl: 5 problems in {file}"
+    assert len(problems) == 5
+    file.write_text(f'[task]\nreward = "{"x" * 300}"\n')
+    heading, *problems = refused(capsys, "--config", str(file), "foo", "--training.seq_len", "3")
+    assert [problem.split(":")[0] for problem in problems] == [
+        '  - expected a flag, such as --training.steps 20, found "foo"',
+        "  - task.reward",
+        "  - training.seq_len",
+    ]
+
+
+def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
+    heading, problem = refused(capsys)
+    assert heading == "titan_rl: 1 problem in the command line"
+    assert problem.startswith("  - --config: expected a TOML file, or a shipped config (cispo_llama, ")
+    assert "did you mean 'grpo_llama'" in refused(capsys, "--config", "grpo_lama")[1]
+    assert "found none" in refused(capsys, "--config")[1]
+
+
+def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--config", "grpo_llama", "--hosts.device", "cuda", "--parallelism.data_parallel_shard_degree", "64")
+    assert len(refused(capsys, *argv)) == 3
+    device, slots = parse([*argv, "--dry-run"]).warnings
+    assert device.startswith("hosts.device: ")
+    assert slots.startswith("hosts.slots: expected room for 65 processes")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(["--config", "no such file", "-h"])
+    assert left.value.code == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for section, keys in schema().items():
+        assert f"[{section}]" in lines
+        for name, key in keys.items():  # whole on one line, for grep
+            default = json.dumps(key.default)
+            assert any(
+                line.split()[:1] == [name] and f"{key.doc} ({key.kind}; default {default})" in line for line in lines
+            )
+
+
+words = st.one_of(
+    st.text(max_size=6),
+    st.sampled_from(
+        ["--config", "grpo_llama", "--dry-run", "--job.fresh", "--training.steps", "--optimizer.lr=", "-1"]
+    ),
+    st.builds("--{}.{}={}".format, st.sampled_from(list(schema())), st.text(max_size=6), st.text(max_size=6)),
+)
+
+
+@given(st.lists(words, max_size=5))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
+    try:
+        parse(["--config", "grpo_llama", *argv])
+        code = 0
+    except SystemExit as left:
+        code = left.code
+    assert code in (0, 2)

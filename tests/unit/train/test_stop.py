@@ -1,0 +1,237 @@
+"""How a loop ends, pauses and saves when it is told to: signals in a real process, requests beside a real loop."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from titan_rl.control.server import RequestRefused
+from titan_rl.record.terminal import Terminal
+from titan_rl.train.stop import Stop
+from titan_rl.wire.clock import Clock
+
+PROGRAM = """
+import asyncio, sys
+from titan_rl.wire.clock import Clock
+from titan_rl.train.stop import Stop
+from titan_rl.record.terminal import Terminal
+
+async def main():
+    stop = Stop(asyncio.current_task(), Clock(), Terminal())
+    print("up", flush=True)
+    if sys.argv[1] == "starting":
+        await asyncio.sleep(60)
+    if sys.argv[1] == "pausing":
+        pausing = asyncio.create_task(stop.pause())
+    for step in stop.steps(1, 1000):
+        await asyncio.sleep(float(sys.argv[2]))
+        saving = stop.saves()
+        print("step", step, "saved" if saving else "", flush=True)
+        if saving:
+            await stop.saved(step)
+    print("left", flush=True)
+
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    print("cancelled", flush=True)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_step_in_hand_is_saved(number: int) -> None:
+    process = start("stepping", "0.2")
+    time.sleep(0.5)
+    os.kill(process.pid, number)
+    out, _ = process.communicate(timeout=10)
+    lines = out.splitlines()
+    assert lines[-1] == "left"
+    assert lines[-2].endswith("saved")
+    assert sum(line.endswith("saved") for line in lines) == 1
+
+
+def test_a_step_that_does_not_end_is_given_up() -> None:
+    process = start("stepping", "60")
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert out == "cancelled\n"
+    assert 4 < time.monotonic() - began < 8
+
+
+def test_before_the_first_step_nothing_is_waited_for() -> None:
+    process = start("starting", "0")
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=3)[0] == "cancelled\n"
+
+
+def test_twice_is_at_once() -> None:
+    process = start("stepping", "60")
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=2) == 128 + signal.SIGINT
+
+
+def test_ctrl_c_ends_a_pause_at_once_at_the_step_that_was_saved() -> None:
+    process = start("pausing", "0.1")
+    time.sleep(1)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert time.monotonic() - began < 2
+    assert [line for line in out.splitlines() if "paused" not in line] == ["step 1 saved", "left"]
+
+
+class Loop:
+    """Ten steps beside what the test asks; a save fails as often as `failing` says."""
+
+    def __init__(self, steps: int = 10, seconds: float = 0.02, failing: int = 0) -> None:
+        self.steps, self.seconds, self.failing = steps, seconds, failing
+        self.trained: list[int] = []
+        self.saved: list[int] = []
+        self.clock = Clock()
+
+    def beside(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
+        return asyncio.run(self._both(asks))
+
+    async def _both(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
+        stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        loop = asyncio.create_task(self._run(stop))
+        answer = await asyncio.wait_for(asks(await stop), 10)
+        await asyncio.wait_for(loop, 10)
+        return answer
+
+    async def _run(self, told: asyncio.Future[Stop]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stop = Stop(task, self.clock, Terminal())
+        told.set_result(stop)
+        for step in stop.steps(1, self.steps):
+            await asyncio.sleep(self.seconds)
+            self.trained.append(step)
+            if stop.saves() or step == self.steps:
+                if self.failing:
+                    self.failing -= 1
+                    continue
+                self.saved.append(step)
+                await stop.saved(step)
+
+
+def test_a_checkpoint_is_answered_when_it_is_on_disk_and_the_loop_goes_on() -> None:
+    loop = Loop()
+
+    async def asks(stop: Stop) -> Any:
+        await asyncio.sleep(0.05)
+        return await stop.checkpoint(), list(loop.saved)
+
+    answer, saved = loop.beside(asks)
+    assert saved == [answer["saved"]]
+    assert loop.trained == list(range(1, 11))
+    assert loop.saved == [answer["saved"], 10]
+
+
+def test_two_who_ask_for_a_checkpoint_get_the_same_one() -> None:
+    loop = Loop()
+    first, second = loop.beside(lambda stop: asyncio.gather(stop.checkpoint(), stop.checkpoint()))
+    assert first["saved"] == second["saved"]
+    assert len(loop.saved) == 2
+
+
+def test_a_save_that_fails_is_tried_again_after_the_next_step() -> None:
+    loop = Loop(failing=2)
+    assert loop.beside(lambda stop: stop.checkpoint())["saved"] == 3
+    assert loop.saved == [3, 10]
+
+
+def test_the_loop_never_ends_at_a_step_that_was_not_saved() -> None:
+    loop = Loop(failing=2)
+    answer = loop.beside(lambda stop: stop.leave())
+    assert answer["state"] == "stopping"
+    assert loop.trained == [1, 2, 3]
+    assert loop.saved == [3]
+
+
+def test_nothing_is_trained_in_a_pause_and_everything_after_it() -> None:
+    loop = Loop()
+
+    async def asks(stop: Stop) -> Any:
+        paused = await stop.pause()
+        trained = list(loop.trained)
+        await asyncio.sleep(0.3)
+        assert loop.trained == trained
+        assert await stop.checkpoint() == paused  # it is on disk already
+        assert (await stop.resume())["state"] != "paused"
+        return paused, trained
+
+    paused, trained = loop.beside(asks)
+    assert paused["state"] == "paused"
+    assert paused["saved"] == paused["step"] == trained[-1]
+    assert loop.trained == list(range(1, 11))
+    assert loop.clock.lap()["pause"] >= 0.3
+
+
+def test_a_pause_that_is_yet_to_come_can_be_taken_back() -> None:
+    loop = Loop()
+
+    async def asks(stop: Stop) -> Any:
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(stop.pause())
+        await asyncio.sleep(0)
+        assert stop.status()["state"] == "pausing"
+        await stop.resume()
+        return await pausing
+
+    assert loop.beside(asks)["state"] != "paused"
+    assert loop.trained == list(range(1, 11))
+
+
+def test_a_paused_loop_that_is_stopped_saves_nothing_more() -> None:
+    loop = Loop()
+
+    async def asks(stop: Stop) -> Any:
+        await stop.pause()
+        await stop.leave()
+        with pytest.raises(RequestRefused, match="stopping"):
+            await stop.pause()
+
+    loop.beside(asks)
+    assert loop.trained == loop.saved == [1]
+
+
+def test_a_stop_that_is_asked_for_has_more_patience_than_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.train.stop.GRACE_SECONDS", 0.05)
+    loop = Loop(seconds=0.3)
+    loop.beside(lambda stop: stop.leave())
+    assert loop.saved == [1]
+
+
+def test_a_loop_that_fails_can_be_begun_again() -> None:
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        stop = Stop(task, Clock(), Terminal())
+
+        def fails() -> None:
+            for step in stop.steps(1, 10):
+                assert step < 3, "a rank died"
+
+        with pytest.raises(AssertionError, match="a rank died"):
+            fails()
+        assert stop.status()["state"] == "finishing"
+        assert list(stop.steps(2, 4)) == [2, 3, 4]
+
+    asyncio.run(run())

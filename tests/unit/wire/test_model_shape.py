@@ -1,0 +1,186 @@
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from titan_rl.config.sections import ModelSection
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.model_shape import ARCHITECTURES, ModelShape, shape_of_folder
+
+LLAMA = ModelShape(
+    family="llama3",
+    vocab_size=97,
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=96,
+    max_seq_len=16384,
+    rope_theta=500000.0,
+    norm_eps=1e-5,
+    tied=False,
+)
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES = {
+    "llama": LLAMA,
+    "llama tied": replace(LLAMA, tied=True),
+    "llama scaled": replace(LLAMA, rope_scaling=SCALING),
+    "llama head_dim": replace(LLAMA, head_dim=32),
+    "qwen": replace(LLAMA, family="qwen3"),
+    "qwen tied head_dim": replace(LLAMA, family="qwen3", tied=True, head_dim=24, dim=50),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def saved(shape: ModelShape, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=[2, 3], pad=0)))
+    return folder
+
+
+@shapes
+def test_transformers_reads_what_is_written(shape: ModelShape, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(saved(shape, tmp_path))
+    assert ModelShape.from_hf(config.to_dict()) == shape
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, [2, 3], 0)
+
+
+@shapes
+def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(saved(shape, tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())  # a tied weight is counted once
+
+
+@shapes
+def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape, tmp_path: Path) -> None:
+    """One number a place in the vocabulary's stead: the same body, read back as what it is."""
+    valued = shape.with_value_head()
+    config = AutoConfig.from_pretrained(saved(valued, tmp_path))
+    assert ModelShape.from_hf(config.to_dict()) == valued
+    assert (config.num_labels, config.architectures) == (1, [ARCHITECTURES[shape.family, "value"]])
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    assert type(model).__name__ == ARCHITECTURES[shape.family, "value"]
+    assert valued.parameters == sum(p.numel() for p in model.parameters())
+
+
+@shapes
+def test_a_value_head_is_another_head_on_the_same_body(shape: ModelShape) -> None:
+    valued = shape.with_value_head()
+    assert replace(valued, head="lm", tied=shape.tied) == shape
+    assert not valued.tied
+    assert valued.with_value_head() == valued
+    assert valued != shape
+
+
+@shapes
+def test_vllm_reads_what_is_written(shape: ModelShape, tmp_path: Path) -> None:
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(saved(shape, tmp_path), trust_remote_code=False)
+    assert ModelShape.from_hf(config.to_dict()) == shape
+
+
+def test_transformers_4_form() -> None:
+    config = replace(LLAMA, rope_scaling=SCALING).hf_config(bos=1, eos=2, pad=None)
+    rope = config.pop("rope_parameters")
+    old = config | {"rope_theta": int(rope.pop("rope_theta")), "rope_scaling": rope, "torch_dtype": "bfloat16"}
+    assert ModelShape.from_hf(old) == replace(LLAMA, rope_scaling=SCALING)
+    assert ModelShape.from_hf(old | {"rope_scaling": None}) == LLAMA
+    rope["type"] = rope.pop("rope_type")  # older still
+    assert ModelShape.from_hf(old | {"rope_scaling": rope}).rope_scaling == SCALING
+
+
+def test_absent_llama_heads_follow_from_the_others() -> None:
+    config = LLAMA.hf_config(bos=1, eos=2, pad=None) | {"num_key_value_heads": None, "head_dim": None}
+    assert ModelShape.from_hf(config) == replace(LLAMA, n_kv_heads=4, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, 'model_type: expected llama or qwen3, found "mistral"'),
+        ({"model_type": "qwen3_moe"}, "model_type"),
+        ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": None}, "hidden_size: expected a positive integer, found null"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a positive integer, found 0"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+        ({"hidden_act": "gelu"}, 'hidden_act: expected "silu", found "gelu"'),
+        ({"attention_bias": True}, "attention_bias: expected false, found true"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full attention only"),
+        ({"num_local_experts": 8}, "num_local_experts: expected a dense model, found 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters: expected rope_type default or llama3"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, found 0.5"),
+    ],
+)
+def test_unsupported_hf_configs(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelShape.from_hf(LLAMA.hf_config(bos=1, eos=2, pad=None) | change)
+
+
+def test_qwen3_takes_no_rope_scaling_and_no_transformers_defaults() -> None:
+    config = SHAPES["qwen"].hf_config(bos=1, eos=2, pad=None)
+    with pytest.raises(ValueError, match="rope_type default for all layers"):
+        ModelShape.from_hf(config | {"rope_parameters": SCALING | {"rope_theta": 1e6}})
+    with pytest.raises(ValueError, match="head_dim: expected a positive integer, found null"):
+        ModelShape.from_hf({key: value for key, value in config.items() if key != "head_dim"})
+
+
+def test_shape_of_keys() -> None:
+    assert shape_of(ModelSection()).parameters == 803_968
+    assert shape_of(ModelSection(head_dim=64, name="qwen3")).head_dim == 64
+
+
+def test_a_folders_key_is_named_in_what_is_wrong_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^teacher\.hf_assets_path: expected a Hugging Face folder, found none at"):
+        shape_of_folder(str(tmp_path / "none"), "teacher.hf_assets_path")
+    with pytest.raises(ValueError, match=r"^critic\.hf_assets_path: expected a usable .*config\.json"):
+        shape_of_folder(str(tmp_path), "critic.hf_assets_path")
+
+
+def test_shape_of_folder(tmp_path: Path) -> None:
+    saved(SHAPES["qwen"], tmp_path)
+    assert shape_of(ModelSection(name="qwen3", hf_assets_path=str(tmp_path))) == SHAPES["qwen"]
+    with pytest.raises(ValueError, match=r'model.name: expected "qwen3"'):
+        shape_of(ModelSection(hf_assets_path=str(tmp_path)))
+    for content in ("[1]", "{", '"x"'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model.hf_assets_path: expected a usable .*config.json"):
+            shape_of(ModelSection(hf_assets_path=str(tmp_path)))
+
+
+def test_shape_of_flavor() -> None:
+    llama = shape_of(ModelSection(flavor="8B"))
+    assert (llama.dim, llama.n_layers, llama.n_kv_heads, llama.head_dim) == (4096, 32, 8, 128)
+    assert llama.parameters == 8_030_261_248  # as published
+    assert llama.rope_scaling == SCALING | {"factor": 8.0}
+    qwen = shape_of(ModelSection(name="qwen3", flavor="0.6B"))
+    assert (qwen.head_dim, qwen.tied, qwen.rope_scaling, qwen.parameters) == (128, True, None, 596_049_920)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "message"),
+    [("llama3", "8b", "found \"8b\"; did you mean '8B'"), ("qwen3", "30B-A3B", "a mixture of experts")],
+)
+def test_refused_flavors(name: Any, flavor: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shape_of(ModelSection(name=name, flavor=flavor))

@@ -1,0 +1,1 @@
+"""Turns groups of rollouts into packed training batches. Pure numpy."""

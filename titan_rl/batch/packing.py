@@ -1,0 +1,222 @@
+"""Groups to batches: token sequences of any length in microbatches of one shape, and per-token answers back.
+
+    samples -> pack -> one Batch a data-parallel rank, all of equally many [B, L] microbatches
+    samples <- unpack <- one [B, L] array a microbatch
+
+A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and columns
+lie at place i. So a document's first token is read, but is nobody's target.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from titan_rl.wire.types import Batch, Column, Rows, Sample
+
+ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    shards: int,
+    seq_len: int,
+    rows_per_microbatch: int,
+    pad_id: int,
+    aggregation: Aggregation = "token_mean",
+    length: int = 1,
+    together: int = 1,
+    whole: bool = True,
+) -> list[Batch]:
+    """The samples as one Batch a shard, all of equally many microbatches of [rows_per_microbatch, L].
+
+    How many: as few as rows of seq_len allow. L: the shortest length at which the samples still fit those rows, since
+    an empty place costs what a filled one does. A token whose sampling log-prob is not finite is masked out.
+    `together` consecutive samples always share a row: a preference pair needs both members in one place. Where the
+    samples are not the `whole` of an update, the weights lack its `divisor`, and the counts are those of the part.
+    """
+    _check(samples, seq_len, together)
+    places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
+    units = places.reshape(-1, together).sum(1)  # [N / together]
+    round_of_rows = shards * rows_per_microbatch
+    rounds = max(-(-_rows_needed(units, seq_len) // round_of_rows), 1)
+    slots = rounds * round_of_rows
+    block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
+    weights, tokens, sequences = _weights(block, len(samples), aggregation, length)
+    if whole:
+        tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without a trained token has loss 0
+        weights = weights / divisor(aggregation, tokens, sequences)
+    weights = weights.astype(np.float32)
+
+    # Rows come fullest first and are dealt back and forth, so that shards carry nearly equal tokens.
+    deal = np.arange(slots).reshape(-1, shards)
+    deal[1::2] = deal[1::2, ::-1].copy()
+    hands = deal.T.reshape(shards, rounds, rows_per_microbatch)
+    return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences) for hand in hands]
+
+
+def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
+    """The denominator that is fixed once all of an update's samples are known."""
+    return tokens if aggregation == "token_mean" else sequences
+
+
+def unpack(
+    batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample]
+) -> list[np.ndarray]:
+    """Per-place answers, batch by batch and microbatch by microbatch, as one float32 array a sample; a sample's first
+    token is no target and gets 0."""
+    sizes = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
+    ends = sizes.cumsum()
+    begins, flat = ends - sizes, np.zeros(sizes.sum(), np.float32)
+    for batch, answered in zip(batches, answers, strict=True):
+        for rows, values in zip(batch.microbatches, answered, strict=True):
+            filled = rows.sequences >= 0
+            owner = rows.samples[rows.sequences[filled]]
+            flat[begins[owner] + rows.positions[filled] + 1] = values[filled]
+    return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+
+def fill(batches: Iterable[Batch]) -> float:
+    """The share of places that hold a document."""
+    rows = list(chain.from_iterable(batch.microbatches for batch in batches))
+    return sum(int((r.sequences >= 0).sum()) for r in rows) / max(sum(r.sequences.size for r in rows), 1)
+
+
+def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
+    if len(samples) % together:
+        raise ValueError(f"{len(samples)} samples do not come in units of {together}")
+    for i, s in enumerate(samples):
+        n = len(s.tokens)
+        for name, values in (("mask", s.mask), *s.columns.items()):
+            if len(values) != n:  # one short list would shift every later sample's training data
+                raise ValueError(f"sample {i}: {n} tokens, but {len(values)} entries of {name}")
+    for i in range(0, len(samples), together):
+        unit = sum(len(s.tokens) - 1 for s in samples[i : i + together])
+        if unit > seq_len:
+            what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
+            raise ValueError(
+                f"{what} take {unit} places, a packed row has {seq_len}; "
+                f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
+            )
+
+
+def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
+    and n log n where first-fit scans every open row."""
+    row, offset = np.zeros_like(places), np.zeros_like(places)
+    rooms: list[tuple[int, int]] = []  # (free places, row), ascending
+    sizes = places.tolist()
+    for i in np.argsort(-places, kind="stable").tolist():
+        fits = bisect_left(rooms, (sizes[i],))
+        room, row[i] = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
+        offset[i] = capacity - room
+        insort(rooms, (room - sizes[i], int(row[i])))
+    return row, offset
+
+
+def _rows_needed(places: np.ndarray, capacity: int) -> int:
+    return int(_best_fit(places, capacity)[0].max(initial=-1)) + 1
+
+
+def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
+    """The shortest aligned row length at which the units fit `slots` rows; seq_len is known to."""
+    least = max(int(places.max(initial=1)), -(-int(places.sum()) // slots))
+    lengths = range(-(-least // ALIGN) * ALIGN, seq_len, ALIGN)
+    first = bisect_left(lengths, True, key=lambda length: _rows_needed(places, length) <= slots)
+    return lengths[first] if first < len(lengths) else seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """All rows of the step, fullest first; each array is [slots, length]."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray
+    owner: np.ndarray  # the place's sample; -1 is padding
+    columns: dict[Column, np.ndarray]
+
+
+def _write(
+    samples: Sequence[Sample], places: np.ndarray, together: int, slots: int, length: int, pad_id: int
+) -> _Block:
+    units = places.reshape(-1, together)
+    unit_row, unit_offset = _best_fit(units.sum(1), length)
+    row = np.repeat(unit_row, together)
+    offset = (unit_offset[:, None] + units.cumsum(1) - units).reshape(-1)
+    filled = np.bincount(row, weights=places, minlength=slots).astype(np.int64)  # [slots]
+    fullest = np.argsort(-filled, kind="stable")
+    row = np.argsort(fullest)[row]  # a permutation's argsort is its inverse
+
+    # Per place, [P]: its position in its document, where it goes, and which flat source token it predicts.
+    sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
+    position = np.arange(places.sum()) - np.repeat(places.cumsum() - places, places)
+    goes = np.repeat(row * length + offset, places) + position
+    target = np.repeat(sizes.cumsum() - sizes, places) + position + 1
+
+    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.asarray(v, dtype) for v in values] or [np.empty(0, dtype)])
+
+    def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
+        out = np.empty((slots, length), values.dtype)
+        out[:] = padding
+        out.reshape(-1)[goes] = values
+        return out
+
+    tokens = flat((s.tokens for s in samples), np.int64)
+    mask = flat((s.mask for s in samples), np.float32)[target]
+    names = samples[0].columns if samples else ()
+    columns: dict[Column, np.ndarray] = {
+        name: flat((s.columns[name] for s in samples), np.float32)[target] for name in names
+    }
+    if "behaviour" in columns:
+        mask = mask * np.isfinite(columns["behaviour"])
+    return _Block(
+        tokens=block(tokens[target - 1], pad_id),
+        positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
+        targets=block(tokens[target], pad_id),
+        mask=block(mask, 0.0),
+        owner=block(np.repeat(np.arange(len(samples)), places), -1),
+        columns={name: block(np.where(np.isfinite(c), c, np.float32(0)), 0.0) for name, c in columns.items()},
+    )
+
+
+def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int) -> tuple[np.ndarray, int, int]:
+    """What each token counts, less the divisor, and how many tokens and sequences are trained on: global numbers, which
+    is what makes a loss independent of mesh and microbatching.
+
+    token_mean      1 / tokens
+    sequence_mean   1 / (tokens of the sequence x sequences)
+    sequence_sum    1 / (length x sequences)        Dr.GRPO's constant
+    """
+    on = block.mask > 0
+    per_sample = np.bincount(block.owner[on], minlength=samples)
+    weights = block.mask.astype(np.float64)
+    if aggregation == "sequence_mean":
+        own = np.append(per_sample, 1)[block.owner]  # -1, padding, finds the appended 1
+        weights = weights / np.maximum(own, 1)
+    elif aggregation == "sequence_sum":
+        weights = weights / length
+    return weights, int(on.sum()), int((per_sample > 0).sum())
+
+
+def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
+    owner = block.owner[numbers]
+    samples = np.unique(owner[owner >= 0])
+    return Rows(
+        tokens=block.tokens[numbers],
+        positions=block.positions[numbers],
+        targets=block.targets[numbers],
+        mask=block.mask[numbers],
+        weights=weights[numbers],
+        sequences=np.where(owner >= 0, np.searchsorted(samples, owner), -1),
+        samples=samples,
+        columns={name: column[numbers] for name, column in block.columns.items()},
+    )

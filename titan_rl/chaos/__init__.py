@@ -1,0 +1,1 @@
+"""Harms a run on purpose and audits what is left of it."""

@@ -1,0 +1,256 @@
+"""`python -m titan_rl.chaos --config NAME --kills N --seed S`: start a run, make things fail in it, and see it through.
+
+    schedule (of the seed) ── step reached, nothing under repair ──> inflict ──> detected ──> recovered ──> the next
+                                                                                 the run's end ──> audits, report
+
+Exit codes: 0 everything held, 1 something did not and is named, 2 bad usage, 130 Ctrl-C.
+"""
+
+import argparse
+import asyncio
+import datetime
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from titan_rl.chaos.inflict import Outcome, inflict
+from titan_rl.chaos.schedule import DOCS, KINDS, Fault, cases, problems, role_of, schedule
+from titan_rl.chaos.subject import ChaosRun, Over, Stuck
+from titan_rl.chaos.table import Findings, show, write
+from titan_rl.chaos.verdict import audits, shared_memory, summary
+from titan_rl.preflight import cli
+from titan_rl.preflight.cli import Invocation
+from titan_rl.record.terminal import open_console
+from titan_rl.wire.failpoints import FaultOrder, give
+
+HELD, BROKEN, USAGE, STOPPED = 0, 1, 2, 130
+DEFAULTS = {  # of the run; what is given on the command line comes after these
+    "job.fresh": "true",
+    "fault.max_restarts": "1000000",
+    "fault.max_failed_saves": "1000000",
+    "fault.hang_seconds": "5",
+    "fault.snapshot_interval": "2",
+    "comm.train_timeout_seconds": "20",
+    "algorithm.max_dead_steps": "0",
+}
+PATIENCE = 180.0
+LAST_LINES = 20  # of the run's output, shown if it failed
+
+
+def main(argv: Sequence[str]) -> int:
+    options, rest = parser().parse_known_args(argv)
+    flags = [f"--{key}={value}" for key, value in {**DEFAULTS, "job.dump_folder": options.run}.items()]
+    invocation = cli.parse(["--config", options.config, *flags, *rest])
+    console = open_console(sys.stdout)
+    chaos = Chaos(options, ["--config", options.config, *flags, *rest], invocation, console)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run is ended in any case
+    try:
+        return chaos.run()
+    except KeyboardInterrupt:
+        show(chaos.findings, console)
+        console.print("chaos: stopped, and the run with it")
+        return STOPPED
+
+
+def parser() -> argparse.ArgumentParser:
+    width = max(map(len, KINDS))
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_rl.chaos",
+        description="Start a run, make things fail in it at random, and see whether it comes through.",
+        epilog="\n".join(
+            [
+                "faults:",
+                *(f"  {kind:<{width}}  {doc}" for kind, doc in DOCS.items()),
+                "",
+                "everything else, such as --training.steps 200, goes to the run, after these:",
+                "  " + " ".join(f"--{key} {value}" for key, value in DEFAULTS.items()),
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
+    parser.add_argument("--kills", metavar="N", type=int, default=20, help="how many faults; 20")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what happens to whom and when; 0")
+    parser.add_argument("--run", metavar="FOLDER", default="outputs/chaos", help="dump folder; outputs/chaos")
+    parser.add_argument("--only", metavar="KIND[:ROLE],...", default="", help="these faults alone, of these roles")
+    parser.add_argument("--overlap", action="store_true", help="do not wait for the end of a repair")
+    parser.add_argument("--baseline", action="store_true", help="the same run without faults first, to compare with")
+    parser.add_argument("--pace", metavar="SECONDS", type=seconds, default=0.0, help="no step is to be shorter; 0")
+    parser.add_argument(
+        "--patience",
+        metavar="SECONDS",
+        type=seconds,
+        default=PATIENCE,
+        help=f"how long the run may come no step further before it is given up; {PATIENCE:g}",
+    )
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="append the rows by class of fault")
+    return parser
+
+
+def seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"expected seconds, found {text}")
+    return value
+
+
+class Chaos:
+    """One invocation: at most two runs, one after the other."""
+
+    def __init__(self, options: argparse.Namespace, argv: list[str], invocation: Invocation, console: Console) -> None:
+        self._options, self._argv, self._config, self._console = options, argv, invocation.config, console
+        self._only = [part for part in options.only.split(",") if part]
+        if invocation.config.weight_sync.verify != "live":  # nobody would know of damage
+            self._only = [part for part in self._only or KINDS if not part.startswith("corrupt")]
+        self._folder = Path(self._config.job.dump_folder).absolute()
+        roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
+        if found := problems(options.kills, roles, self._config.training.steps, self._only):
+            cli.refuse("the command line", found)
+        self.findings = Findings(options.seed, options.kills)
+
+    def run(self) -> int:
+        findings, options = self.findings, self._options
+        if options.baseline:
+            self._say("the same run without faults")
+            folder = self._folder.with_name(f"{self._folder.name}.baseline")
+            if ended := self._one(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
+                self._say(ended)
+                return BROKEN
+            findings.facts["baseline held-out score"] = summary(folder).get("final_eval")
+            findings.facts["baseline seconds"] = round(summary(folder).get("wall_seconds", 0.0), 1)
+        findings.ended = self._one(self._folder, self._argv, options.kills)
+        told = summary(self._folder)
+        findings.facts["held-out score"] = told.get("final_eval")
+        findings.facts["seconds"] = round(told.get("wall_seconds", 0.0), 1)
+        if options.baseline and told:
+            goodput = findings.facts["baseline seconds"] / findings.facts["seconds"]
+            findings.facts["goodput"] = f"{goodput:.3f} of the baseline's"
+        show(findings, self._console)
+        machine, versions = told.get("machine", {}), told.get("versions", {})
+        facts = {
+            "date": str(datetime.date.today()),
+            "commit": _commit(),
+            "config": options.config,
+            "seed": options.seed,
+            "machine": f"{machine.get('cores')} x {machine.get('cpu')}",
+            "engines": ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python"),
+        }
+        write(findings, self._folder, options.csv, facts)
+        self._say(f"everything is in {self._folder}: chaos.json, chaos.log")
+        return BROKEN if findings.problems else HELD
+
+    def _one(self, folder: Path, argv: list[str], count: int) -> str:
+        """A run, with so many faults. Answers with what cut it short; without any it is not audited."""
+        shared = shared_memory()
+        with tempfile.TemporaryDirectory(prefix="titan_rl-chaos-") as orders:
+            run = ChaosRun(argv, folder, Path(orders), self._options.patience)
+            try:
+                ended = asyncio.run(self._through(run, count))
+                failed = run.over and run.process.returncode != 0
+            finally:
+                left = run.end()
+                if folder.is_dir():
+                    shutil.copy(run.log, folder / "chaos.log")
+            if failed:
+                self._say("the run's last words:\n" + "\n".join(w.text for w in run.words[-LAST_LINES:]))
+                if run.process.returncode == USAGE:
+                    raise SystemExit(USAGE)
+            if count:
+                self.findings.audits = audits(run, self._config, shared, left)
+            elif failed:
+                ended = f"the run without faults failed: exit code {run.process.returncode}"
+            return ended
+
+    async def _through(self, run: ChaosRun, count: int) -> str:
+        """From the first step to the end of the run."""
+        following = asyncio.create_task(run.follow())
+        ended = ""
+        try:
+            await run.until("the first step", lambda: run.whole)
+            if self._options.pace:
+                first = next(rank for rank in sorted(run.ranks) if role_of(rank) == "trainer")
+                give(run.orders, first, "step", FaultOrder("wait", self._options.pace, keep=True))
+            await self._faults(run, count)
+            await run.until("the end of the run", lambda: run.over)
+        except Stuck as stuck:
+            ended = str(stuck)
+        except Over:
+            pass
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+        run.look()
+        reached = len(self.findings.outcomes)
+        if not ended and run.process.returncode == 0 and count and reached < count:
+            ended = f"the run was over after {reached} of {count} faults: raise --training.steps or --pace"
+        return ended
+
+    async def _faults(self, run: ChaosRun, count: int) -> None:
+        if not count:
+            return
+        every = cases(run.ranks, self._only)
+        self._say(f"{count} faults among {len(every)} cases over {self._config.training.steps} steps")
+        last, tasks = 0, list[asyncio.Task[None]]()
+        try:
+            for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
+                await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))
+                await asyncio.sleep(fault.delay)
+                last = run.top
+                tasks.append(asyncio.create_task(self._fault(run, fault)))
+                if not self._options.overlap:
+                    await tasks[-1]
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _due(self, run: ChaosRun, fault: Fault, after: int) -> bool:
+        """An exception twice at one step is taken for a bug by the run: every fault has a step of its own."""
+        ready = fault.victim in run.ranks if self._options.overlap else run.whole
+        return ready and run.step > after and run.step >= fault.step
+
+    async def _fault(self, run: ChaosRun, fault: Fault) -> None:
+        outcome = Outcome(fault, run.step, alone=not self._options.overlap)
+        self.findings.outcomes.append(outcome)
+        number = len(self.findings.outcomes)
+        self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")
+        try:
+            await inflict(fault, run, self._config.fault.hang_seconds, outcome)
+        except Over:
+            outcome.note = "the run was over first"
+            raise
+        except Stuck as stuck:
+            outcome.wrong.append(str(stuck))
+            raise
+        except ProcessLookupError:  # of faults that overlap
+            outcome.note = f"{fault.victim} was gone already"
+        detected = "" if outcome.detected is None else f"detected after {outcome.detected:.2f} s, "
+        recovered = 0.0 if outcome.recovered is None else outcome.recovered
+        self._say(
+            f"{number:>3}  {detected}recovered after {recovered:.1f} s" + "".join(f"; {w}" for w in outcome.wrong)
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"chaos: {text}", soft_wrap=True)
+
+
+def _commit() -> str:
+    """Of the checkout that this is run from, if it is one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

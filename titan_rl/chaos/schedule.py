@@ -1,0 +1,110 @@
+"""Which faults a run is to survive, and when: a pure function of a seed, the run's ranks and its steps."""
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from titan_rl.wire.seeds import derive
+
+Kind = Literal["kill", "stop", "slow", "error", "drop", "corrupt", "disk"]
+
+DOCS: dict[Kind, str] = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP, and nobody continues it",
+    "slow": "bursts of SIGSTOP and SIGCONT, too short for it to count as hung: nobody is replaced",
+    "error": "an exception in one of its verbs",
+    "drop": "weights that a generator reads never come",
+    "corrupt": "a generator's: weights damaged as they are written, once; a trainer's: in its staging memory, where a "
+    "second look finds the same",
+    "disk": "a trainer rank cannot write its part of a checkpoint, for some seconds",
+}
+KINDS = get_args(Kind)
+
+POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
+FROZEN_POINTS = ("scores",)
+"""Where an exception may be ordered, in every run. Not where a checkpoint is saved: that has a fault of its own."""
+FIRST, LAST = 0.05, 0.85  # of the steps: the last fault is to be over before the run is
+DELAY_SECONDS = 0.3  # at most, within the step
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong at a step."""
+
+    kind: Kind
+    victim: str  # "trainer[dp=1 tp=0]"
+    step: int  # not before this one
+    delay: float  # seconds, within it
+    point: str = ""  # of an error: the verb
+
+    @property
+    def role(self) -> str:
+        return role_of(self.victim)
+
+    @property
+    def mesh(self) -> str:
+        """As incidents name it: "generator1"."""
+        return self.victim.partition("[")[0]
+
+    @property
+    def what(self) -> str:
+        return f"{self.kind} ({self.point})" if self.point else self.kind
+
+
+def role_of(rank: str) -> str:
+    """ "generator1[tp=0]" -> "generator"."""
+    return rank.partition("[")[0].rstrip("0123456789")
+
+
+def can_befall(kind: Kind, role: str) -> bool:
+    if kind == "drop":
+        return role == "generator"
+    if kind == "corrupt":
+        return role in ("generator", "trainer")
+    if kind == "disk":
+        return role in ("trainer", "critic")
+    return True
+
+
+def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind, str]]:
+    """Every fault of every role; of `only` these: "kill", or "kill:trainer"."""
+    roles = sorted({role_of(rank) for rank in ranks})
+    every = [(kind, role) for kind in KINDS for role in roles if can_befall(kind, role)]
+    return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
+
+
+def problems(count: int, roles: Collection[str], steps: int, only: Collection[str] = ()) -> list[str]:
+    """Why so many faults cannot be scheduled, if so."""
+    every, at = cases(roles), eligible(steps)
+    known = list(dict.fromkeys([kind for kind, _ in every] + [f"{kind}:{role}" for kind, role in every]))
+    found = [
+        f"--only {part}: expected a fault that this run can have: {', '.join(known)}"
+        for part in only
+        if part not in known
+    ]
+    if len(at) < count:
+        found.append(
+            f"{count} faults: expected at least {count} steps from {at.start} to {at.stop - 1}, of {steps}; "
+            "lower --kills or raise --training.steps"
+        )
+    return found
+
+
+def eligible(steps: int) -> range:
+    """The steps at which faults may come."""
+    return range(max(2, round(FIRST * steps)), round(LAST * steps) + 1)
+
+
+def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Collection[str] = ()) -> list[Fault]:
+    """So many faults, spread over the steps; every case once before any comes twice."""
+    rng = random.Random(derive(seed, "chaos"))
+    every, left, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
+    at = sorted(rng.sample(eligible(steps), count))
+    for step in at:
+        left = left or rng.sample(every, len(every))
+        kind, role = left.pop()
+        victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role))
+        point = rng.choice(POINTS.get(role, FROZEN_POINTS)) if kind == "error" else ""
+        drawn.append(Fault(kind, victim, step, rng.uniform(0, DELAY_SECONDS), point))
+    return drawn

@@ -1,0 +1,103 @@
+"""What must hold once a run is over, whatever happened to it."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from titan_rl.chaos.subject import ChaosRun
+from titan_rl.config.sections import Config
+from titan_rl.record.history import audit
+from titan_rl.record.ledger import Damaged, events
+
+SHARED = Path("/dev/shm")
+Check = Callable[[], Iterator[str] | list[str]]
+OF_GAPS = 100.0  # the worst step's log-prob gap over the median's: served damage is off by orders of magnitude
+
+
+def shared_memory() -> set[Path]:
+    """Names, Python's own semaphores apart, which its resource tracker removes."""
+    return {path for path in SHARED.iterdir() if not path.name.startswith("sem.")}
+
+
+def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
+    """By what was looked at, all that is wrong. `shared` is what had a name in shared memory before, `left` are the
+    processes that outlived the run."""
+    checks: dict[str, Check] = {
+        "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
+        "versions in order, none of an undone history": lambda: versions(run.folder, config),
+        "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
+    }
+    by_itself: dict[str, Check] = {
+        "the run ended well": lambda: _ended(run),
+        "every incident is closed": lambda: [f"{i.who} never came back: {i.why}" for i in run.incidents if i.open],
+        "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
+        "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
+        "no sockets are left": lambda: _sockets(run),
+    }
+    return {what: list(check()) for what, check in (checks if run.killed else checks | by_itself).items()}
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The run's own; empty if it never wrote one."""
+    with suppress(OSError, ValueError):
+        return json.loads((folder / "summary.json").read_text())
+    return {}
+
+
+def _ended(run: ChaosRun) -> Iterator[str]:
+    if (code := run.process.returncode) != 0:
+        yield f"expected exit code 0, found {code}"
+
+
+def versions(folder: Path, config: Config) -> Iterator[str]:
+    """Of each history (what a run does between two rewinds): steps follow each other, no sample is of weights that are
+    yet to be made there, and a synchronous run never samples older weights after newer ones."""
+    trained, newest, history = 0, 0, 0
+    wrong = "history {}: prompt {} was sampled from version {} after {}"
+    try:
+        for event in events(folder):
+            match event:
+                case {"event": "begun", "step": step}:
+                    trained, newest, history = step, 0, history + 1
+                case {"event": "trained", "step": step}:
+                    if step != trained + 1:
+                        yield f"history {history}: expected step {trained + 1}, found {step}"
+                    trained = step
+                case {"event": "sampled", "prompt": prompt, "versions": [oldest, latest]}:
+                    if latest > trained:
+                        yield wrong.format(history, prompt, latest, f"step {trained}")
+                    if config.rollout.lag == 0 and oldest < newest:
+                        yield wrong.format(history, prompt, oldest, f"version {newest}")
+                    newest = max(newest, latest)
+    except (Damaged, OSError) as error:
+        yield str(error)
+
+
+def _gaps(folder: Path) -> Iterator[str]:
+    """Damaged weights that were served would show: the trainer scores the same tokens with its own."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    gaps = {line["step"]: line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line}
+    usual = statistics.median(gaps.values()) if gaps else 0.0
+    for step, gap in gaps.items():
+        if not gap <= OF_GAPS * max(usual, 1e-7):
+            yield f"step {step}: the log-prob gap is {gap:.2g}, the median {usual:.2g}"
+
+
+def _leaked(shared: set[Path]) -> set[Path]:
+    """New names that no process has mapped: those of others' runs on this host are."""
+    new = shared_memory() - shared
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if not new:
+            break
+        with suppress(OSError):
+            text = maps.read_text()
+            new = {path for path in new if str(path) not in text}
+    return {path for path in new if path.exists()}
+
+
+def _sockets(run: ChaosRun) -> Iterator[str]:
+    if run.sockets.exists():
+        yield f"{run.sockets} is left"

@@ -1,0 +1,242 @@
+"""TOML files into a Config, and back.
+
+    find("grpo_llama") -> path    load(path, [("training.steps", "20")]) -> Config    to_toml(config) -> text
+
+A file and its overrides are read to the end: one ConfigError carries every problem found.
+"""
+
+import ast
+import contextlib
+import difflib
+import functools
+import inspect
+import itertools
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli
+
+from titan_rl.config import sections as declarations
+from titan_rl.config.presets import resolve
+from titan_rl.config.sections import Config
+
+SHIPPED = Path(__file__).parents[1] / "train_configs"
+
+
+class ConfigError(Exception):
+    """Everything that is wrong with a configuration, one line a problem."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(problems)
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of one section, as config.py declares it."""
+
+    type: Any  # bool, int, float, str, list[int], or a Literal of strings
+    default: Any
+    doc: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.type) if get_origin(self.type) is Literal else ()
+
+    @property
+    def kind(self) -> str:
+        return " | ".join(self.choices) or f"{inspect.formatannotation(self.type)} {self.range}".rstrip()
+
+    @property
+    def range(self) -> str:
+        if self.ge is not None and self.ge == self.le:
+            return f"= {self.ge:g}"
+        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
+        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+
+    @property
+    def expected(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(as_toml, self.choices))
+        nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        return f"{nouns.get(self.type, 'a list of integers')} {self.range}".rstrip()
+
+    def accepts(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        if get_origin(self.type) is list:
+            return type(value) is list and all(type(item) in get_args(self.type) for item in value)
+        return (
+            type(value) is self.type  # not isinstance: a bool is no int
+            and (self.type is not float or math.isfinite(value))
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+        )
+
+    def parse(self, text: str) -> Any:
+        """A flag's text as this key's type. Text that does not parse stays text, which `accepts` then refuses."""
+        with contextlib.suppress(KeyError, ValueError, RecursionError):
+            if self.type is bool:
+                return {"true": True, "false": False}[text.lower()]
+            if self.type in (int, float):
+                return self.type(text)
+            if get_origin(self.type) is list:
+                return json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
+        return text
+
+
+@functools.cache
+def schema() -> dict[str, dict[str, Key]]:
+    """Every section and key, in the order of config.py."""
+    described = docs()
+    return {section: _keys(kind(), described[section]) for section, kind in get_type_hints(Config).items()}
+
+
+def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
+    return {
+        field.name: Key(
+            type=field.type, default=getattr(defaults, field.name), doc=described[field.name], **field.metadata
+        )
+        for field in fields(defaults)
+    }
+
+
+def docs() -> dict[str, dict[str, str]]:
+    """Section -> key -> the string literal below the field. Python drops those, so they are read from the source."""
+    classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for node in ast.parse(inspect.getsource(declarations)).body:
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                classes[node.name] |= classes[ast.unparse(base)]
+            for pair in itertools.pairwise(node.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(doc))):
+                        classes[node.name][key] = " ".join(doc.split())
+    return {section: classes[kind.__name__] for section, kind in get_type_hints(Config).items()}
+
+
+def find(name: str) -> Path:
+    """The file of that path, or the shipped config of that bare name."""
+    bare = Path(name).name == name
+    for candidate in (Path(name), *((SHIPPED / name, SHIPPED / f"{name}.toml") if bare else ())):
+        if os.path.isfile(candidate):  # unlike Path.is_file, never raises
+            return candidate
+    names = shipped()
+    found = as_toml(name) if name else "none"
+    hint = did_you_mean(Path(name).stem, names)
+    raise ConfigError(
+        [f"--config: expected a TOML file, or a shipped config ({', '.join(names)}), found {found}{hint}"]
+    )
+
+
+def shipped() -> list[str]:
+    """The names of the configs that come with the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """The file's values over the defaults and the preset, and the overrides ("training.steps", "20") over those."""
+    problems: list[str] = []
+    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+
+    def put(section: str, name: str, value: Any, label: str) -> None:
+        key = schema()[section][name]
+        if key.type is float and type(value) is int:
+            value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused, where float() would raise
+        if key.accepts(value):
+            values[section][name] = value
+        else:
+            hint = did_you_mean(str(value), key.choices)
+            problems.append(f"{label}: expected {key.expected}, found {_shown(value)}{hint}")
+
+    for section, table in _read(path, problems).items():
+        if section not in schema() or not isinstance(table, dict):
+            problems.append(f"{path.name}: {_misplaced(section, table)}")
+            continue
+        for name, value in table.items():
+            if name in schema()[section]:
+                put(section, name, value, f"{path.name}: [{section}] {name}")
+            else:
+                problems.append(f"{path.name}: {_unknown(section, name)}")
+    for flag, text in overrides:
+        section, _, name = flag.partition(".")
+        if name in schema().get(section, {}):
+            put(section, name, schema()[section][name].parse(text), f"--{flag}")
+        else:
+            problems.append(f"--{flag}: {_unknown(section, name)}")
+    if problems:
+        raise ConfigError(problems)
+    values["algorithm"] = resolve(values["algorithm"], lag=values["rollout"].get("lag", 0))
+    return Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
+
+
+def to_toml(config: Config) -> str:
+    """Every key of a resolved config with its line of docs; `load` reads it back to an equal Config."""
+    blocks = []
+    for section, keys in schema().items():
+        lines = [f"{name} = {as_toml(getattr(getattr(config, section), name))}" for name in keys]
+        width = max(map(len, lines))
+        commented = [f"{line:<{width}}  # {key.doc}" for line, key in zip(lines, keys.values(), strict=True)]
+        blocks.append("\n".join([f"[{section}]", *commented]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_toml(value: Any) -> str:
+    """JSON's spelling is TOML's for every type that a key has, save that TOML escapes DEL too."""
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+
+
+def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
+    """The end of a message that refuses a name, if a valid one is near."""
+    nearest = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
+
+
+def _read(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except tomli.TOMLDecodeError as error:
+        line = error.doc.split("\n")[error.lineno - 1].strip()
+        problems.append(f"{path.name}:{error.lineno}:{error.colno}: {error.msg}: {line}")
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or beyond Python's own limits
+        problems.append(f"{path.name}: expected a TOML file, found {error}")
+    return {}
+
+
+def _homes(name: str) -> str:
+    return ", ".join(f"[{section}]" for section, keys in schema().items() if name in keys)
+
+
+def _misplaced(section: str, table: Any) -> str:
+    """Of a top-level entry that is no section of ours."""
+    if section in schema():
+        return f"[{section}]: expected a table, found {_shown(table)}"
+    if homes := _homes(section):
+        return f"{section!r} stands outside its section; it is a key of {homes}"
+    return _unknown(section, "")
+
+
+def _unknown(section: str, name: str) -> str:
+    if section not in schema():
+        return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
+    if homes := _homes(name):
+        return f"[{section}] has no key {name!r}; it is a key of {homes}"
+    return f"[{section}] has no key {name!r}" + did_you_mean(name, schema()[section])
+
+
+def _shown(value: Any) -> str:
+    text = as_toml(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,1 @@
+"""Steers a running run over a Unix socket."""

@@ -1,0 +1,143 @@
+"""The command line: --config, --dry-run, --help, and --section.key for every key of config.py."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, as_toml, did_you_mean, schema
+from titan_rl.preflight import checks
+
+PIPED_WIDTH = 300  # of --help where there is no terminal: one line a key, for grep
+
+USAGE = """\
+titan_rl: RL post-training of language models
+
+usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
+
+  ./scripts/run --config grpo_llama
+  ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5 --job.fresh
+
+  --config NAME|FILE    a shipped config, or a TOML file
+  --dry-run             check everything, print the plan, start nothing
+  --help                print this
+  --section.key VALUE   any key below; a boolean may stand alone, as --job.fresh
+
+shipped configs: {shipped}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """A command line that can be run."""
+
+    config_name: str
+    path: Path
+    config: Config
+    dry_run: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Arguments:
+    """A command line as read, before any file is."""
+
+    config: str = ""
+    dry_run: bool = False
+    overrides: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def parse(argv: Sequence[str]) -> Invocation:
+    """The run that the arguments ask for. SystemExit 2 after every problem is printed, 0 after --help."""
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        raise SystemExit(0)
+    arguments = read(argv)
+    try:
+        path = config_file.find(arguments.config)
+        config = config_file.load(path, arguments.overrides)
+    except ConfigError as error:
+        refuse(arguments.config, [*arguments.problems, *error.problems])
+    gpus = checks.visible_gpus()
+    problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
+    warnings = checks.warnings(config)
+    if arguments.dry_run:  # a plan may be for another host than this one
+        elsewhere = checks.host_problems(config, gpus=gpus)
+        problems = [problem for problem in problems if problem not in elsewhere]
+        warnings += elsewhere
+    if problems:
+        refuse(arguments.config, problems)
+    return Invocation(
+        config_name=path.stem, path=path, config=config, dry_run=arguments.dry_run, warnings=tuple(warnings)
+    )
+
+
+def read(argv: Sequence[str]) -> Arguments:
+    arguments = Arguments()
+    rest = deque(argv)
+    while rest:
+        flag, equals, value = rest.popleft().partition("=")
+        if not flag.startswith("--"):
+            found = as_toml(f"{flag}{equals}{value}")
+            arguments.problems.append(f"expected a flag, such as --training.steps 20, found {found}")
+        elif flag == "--dry-run":
+            arguments.dry_run = True
+            if equals:
+                arguments.problems.append(f"--dry-run: expected no value, found {as_toml(value)}")
+        elif equals:
+            _take(arguments, flag, value)
+        elif rest and not rest[0].startswith("--"):  # one dash only: a negative number
+            _take(arguments, flag, rest.popleft())
+        else:
+            _take(arguments, flag, None)
+    return arguments
+
+
+def _take(arguments: Arguments, flag: str, value: str | None) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+    section, dot, key_name = name.partition(".")
+    key = schema().get(section, {}).get(key_name)
+    if name == "config":
+        arguments.config = value or ""
+    elif key and value is None and key.type is not bool:
+        arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
+    elif dot:  # `load` refuses a key that does not exist
+        arguments.overrides.append((name, "true" if value is None else value))
+    else:
+        flags = [f"--{section}.{key}" for section, keys in schema().items() for key in keys]
+        same = [flag for flag in flags if flag.endswith(f".{name}")]
+        hint = f"; did you mean {' or '.join(same)}?" if same else did_you_mean(flag, ["--dry-run", *flags], "{}")
+        arguments.problems.append(f"{flag}: there is no such flag{hint}")
+
+
+def refuse(source: str, problems: Sequence[str]) -> NoReturn:
+    """One line a problem, never wrapped: an editor or a log finds each of them whole."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    console.print(f"titan_rl: {count} in {source or 'the command line'}", style="bold red")
+    for problem in problems:
+        console.print(f"  - {' '.join(problem.splitlines())}", style="red")
+    raise SystemExit(2)
+
+
+def print_help() -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    console.print(USAGE.format(shipped=", ".join(config_file.shipped())))
+    table = Table.grid(padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True)
+    for section, keys in schema().items():
+        table.add_row()
+        table.add_row(Text(f"[{section}]", style="bold cyan"))
+        for name, key in keys.items():
+            value = Text(f"({key.kind}; default {as_toml(key.default)})", style="dim")
+            table.add_row(Text(name, style="bold"), Text.assemble(key.doc, " ", value))
+    console.print(table)

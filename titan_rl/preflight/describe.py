@@ -1,0 +1,157 @@
+"""A run's plan in words and numbers: what --dry-run prints, and what every run prints first."""
+
+import os
+from collections.abc import Sequence
+
+from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.preflight.setup import Setup
+from titan_rl.record.plan_view import MeshRow, RunPlan
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import snapshot_bytes
+
+
+def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
+    config, shape = setup.config, setup.shape
+    facts = [
+        (
+            "model",
+            f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
+            f"{shape.n_heads} heads ({shape.n_kv_heads} kv), vocabulary {shape.vocab_size}"
+            + (f", from {config.model.hf_assets_path}" if config.model.hf_assets_path else ", random weights"),
+        ),
+        ("task", task(setup)),
+        *([("weights", transport(setup))] if setup.samples_rollouts else []),
+        ("run", str(setup.folder)),
+    ]
+    if config.cold_start.steps:
+        facts.insert(2, ("cold start", cold_start(config)))
+    if config.training.steps:
+        at = [name for name, _ in facts].index("task") + 1 + bool(config.cold_start.steps)
+        facts.insert(at, (config.algorithm.name, algorithm(config)))
+    if str(setup.resume):
+        facts.append(("resume", f"from {setup.resume}"))
+    meshes = [trainers(setup), *([generators(setup)] if setup.samples_rollouts else []), *roles(setup)]
+    return RunPlan(setup.name, config.job.description, meshes, facts, warnings)
+
+
+def trainers(setup: Setup) -> MeshRow:
+    config = setup.config
+    lent = [("reference", config.algorithm.needs_reference and config.reference.mesh == "trainer")]
+    lent += [("teacher", config.algorithm.needs_teacher and config.teacher.mesh == "trainer")]
+    return trained("trainer", setup, config.parallelism, setup.shape, [role for role, is_lent in lent if is_lent])
+
+
+def roles(setup: Setup) -> list[MeshRow]:
+    """The models beside the policy that have a mesh of their own."""
+    shapes = {"teacher": setup.teacher, "reward_model": setup.reward_model}
+    return [
+        trained(name, setup, role.parallelism, setup.shape.with_value_head(), [])
+        if name == "critic"
+        else frozen(name, setup, role.parallelism, shapes.get(name) or setup.shape)
+        for name, role in setup.config.roles.items()
+    ]
+
+
+def trained(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape, lent: Sequence[str]) -> MeshRow:
+    # weights, gradients and Adam's two moments, sharded over everything but the replicas
+    each = 4 * shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
+    holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} a rank"
+    holds += "".join(f", {role} {size(each // 4)}" for role in lent)
+    if setup.config.fault.snapshot_interval:
+        kept = snapshot_bytes(shape.parameters, setup.config.training.dtype, p.data_parallel_replicate_degree)
+        holds += f"; snapshots {size(kept)} of host memory"
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), holds)
+
+
+def frozen(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape) -> MeshRow:
+    each = shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), f"frozen weights {size(each)} a rank")
+
+
+def layout(p: ParallelismSection) -> str:
+    parts = [f"FSDP2 {p.data_parallel_shard_degree}"]
+    if p.data_parallel_replicate_degree > 1:
+        parts = [f"HSDP {p.data_parallel_replicate_degree} x {p.data_parallel_shard_degree}"]
+    if p.tensor_parallel_degree > 1:
+        parts.append(f"TP {p.tensor_parallel_degree}")
+    return " x ".join(parts)
+
+
+def shards(p: ParallelismSection) -> int:
+    return p.data_parallel_shard_degree * p.tensor_parallel_degree
+
+
+def dtype(setup: Setup) -> str:
+    training = setup.config.training
+    compute = training.mixed_precision_param
+    return training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
+
+
+def generators(setup: Setup) -> MeshRow:
+    g = setup.config.generator
+    each = setup.shape.parameters * BYTES[g.dtype] // g.tensor_parallel_degree
+    cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache by GPU memory"
+    layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
+    procs = g.replicas * g.tensor_parallel_degree
+    return MeshRow("generator", procs, layout, device(setup), g.dtype, f"weights {size(each)} a rank, {cache}")
+
+
+def device(setup: Setup) -> str:
+    return f"{setup.device}, this host" if setup.device == "cuda" else f"cpu ({os.cpu_count()} cores), this host"
+
+
+def task(setup: Setup) -> str:
+    config = setup.config
+    return (
+        f"{config.task.name}: {len(setup.task.train):,} problems, {len(setup.heldout.prompts)} held out, "
+        f"reward {config.task.reward}"
+    )
+
+
+def cold_start(config: Config) -> str:
+    cold = config.cold_start
+    steps = f"{cold.steps} supervised steps of {cold.batch_size}"
+    if not cold.stop_at:
+        return steps
+    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved"
+
+
+def algorithm(config: Config) -> str:
+    a, r = config.algorithm, config.rollout
+    if a.kind != "rl":
+        what = {"supervised": "examples", "preference": "pairs", "reward": "pairs"}[a.kind]
+        return f"{config.training.steps} steps of {config.training.global_batch_size} {what}"
+    updates = f", {a.updates} updates a step" if a.updates > 1 else ""
+    kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
+    return (
+        f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}{updates}; "
+        f"advantage {a.advantage}, ratio per {a.ratio}, clip {a.clip}, {a.aggregation.replace('_', ' ')}{kl}"
+    )
+
+
+def transport(setup: Setup) -> str:
+    """Named aloud, because the fallback is slower than what a cluster should have. All meshes are on this host yet."""
+    sync = setup.config.weight_sync
+    verbs = os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")
+    rdma = f"RDMABuffer, one-sided reads ({'ibverbs' if verbs else 'TCP fallback: no RDMA device here'})"
+    nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
+    checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
+    return (
+        f"{rdma if sync.transport == 'rdma' else 'shared memory'}, {nbytes} a version and replica"
+        f"{', what changed of it' if sync.delta else ''}, {checked[sync.verify]}; requests in flight: {sync.in_flight}"
+    )
+
+
+def count(n: float) -> str:
+    return _scaled(n, 1000, ("", "K", "M", "B"))
+
+
+def size(nbytes: float) -> str:
+    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while n >= base and power < len(units) - 1:
+        n, power = n / base, power + 1
+    return f"{n:.3g}{units[power]}"

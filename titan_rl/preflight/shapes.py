@@ -1,0 +1,33 @@
+"""The model's dimensions, from wherever the [model] section takes them."""
+
+from titan_rl.config.sections import ModelSection
+from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+
+
+def shape_of(model: ModelSection) -> ModelShape:
+    """What the [model] section describes. ValueError names the key to change."""
+    if model.hf_assets_path:
+        shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path")
+        if shape.family != model.name:
+            raise ValueError(
+                f'model.name: expected "{shape.family}", the family of {model.hf_assets_path}, found "{model.name}"'
+            )
+        return shape
+    if model.flavor:
+        from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan: seconds that few runs need
+
+        return shape_of_flavor(model.name, model.flavor)
+    return ModelShape(
+        family=model.name,
+        vocab_size=model.vocab_size,
+        dim=model.dim,
+        n_layers=model.n_layers,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        head_dim=model.head_dim or model.dim // model.n_heads,
+        hidden_dim=model.hidden_dim,
+        max_seq_len=model.max_seq_len,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+        tied=model.enable_weight_tying,
+    )

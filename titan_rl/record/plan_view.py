@@ -1,0 +1,67 @@
+"""What a run is about to do, and how it looks on a terminal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRow:
+    """One mesh.
+
+    >>> MeshRow("trainers", 2, "FSDP2 2 x TP 1", "cpu", "float32", "0.83M parameters, AdamW")
+    """
+
+    name: str
+    procs: int
+    layout: str
+    device: str
+    dtype: str
+    holds: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """Shown before anything is started. A fact is a label and its value: model, task, weights, dump folder, resume."""
+
+    title: str
+    description: str
+    meshes: Sequence[MeshRow]
+    facts: Sequence[tuple[str, str]]
+    warnings: Sequence[str] = ()
+
+
+def plan_view(plan: RunPlan) -> RenderableType:
+    parts: list[RenderableType] = [Rule(Text(plan.title, "bold"), align="left", style="dim")]
+    if plan.description:
+        parts += [Text(plan.description, "italic")]
+    holds = "\n".join(f"{row.name}: {row.holds}" for row in plan.meshes)
+    parts += ["", mesh_table(plan.meshes), "", labelled([("holds", holds), *plan.facts])]
+    if plan.warnings:
+        parts += ["", labelled([("warning", text) for text in plan.warnings], style="yellow")]
+    return Group(*parts, "")
+
+
+def labelled(rows: Sequence[tuple[str, RenderableType]], style: str = "dim") -> Table:
+    """Two columns: labels, and values that wrap beside their label."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=style, no_wrap=True, min_width=10)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def mesh_table(rows: Sequence[MeshRow]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("mesh", style="bold", no_wrap=True, min_width=10)
+    table.add_column("procs", justify="right", no_wrap=True)
+    for name in ("layout", "device", "dtype"):
+        table.add_column(name)
+    for row in rows:
+        table.add_row(row.name, str(row.procs), row.layout, row.device, row.dtype)
+    return table

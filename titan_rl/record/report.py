@@ -1,0 +1,104 @@
+"""What a run tells: every event once, to the terminal and to the dump folder."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_rl.config.sections import Config
+from titan_rl.record.metrics import AFTER, StepTimes, ages_of, fit_metrics, step_metrics
+from titan_rl.record.run_log import RunLog, summarize
+from titan_rl.record.terminal import Progress, Terminal
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.types import Backlog, Group, StepStats, SyncStats
+
+SAMPLES_SHOWN = 3
+
+
+class Report:
+    def __init__(
+        self, name: str, config: Config, folder: Path, terminal: Terminal, log: RunLog, clock: Clock, *, heldout: int
+    ) -> None:
+        """`heldout`: how many problems a score is the mean of."""
+        self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
+        self._terminal = terminal
+        self._log = log
+        self._clock = clock
+        self._progress: Progress | None = None
+        self._groups: Sequence[Group] = ()
+
+    def warn(self, text: str) -> None:
+        self._terminal.warn(text)
+
+    def ready(self, step: int) -> None:
+        """All meshes are up; the seconds so far were start-up."""
+        self._log.startup(step, self._clock.lap()["wall"])
+
+    @contextmanager
+    def fitting(self, name: str, start: int, last: int) -> Iterator[None]:
+        with self._terminal.progress(name, last, done=start) as self._progress:
+            yield
+
+    def cold_start(self, step: int, stats: StepStats) -> None:
+        self._log.cold_start(step, fit_metrics(stats, self._clock.lap()))
+        self._advance(f"loss {stats.loss:.3f}")
+
+    def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
+        """A step on given data."""
+        self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
+        self._advance(f"loss {stats.loss:.3f}")
+        if score is not None:
+            self._terminal.eval(f"held-out score at step {step}", score, self._heldout)
+
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        stats: StepStats,
+        sync: SyncStats,
+        score: float | None,
+        *,
+        dropped: Sequence[Group],
+        backlog: Backlog,
+    ) -> None:
+        lap = self._clock.lap()
+        metrics = step_metrics(
+            step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, backlog=backlog, score=score
+        )
+        metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
+        if self._config.algorithm.overlong_filter:
+            metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
+        ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
+        self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
+        self._terminal.step(step, self._config.training.steps, metrics)
+        self._groups = groups
+
+    def _advance(self, note: str) -> None:
+        assert self._progress is not None
+        self._progress.advance(note=note)
+
+    def before_cold_start(self, score: float) -> None:
+        self._log.cold_start(0, {"eval/score": score})
+        self._terminal.eval("held-out score of the initial weights", score, self._heldout)
+
+    def eval(self, step: int, score: float) -> None:
+        """An evaluation that belongs to no step of this process: at the start, or when nothing is left to train."""
+        self._log.eval(step, score, self._clock.lap().get("eval", 0.0))
+        self._terminal.eval(f"held-out score at step {step}", score, self._heldout)
+
+    def done(self, *, finished: bool) -> None:
+        """Write summary.json, and show it."""
+        summary: dict[str, Any] = summarize(self._folder, self._name, self._config)
+        self._log.summary(summary)
+        if finished:
+            self._terminal.summary(summary, self._samples(), self._folder, self._hints())
+
+    def _samples(self) -> list[tuple[str, str, float, str]]:
+        shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
+        return [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
+
+    def _hints(self) -> list[str]:
+        metrics = self._config.metrics
+        return [f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"] if metrics.enable_tensorboard else []

@@ -1,0 +1,337 @@
+"""What a person sees of a run: its plan, its start-up, a line a step, its end.
+
+On a terminal, what is under way (start-up phases, a progress bar) moves in one status line. Everywhere else, and under
+TERM=dumb or CI, the same is said in plain lines. Errors go to stderr, all else to stdout.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from titan_rl.record.metrics import EVAL_SCORE
+from titan_rl.record.plan_view import RunPlan, labelled, plan_view
+
+PLAIN_WIDTH = 120
+HEADER_EVERY = 20  # steps
+REFRESH = 0.1  # seconds between two drawings of the status line
+REMIND = 30.0  # seconds after which plain output says again what it waits for
+ERASE_BELOW = "\x1b[J"
+DOWN, UP = "\n\n", "\x1b[2A\r"  # a free line and one more: a warning of two lines, the usual kind, fits in
+GAP_MEAN, GAP_MULT = 1e-2, 1.05  # above these, trainer and generator disagree more than rounding explains
+
+DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # of nested phases; every asyncio task has its own
+
+
+@dataclass(slots=True)
+class Activity:
+    """Something under way: a phase, or progress if it has a total."""
+
+    name: str
+    total: int = 0
+    done: int = 0
+    before: int = 0  # done by an earlier process, in no time of this one
+    note: str = ""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def so_far(self) -> str:
+        return f"  {self.done}/{self.total}  {self.note}".rstrip() if self.total else ""
+
+    def __str__(self) -> str:
+        seconds = self.seconds
+        text = f"{self.name}{self.so_far}  {duration(seconds)}"
+        if self.before < self.done < self.total:
+            text += f", {duration(seconds * (self.total - self.done) / (self.done - self.before))} left"
+        return text
+
+
+class Progress:
+    """Moves a bar, or, where nothing can move, says ten times how far it is."""
+
+    def __init__(self, terminal: "Terminal", activity: Activity) -> None:
+        self._terminal = terminal
+        self._activity = activity
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        activity = self._activity
+        tenth = 10 * activity.done // activity.total
+        activity.done += n
+        activity.note = note or activity.note
+        if 10 * activity.done // activity.total > tenth and activity.done < activity.total:
+            self._terminal.plain(f"  … {activity}")
+
+
+class Terminal:
+    """Every method may be called from any task and any thread.
+
+    The status line lies *below* the cursor, which rests at the start of an empty line. So what other processes write
+    to the same terminal (actors inherit it) lands on that empty line, and the next drawing erases the status line
+    where it was: still below. rich's own Live draws at the cursor, and every such write would tear it. Only more than
+    two short lines within REFRESH seconds can reach the status line, and one of them then keeps its tail.
+    """
+
+    def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
+        self._console = console or open_console(sys.stdout)
+        self._errors = errors or open_console(sys.stderr)
+        self._live = self._console.is_interactive
+        self._lock = threading.RLock()
+        self._activities: list[Activity] = []
+        self._idle = threading.Event()
+        self._spinner = Spinner("dots")
+        self._steps = 0
+        self._reported: set[str] = set()
+
+    def plan(self, plan: RunPlan) -> None:
+        self._print(plan_view(plan))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the start-up. Phases nest, and run side by side in several tasks."""
+        with self._under_way(Activity(name)):
+            yield
+
+    @contextmanager
+    def progress(self, name: str, total: int, done: int = 0) -> Iterator[Progress]:
+        """`done` of `total` were done before: a resumed run's share."""
+        activity = Activity(name, total, done, before=done)
+        with self._under_way(activity):
+            yield Progress(self, activity)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
+        """One line, cut at a narrow terminal's edge rather than wrapped: columns stay columns."""
+        cells = step_cells(step, total, metrics)
+        lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
+        if self._steps % HEADER_EVERY == 0:
+            lines.insert(0, Text("".join(f"{cell.head:>{cell.width}}" for cell in cells), "dim"))
+        self._steps += 1
+        self._print(*lines, no_wrap=True, overflow="crop")
+
+    def eval(self, label: str, score: float, n: int) -> None:
+        self._print(Text.assemble(f"  {label}  ", (f"{score:.3f}", "bold green"), f"  over {n} problems"))
+
+    def note(self, text: str) -> None:
+        self._print(Text(f"  {text}"), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self._print(Text.assemble(("  warning  ", "yellow"), text), soft_wrap=True)
+
+    def error(self, title: str, details: str) -> None:
+        """A crash: which actor and rank in the title, the remote traceback in the details; the same one only once."""
+        if (crash := details or title) in self._reported:
+            return
+        self._reported.add(crash)
+        remote = Text.from_ansi(details.rstrip())  # an actor's own colours stay colours, its cursor movements go
+        if self._errors.is_terminal:
+            body = Text(title, "bold red").append("\n\n" if remote else "")
+            panel = Panel(Text.assemble(body, remote), title="error", title_align="left", border_style="red")
+            self._print(panel, console=self._errors)
+        else:
+            self._print(Text(f"error: {title}"), *([remote] if remote else []), console=self._errors, soft_wrap=True)
+
+    def summary(
+        self,
+        summary: Mapping[str, Any],
+        rollouts: Sequence[tuple[str, str, float, str]],
+        folder: Path,
+        hints: Sequence[str],
+    ) -> None:
+        """The end of a run. A rollout is its prompt, text, reward and answer."""
+        title = f"finished: {summary['steps']} steps in {duration(summary['wall_seconds'])}"
+        rows: list[tuple[str, RenderableType]] = [
+            ("held-out", scores(summary)),
+            ("time", time_split(summary["seconds"])),
+            ("log-prob gap", log_prob_gap(summary["logprob_gap"])),
+            ("samples", samples(rollouts)),
+            ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
+            ("next", Text("\n".join(hints))),
+        ]
+        self._print("", Rule(Text(title, "bold"), align="left", style="dim"), labelled(rows))
+
+    def plain(self, text: str) -> None:
+        """Says `text` only where no status line shows it."""
+        if not self._live:
+            self._print(Text(text), soft_wrap=True)
+
+    @contextmanager
+    def _under_way(self, activity: Activity) -> Iterator[None]:
+        """Shows `activity` until it ends, and one line with its seconds then."""
+        indent = "  " * DEPTH.get()
+        DEPTH.set(DEPTH.get() + 1)
+        with self._lock:
+            self._activities.append(activity)
+            if len(self._activities) == 1:
+                self._idle = threading.Event()
+                threading.Thread(target=self._tick, args=(self._idle,), name="terminal", daemon=True).start()
+        mark, ended = ("✓", "green"), ""
+        try:
+            yield
+        except BaseException:
+            mark, ended = ("✗", "red"), "  failed"
+            raise
+        finally:
+            DEPTH.set(DEPTH.get() - 1)
+            with self._lock:
+                self._activities.remove(activity)
+                if not self._activities:
+                    self._idle.set()
+            name = f" {activity.name:<{40 - len(indent)}}{duration(activity.seconds):>12}"
+            self._print(Text.assemble(f"  {indent}", mark, name, activity.so_far, ended), soft_wrap=True)
+
+    def _tick(self, idle: threading.Event) -> None:
+        while not idle.wait(REFRESH if self._live else REMIND):
+            with self._lock:
+                self._draw()
+                for activity in self._activities:
+                    self.plain(f"  … {activity}")
+
+    def _print(self, *parts: RenderableType, console: Console | None = None, **layout: Any) -> None:
+        with self._lock:
+            if self._live:
+                self._write(ERASE_BELOW)
+            for part in parts:
+                (console or self._console).print(part, **layout)
+            self._draw()
+
+    def _draw(self) -> None:
+        if not self._live or not self._activities:
+            return
+        line = Table.grid(padding=(0, 2, 0, 0))
+        cells: list[RenderableType] = [self._spinner]
+        for activity in self._activities:
+            if activity.total:
+                cells.append(ProgressBar(activity.total, activity.done, width=24))
+            cells.append(Text(str(activity)))
+        for _ in cells:
+            line.add_column(no_wrap=True)
+        line.add_row(*cells)
+        with self._console.capture() as captured:
+            self._console.print(line, width=self._console.width - 1)
+        self._write(f"{ERASE_BELOW}{DOWN}{captured.get().rstrip()}{UP}")
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Cell(NamedTuple):
+    """One column of the step line."""
+
+    head: str
+    width: int
+    text: str
+    style: str = ""
+
+
+def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
+    """At most 100 columns up to 9,999 steps."""
+    narrow = metrics["logprob_gap/mean"] <= GAP_MEAN and metrics["logprob_gap/mult"] <= GAP_MULT  # NaN is not
+    gap_style = "" if narrow else "yellow"
+    score = metrics.get(EVAL_SCORE)
+    return [
+        Cell("step", max(8, 2 * len(str(total)) + 2), f"{step}/{total}"),
+        Cell("seconds", 9, brief(metrics["time/step"])),
+        Cell("gen", 7, brief(metrics["time/generate"]), "dim"),
+        Cell("train", 7, brief(metrics["time/train"]), "dim"),
+        Cell("sync", 6, brief(metrics["time/sync"]), "dim"),
+        Cell("wait", 6, brief(metrics["time/wait"]), "dim"),
+        Cell("reward", 8, f"{metrics['reward/mean']:.3f}", "bold"),
+        Cell("held-out", 10, "" if score is None else f"{score:.3f}", "bold green"),
+        Cell("entropy", 9, f"{metrics['entropy']:.3f}"),
+        Cell("gap mean", 10, f"{metrics['logprob_gap/mean']:.1e}", gap_style),
+        Cell("max", 9, f"{metrics['logprob_gap/max']:.1e}", gap_style),
+        Cell("age", 4, f"{metrics['policy_age/max']:.0f}"),
+        Cell("tok/s", 7, f"{metrics['throughput/tokens_per_second']:.0f}"),
+    ]
+
+
+def scores(summary: Mapping[str, Any]) -> Text:
+    """The held-out score at the run's three milestones, where it was taken."""
+    text = Text()
+    for key, when in (
+        ("cold_start_eval", "before the cold start"),
+        ("initial_eval", "before RL"),
+        ("final_eval", "at the end"),
+    ):
+        if (score := summary[key]) is not None:
+            style = "bold green" if key == "final_eval" else "bold"
+            text.append("  →  " if text else "", "dim").append(f"{score:.3f}", style).append(f" {when}", "dim")
+    return text or Text("not evaluated", "dim")
+
+
+def time_split(seconds: Mapping[str, float]) -> RenderableType:
+    """A bar for each part that took time."""
+    total = sum(seconds.values())
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    for part, spent in seconds.items():
+        if spent > total / 200:
+            bar = Text("━" * max(1, round(40 * spent / total)), "cyan")
+            table.add_row(part.replace("_", " "), duration(spent), f"{spent / total:.0%}", bar)
+    return table
+
+
+def log_prob_gap(gap: Mapping[str, float | None]) -> Text:
+    if gap["mean"] is None or gap["max"] is None:
+        return Text("no step, no gap", "dim")
+    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max", "" if gap["mean"] <= GAP_MEAN else "yellow")
+
+
+def samples(rollouts: Sequence[tuple[str, str, float, str]]) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for prompt, text, reward, answer in rollouts:
+        sampled, expected = Text(visible(text, 24), "bold"), Text(f"answer {visible(answer, 10)}", "dim")
+        table.add_row(Text(visible(prompt, 28)), sampled, f"reward {reward:.2f}", expected)
+    return table
+
+
+def visible(text: str, width: int) -> str:
+    """The start of a text on one line: whatever could move the cursor or change a colour is spelled out."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: width + 1])
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def contents(folder: Path) -> list[str]:
+    return [path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+
+
+def brief(seconds: float) -> str:
+    """Three digits that matter, in few columns."""
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}" if seconds < 1000 else f"{seconds:.0f}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def open_console(file: TextIO) -> Console:
+    """Colours and a status line only where somebody looks at a terminal that can show them."""
+    if isinstance(file, TextIOWrapper):
+        file.reconfigure(errors="replace")  # a locale without these characters costs characters, not the run
+    quiet = {"file": file, "markup": False, "emoji": False, "highlight": False}
+    if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("CI"):
+        return Console(**quiet, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
+    return Console(**quiet)

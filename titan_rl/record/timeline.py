@@ -1,0 +1,179 @@
+"""Every process's spans in one file of a run, timeline.json, to be opened at ui.perfetto.dev or chrome://tracing.
+
+    ranks ── spans, every few seconds ──> controller ── an event a line ──> timeline.json
+
+It is the JSON array of Chrome's trace format, written as the run goes. Viewers do without the closing bracket: a killed
+run leaves a file that opens. Each controller process begins a file of its own, for between two of them may lie days;
+the file before becomes timeline.1.json, the one after that timeline.2.json.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from titan_rl.wire.spans import Recorded, Recorder, Span, span
+
+CONTROLLER = "controller"
+EVERY_SECONDS = 2.0
+SECONDS_PER_RANK = 0.1  # a rank's answer costs the controller 1 ms: asking is 1 % of its time at most
+LAST_SECONDS = 5.0  # for what is left at the end: a run that is over does not wait for its picture
+LARGEST = 128 << 20  # bytes of a file, a million spans: what a viewer opens with ease
+
+Event = dict[str, Any]
+
+
+class Tells(Protocol):
+    """A mesh, as far as its timeline goes."""
+
+    def spans(self) -> Mapping[str, Awaitable[Recorded]]:
+        """Asks each rank, by its name, what it recorded since it was asked before."""
+        ...
+
+
+@asynccontextmanager
+async def timeline(
+    path: Path,
+    meshes: Sequence[Tells],
+    note: Callable[[str], None],
+    *,
+    every: float = EVERY_SECONDS,
+    controller: Recorder = span,
+) -> AsyncIterator[None]:
+    """Collects while the body runs, and once more when it ends well. Its troubles are none of the run's: a rank that
+    fails to answer is left out, and `note` is told what keeps the file from being written."""
+    over = asyncio.Event()
+
+    async def collect() -> None:
+        try:
+            with Timeline(path) as file:
+                file.track(CONTROLLER)  # before the ranks: tracks are shown in this order
+                try:
+                    ranks = 0
+                    while not over.is_set():
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(over.wait(), every + ranks * SECONDS_PER_RANK)
+                        ranks = await _ask(meshes, file)
+                        file.add(CONTROLLER, controller.take())
+                finally:
+                    file.add(CONTROLLER, controller.take())
+        except OSError as error:
+            note(f"the timeline ends here: {error}")
+
+    collecting = asyncio.create_task(collect())
+    try:
+        yield
+        over.set()
+        await asyncio.wait({collecting}, timeout=LAST_SECONDS)
+    finally:  # nobody asks the ranks of a run that failed: some of them are gone, others hang
+        collecting.cancel()
+        await asyncio.wait({collecting}, timeout=LAST_SECONDS)
+
+
+async def _ask(meshes: Sequence[Tells], file: "Timeline") -> int:
+    """Answers with how many were asked."""
+
+    async def one(name: str, answer: Awaitable[Recorded]) -> None:
+        try:
+            taken = await answer
+        except Exception:  # whoever works with that rank tells of it
+            return
+        file.add(name, taken)
+
+    asked = {name: answer for mesh in meshes for name, answer in mesh.spans().items()}
+    for name in asked:
+        file.track(name)
+    await asyncio.gather(*(one(name, answer) for name, answer in asked.items()))
+    return len(asked)
+
+
+class Timeline:
+    """The file. A track is what the viewers call a process, a lane what they call a thread."""
+
+    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
+        self._path = path
+        self._largest = largest
+        self._pids: dict[str, int] = {}
+        self._tids: dict[tuple[str, str], int] = {}
+        self._open()
+
+    def track(self, name: str) -> None:
+        """Announce a track: they are shown in the order in which they are announced."""
+        if name not in self._pids:
+            self._pids[name] = len(self._pids) + 1
+            self._write(self._names_of_track(name))
+
+    def add(self, track: str, taken: Recorded) -> None:
+        """Append what a process recorded."""
+        self.track(track)
+        for lane in dict.fromkeys(["main", *(each.lane for each in taken.spans if each.id is None)]):
+            if (track, lane) not in self._tids:
+                self._tids[track, lane] = sum(of == track for of, _ in self._tids) + 1
+                self._write(self._names_of_lane(track, lane))
+        spans = sorted(taken.spans, key=lambda each: (each.begin, -each.nanoseconds))
+        if taken.dropped:
+            lost = {"ph": "i", "s": "p", "name": f"{taken.dropped} spans before this were dropped", "tid": 1}
+            self._write([lost | {"pid": self._pids[track], "ts": spans[0].begin // 1000}])
+        events = [event for each in spans for event in self._events(track, each)]
+        self._write(sorted(events, key=lambda event: event["ts"]))
+        if self._size > self._largest:
+            self.close()
+            self._open()
+
+    def close(self) -> None:
+        self._file.write(b"\n]\n")
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self._path.exists():
+            self._path.rename(_free(self._path))
+        self._file = self._path.open("wb")
+        self._size = self._file.write(b"[")
+        for name in self._pids:
+            self._write(self._names_of_track(name))
+        for track, lane in self._tids:
+            self._write(self._names_of_lane(track, lane))
+
+    def _write(self, events: Iterable[Event]) -> None:
+        for event in events:
+            line = json.dumps(event, separators=(",", ":")).encode()
+            self._size += self._file.write((b"\n" if self._size == 1 else b",\n") + line)
+        self._file.flush()
+
+    def _events(self, track: str, each: Span) -> Iterator[Event]:
+        # Both ends are cut to the microsecond, and so keep their order: spans that nest do so in the file.
+        begin, end = each.begin // 1000, each.end // 1000
+        event: Event = {"name": each.name, "pid": self._pids[track], "ts": begin}
+        if each.args:
+            event["args"] = each.args
+        if each.id is None:
+            yield event | {"ph": "X", "dur": end - begin, "tid": self._tids[track, each.lane]}
+        else:
+            event |= {"cat": each.lane, "id": each.id, "tid": 1}
+            yield event | {"ph": "b"}
+            yield event | {"ph": "e", "ts": end}
+
+    def _names_of_track(self, name: str) -> Iterator[Event]:
+        pid = self._pids[name]
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+
+    def _names_of_lane(self, track: str, lane: str) -> Iterator[Event]:
+        at = {"ph": "M", "pid": self._pids[track], "tid": self._tids[track, lane]}
+        yield at | {"name": "thread_name", "args": {"name": lane}}
+        yield at | {"name": "thread_sort_index", "args": {"sort_index": at["tid"]}}
+
+
+def _free(path: Path) -> Path:
+    """The first of timeline.1.json, timeline.2.json, ... that is not there yet."""
+    numbered = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
+    return next(other for other in numbered if not other.exists())

@@ -1,0 +1,1 @@
+"""Feeds prompts to the generators and hands finished, judged groups to the trainers."""

@@ -1,0 +1,1 @@
+"""Drives the meshes of a run: launch, learning, weight sync, resuming, recovery."""

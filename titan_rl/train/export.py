@@ -1,0 +1,36 @@
+"""The trained policy as a Hugging Face folder: loads in transformers and in vLLM as it is."""
+
+import json
+import shutil
+from pathlib import Path
+
+from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.preflight.setup import Setup, aside
+
+ASSETS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+async def export(setup: Setup, trainers: TrainerMesh, final: Path) -> Path:
+    """Written beside its final name, then renamed: the folder is whole or absent. An older one is moved aside."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    await trainers.export(str(partial))
+    for name in ASSETS:
+        if (setup.model_folder / name).exists():
+            shutil.copyfile(setup.model_folder / name, partial / name)
+    config = json.loads((partial / "config.json").read_text(encoding="utf-8")) | setup.shape.hf_head
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if final.exists():
+        final.rename(aside(final))
+    partial.rename(final)
+    return final

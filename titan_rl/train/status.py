@@ -1,0 +1,75 @@
+"""What `ctl RUN status` shows of a run, and what `ctl RUN scale` does to it."""
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from titan_rl.control.server import RequestRefused
+from titan_rl.meshes import deaths
+from titan_rl.meshes.faults import waits
+from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.preflight.checks import CPU_SLOTS, visible_gpus
+from titan_rl.preflight.setup import Setup
+from titan_rl.record.incidents import Incidents
+from titan_rl.train.launch import Meshes
+from titan_rl.train.stop import Stop
+
+STANDING = ("watch", "take")  # calls that a replica holds as long as it serves
+
+
+class Status:
+    def __init__(self, stop: Stop, incidents: Incidents) -> None:
+        self.meshes: Meshes | None = None  # None: they are being started
+        self._stop, self._incidents = stop, incidents
+        self._began = time.time()
+
+    async def answer(self) -> dict[str, Any]:
+        return {
+            "run": self._stop.status() | {"seconds": round(time.time() - self._began, 1)},
+            "ranks": self._ranks(),
+            "waits": [
+                {"for": wait.actor, "verb": wait.verb, "seconds": round(time.monotonic() - wait.since, 1)}
+                for wait in waits()
+                if wait.verb not in STANDING
+            ],
+            "faults": [asdict(incident) for incident in self._incidents.all],
+        }
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Of this host, with what they are at."""
+        states: dict[str, tuple[str, float]] = {}
+        if self.meshes is not None and (generators := self.meshes.generators) is not None:
+            coming = [replica for replica in generators.coming.values() if replica is not None]
+            for replica in [*generators.replicas.values(), *coming]:
+                states |= dict.fromkeys(replica.ranks, (replica.state, replica.since))
+        found = []
+        for rank, pid in sorted(deaths.alive().items()):
+            state, since = states.get(rank, ("up" if self.meshes else "starting", self._began))
+            found.append({"rank": rank, "pid": pid, "state": state, "seconds": round(time.time() - since, 1)})
+        return found
+
+
+class Scale:
+    """`scale generators=N`."""
+
+    def __init__(self, setup: Setup, generators: GeneratorMesh) -> None:
+        self._setup, self._generators = setup, generators
+
+    async def answer(self, generators: int) -> dict[str, int]:
+        config = self._setup.config
+        least, most = config.fault.min_replicas, self._most()
+        if type(generators) is not int or not least <= generators <= most:
+            raise RequestRefused(
+                f"generators: expected {least} (fault.min_replicas) to {most} (what this host has room for), "
+                f"found {generators!r}"
+            )
+        return {"generators": await self._generators.scale(generators)}
+
+    def _most(self) -> int:
+        """Beside all other processes of the run."""
+        config = self._setup.config
+        others = config.parallelism.world_size + sum(role.parallelism.world_size for role in config.roles.values())
+        if config.placement.kind == "colocated":
+            return config.generator.replicas  # they share the trainers' devices, one each
+        slots = config.hosts.slots or (visible_gpus() if self._setup.device == "cuda" else CPU_SLOTS)
+        return (slots - others) // config.generator.tensor_parallel_degree

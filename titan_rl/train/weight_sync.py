@@ -1,0 +1,267 @@
+"""Move weights from the trainer mesh to the generator mesh.
+
+once          trainers.shards ─┐
+              generator pieces ┴─ plan ── trainers.stage (two slots) ── generators.connect
+every step    trainers.publish (pack into the free slot) ── generators.pull (read, write in place, verify, new version)
+
+A slot is packed again only when everybody who began to read it has let go, so version n + 1 may be published while
+readers are still busy with n.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from titan_rl.config.sections import Config
+from titan_rl.meshes.generators import REFUSED, GeneratorMesh, Pulled, Replica
+from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import DeadlinePassed, RunError
+from titan_rl.wire.manifest import Manifest, Publication
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.spans import span
+from titan_rl.wire.types import SyncStats
+from titan_rl.wire.weight_plan import WeightPlan, pieces, plan
+
+T = TypeVar("T")
+
+
+def _seen(task: asyncio.Task[SyncStats]) -> None:
+    """Its error is told by who waits for it; asyncio need not."""
+    if not task.cancelled():
+        task.exception()
+
+
+class Slots:
+    """Who reads which of two slots."""
+
+    def __init__(self) -> None:
+        self._readers: tuple[dict[str, int], dict[str, int]] = ({}, {})  # by slot: the version that each reads
+        self._left = asyncio.Event()
+
+    async def free(self, slot: int, seconds: float) -> None:
+        """Wait until nobody reads a slot."""
+        readers = self._readers[slot]
+        try:
+            async with asyncio.timeout(seconds):
+                while readers:
+                    self._left.clear()
+                    await self._left.wait()
+        except TimeoutError:
+            who = " and ".join(f"{name}, which still reads version {version}" for name, version in readers.items())
+            raise DeadlinePassed(
+                f"weights.publish waits on {who}",
+                f"It waited {seconds:g} s. If this is slow rather than stuck, raise [comm] train_timeout_seconds.",
+            ) from None
+
+    @contextmanager
+    def reading(self, publication: Publication, name: str) -> Iterator[None]:
+        """While `name` reads. Who failed or died reads no more; who did not answer in time may well be at it still."""
+        readers = self._readers[publication.slot]
+        readers[name] = publication.version
+        try:
+            yield
+        except (DeadlinePassed, asyncio.CancelledError):
+            raise
+        except BaseException:
+            self._leave(readers, name)
+            raise
+        else:
+            self._leave(readers, name)
+
+    def clear(self) -> None:
+        for readers in self._readers:
+            readers.clear()
+        self._left.set()
+
+    def gone(self, name: str) -> None:
+        """It reads nothing any more, whatever became of it."""
+        for readers in self._readers:
+            if name in readers:
+                self._leave(readers, name)
+
+    def _leave(self, readers: dict[str, int], name: str) -> None:
+        readers.pop(name, None)
+        self._left.set()
+
+
+class WeightSync:
+    """`connect` plans and connects; `sync` makes the generators serve what the trainers hold."""
+
+    def __init__(self, trainers: TrainerMesh, generators: GeneratorMesh, clock: Clock) -> None:
+        self.transports = ""  # for the terminal
+        self._trainers = trainers
+        self._generators = generators
+        self._clock = clock
+        self._slots = Slots()
+        self._serial = 0  # of the last publication begun
+        self._newest: Publication | None = None
+        self._publishing, self._pulling = asyncio.Lock(), asyncio.Lock()
+        self._under_way: asyncio.Task[SyncStats] | None = None
+        self._waited = 0.0  # for the sync under way, so far
+        self._last: SyncStats | None = None
+
+    async def connect(self, config: Config, shape: ModelShape) -> WeightPlan:
+        """Also after the trainers were respawned: whatever was under way is over, and nothing is published yet."""
+        from titan_rl.actors.sync.landing import Source  # brings torch
+
+        await self.abandon()
+        tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
+        layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
+        self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank) for rank in range(tp)])
+        outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
+        staged = await self._trainers.stage(outgoing, sorted(set(places)), sync)
+        self._sources = [
+            [
+                Source(t, staged[t][g], copies, config.generator.dtype, sync.block_kb << 10)
+                for t, copies in self.plan.incoming(g).items()
+            ]
+            for g in range(tp)
+        ]
+        self._sync, self._readers = sync, tp
+        self._seconds = config.comm.train_timeout_seconds
+        async with self._pulling:
+            chosen = Counter(await self._generators.connect(self._sources, sync))
+        self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
+        self._generators.tend(self.catch_up, self._slots.gone)
+        return self.plan
+
+    async def abandon(self) -> None:
+        """Forget the sync under way and what was published: the trainers that published it are gone."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            await asyncio.wait({self._under_way})
+        self._under_way = self._newest = self._last = None
+        self._slots.clear()
+
+    async def catch_up(self, replica: Replica) -> None:
+        """Bring a new replica to the newest weights that are published; if none are, the next pull brings it along."""
+        async with self._pulling:
+            await replica.scatter("connect", self._sources, self._sync, seconds=self._seconds)
+            if self._newest is None:
+                return
+            try:
+                await self._bring(replica, self._newest)
+            except RunError as error:
+                if error.kind != REFUSED:
+                    raise
+                if (anew := await self.publish_again()) is not None:
+                    await self._bring(replica, anew)
+
+    async def _bring(self, replica: Replica, publication: Publication) -> None:
+        version, name = publication.version, replica.name
+        with span("catch up", lane="pull", version=version), self._slots.reading(publication, name):
+            await replica.read(self._manifests(publication), self._seconds)
+            await replica.head("switch", version, self._seconds, seconds=self._seconds)
+
+    async def publish(self, version: int) -> Publication:
+        """Pack what the trainers hold into the slot that is not the newest, as soon as nobody reads it."""
+        async with self._publishing:
+            with span("publish", lane="publish", version=version):
+                slot = 1 - self._newest.slot if self._newest else 0
+                await self._slots.free(slot, self._seconds)
+                self._serial += 1
+                published = await self._trainers.publish(version, slot, self._serial)
+                assert published is not None
+                self._newest = published
+                return published
+
+    async def publish_again(self) -> Publication | None:
+        """The newest publication anew, in the other slot: what was packed has been damaged since. None: the trainers
+        have stepped, and are about to publish the next."""
+        async with self._publishing:
+            if (newest := self._newest) is None:
+                return None
+            with span("publish", lane="publish", version=newest.version):
+                await self._slots.free(1 - newest.slot, self._seconds)
+                self._serial += 1
+                published = await self._trainers.publish(newest.version, 1 - newest.slot, self._serial, True)
+                self._newest = published or newest
+                return published
+
+    async def pull(self, publication: Publication) -> Pulled:
+        """Make every generator serve a publication; one publication after the other. Who refuses what was packed gets
+        it packed once more, and is lost if it refuses that too."""
+        async with self._pulling:
+            pulled = await self._pull(publication, forgives=True)
+            if pulled.refused and (anew := await self.publish_again()) is not None:
+                pulled = await self._pull(anew)
+            return pulled
+
+    async def _pull(self, publication: Publication, *, forgives: bool = False) -> Pulled:
+        lease = partial(self._slots.reading, publication)
+        with span("pull", lane="pull", version=publication.version):
+            manifests = self._manifests(publication)
+            return await self._generators.pull(publication.version, manifests, lease, forgives=forgives)
+
+    async def sync(self, version: int) -> SyncStats:
+        """Make the generators serve what the trainers hold."""
+        await self.begin(version)
+        return await self.settle()
+
+    async def begin(self, version: int, then: Callable[[], None] = lambda: None) -> SyncStats:
+        """The same, but wait no longer than until the trainers have published and may step again; `then` is called once
+        the generators serve the version. The next sync waits for this one. Answers with what the one before cost; the
+        first is waited for."""
+        with self._clock("sync"):
+            before = await self._settled()
+            began = time.perf_counter()
+            published = await self.publish(version)
+            self._under_way = asyncio.create_task(self._serve(published, then, began))
+            self._under_way.add_done_callback(_seen)
+            self._waited = time.perf_counter() - began
+            if before is None:
+                before = await self._settled()
+            assert before is not None
+            return before
+
+    async def settle(self) -> SyncStats:
+        """Wait for the sync under way. Answers with what the last one cost."""
+        with self._clock("sync"):
+            settled = await self._settled()
+        if settled is None:
+            raise RuntimeError("no weights were ever synced")
+        return settled
+
+    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something that a failing sync may keep from ever coming about."""
+        task = asyncio.ensure_future(work)
+        try:
+            if self._under_way is not None:
+                await asyncio.wait({task, self._under_way}, return_when=asyncio.FIRST_COMPLETED)
+                if self._under_way.done():
+                    self._under_way.result()
+            return await task
+        finally:
+            task.cancel()
+
+    def _manifests(self, publication: Publication) -> list[list[Manifest]]:
+        return [publication.of(reader) for reader in range(self._readers)]
+
+    async def _settled(self) -> SyncStats | None:
+        began = time.perf_counter()
+        if self._under_way is not None:
+            cost, self._under_way = await self._under_way, None
+            self._last = replace(cost, waited=self._waited + time.perf_counter() - began)
+        return self._last
+
+    async def _serve(self, published: Publication, then: Callable[[], None], began: float) -> SyncStats:
+        pulled = await self.pull(published)
+        then()
+        return SyncStats(
+            published.version,
+            pulled.bytes,
+            published.seconds,
+            pulled.read,
+            pulled.write,
+            time.perf_counter() - began,
+            pulled.verify,
+            pulled.pause,
+            pulled.changed if self._sync.delta else None,
+            engines=pulled.engines,
+        )

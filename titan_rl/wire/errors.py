@@ -1,0 +1,31 @@
+"""The errors that end or interrupt a run. Each names the rank that it is about, if there is one."""
+
+
+class RunError(Exception):
+    """A run cannot go on. str() is a headline; `details` is the remote traceback or signal, shown once."""
+
+    def __init__(self, headline: str, details: str = "", *, rank: str = "", kind: str = "") -> None:
+        super().__init__(headline)
+        self.details = details
+        self.rank = rank  # that it is about, "trainer[dp=1 tp=0]"; none: a respawned mesh would not help
+        self.kind = kind  # of the remote exception
+
+    @property
+    def mesh(self) -> str:
+        return self.rank.partition("[")[0]
+
+
+class RankFailed(RunError):
+    """An actor raised, or its process died."""
+
+
+class RankDied(RankFailed):
+    """Its process ended."""
+
+    def __init__(self, rank: str, how: str, report: str = "") -> None:
+        super().__init__(f"{rank} died: its process {how}", report, rank=rank)
+        self.how = how
+
+
+class DeadlinePassed(RunError):
+    """Somebody waited longer than allowed."""

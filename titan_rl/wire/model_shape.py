@@ -1,0 +1,178 @@
+"""A decoder's dimensions, wherever they come from: our own keys, a TorchTitan flavor, or a Hugging Face folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from titan_rl.config.sections import Dtype
+
+Family = Literal["llama3", "qwen3"]
+
+MODEL_TYPES: dict[Family, str] = {"llama3": "llama", "qwen3": "qwen3"}
+FAMILIES: dict[str, Family] = {model_type: family for family, model_type in MODEL_TYPES.items()}
+Head = Literal["lm", "value"]  # log-probs of tokens, or one number a place (critic, reward model)
+
+ARCHITECTURES: dict[tuple[Family, Head], str] = {
+    ("llama3", "lm"): "LlamaForCausalLM",
+    ("llama3", "value"): "LlamaForSequenceClassification",
+    ("qwen3", "lm"): "Qwen3ForCausalLM",
+    ("qwen3", "value"): "Qwen3ForSequenceClassification",
+}
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+HF_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    family: Family
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int
+    max_seq_len: int
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type": "llama3" and LLAMA3_SCALING
+    norm_eps: float
+    tied: bool
+    head: Head = "lm"
+
+    @property
+    def parameters(self) -> int:
+        head = self.dim if self.head == "value" else 0 if self.tied else self.vocab_size * self.dim
+        embeddings = self.vocab_size * self.dim + head
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
+        norms = 2 * self.dim + (2 * self.head_dim if self.family == "qwen3" else 0)
+        block = attention + 3 * self.dim * self.hidden_dim + norms
+        return embeddings + self.n_layers * block + self.dim
+
+    def with_value_head(self) -> "ModelShape":
+        """The same body with one number a place at its end. There is no vocabulary projection to tie."""
+        return replace(self, head="value", tied=False)
+
+    @property
+    def hf_head(self) -> dict[str, Any]:
+        """The keys of config.json that say what stands at the end. A reward model may have grown on a language model's
+        folder, whose config.json is otherwise its own."""
+        labels = {"num_labels": 1} if self.head == "value" else {}
+        return {"architectures": [ARCHITECTURES[self.family, self.head]], "tie_word_embeddings": self.tied, **labels}
+
+    def hf_config(
+        self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
+    ) -> dict[str, Any]:
+        """The config.json of this model for transformers 5 and vLLM."""
+        return {
+            "model_type": MODEL_TYPES[self.family],
+            "dtype": dtype,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.hidden_dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {"rope_type": "default", **(self.rope_scaling or {}), "rope_theta": self.rope_theta},
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "pad_token_id": pad,
+            "use_cache": True,
+            **self.hf_head,
+        }
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """Of a config.json as transformers 4 or 5 writes it. ValueError says everything in it that is not supported."""
+        if unsupported := "; ".join(_unsupported(config)):
+            raise ValueError(unsupported)
+        rope = _rope(config)
+        scaled = rope["rope_type"] == "llama3"
+        return cls(
+            family=FAMILIES[config["model_type"]],
+            vocab_size=config["vocab_size"],
+            dim=config["hidden_size"],
+            n_layers=config["num_hidden_layers"],
+            n_heads=config["num_attention_heads"],
+            n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            hidden_dim=config["intermediate_size"],
+            max_seq_len=config["max_position_embeddings"],
+            rope_theta=float(rope["rope_theta"]),
+            rope_scaling={"rope_type": "llama3", **{key: rope[key] for key in LLAMA3_SCALING}} if scaled else None,
+            norm_eps=config["rms_norm_eps"],
+            tied=bool(config.get("tie_word_embeddings")),
+            head="value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm",
+        )
+
+
+def shape_of_folder(folder: str, key: str) -> ModelShape:
+    """Of a Hugging Face folder that `key` names."""
+    path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}")
+    try:
+        return ModelShape.from_hf(dict(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{key}: expected a usable {path}, found {error}") from error
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5's `rope_parameters`, or the same put together from 4's `rope_theta` and `rope_scaling`."""
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """What is missing, or what trainer and generator cannot both run."""
+
+    def refused(key: str, expected: str, found: Any) -> str:
+        return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
+
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        yield refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
+        return
+    known = [ARCHITECTURES[family, "lm"], ARCHITECTURES[family, "value"]]
+    if config.get("architectures") not in [[name] for name in known]:
+        yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
+    for key in HF_SIZES:
+        # Llama's defaults follow from the other sizes; Qwen3's are one particular model's, so they must be given
+        derived = family == "llama3" and key in ("num_key_value_heads", "head_dim") and config.get(key) is None
+        if not derived and (type(config.get(key)) is not int or config[key] < 1):
+            yield refused(key, "a positive integer", config.get(key))
+    if type(config.get("rms_norm_eps")) is not float:
+        yield refused("rms_norm_eps", "a number", config.get("rms_norm_eps"))
+    if config.get("hidden_act", "silu") != "silu":
+        yield refused("hidden_act", '"silu"', config["hidden_act"])
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if config.get(key):
+            yield refused(key, "false", config[key])
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        yield refused("layer_types", "full attention only", config["layer_types"])
+    for key in ("num_experts", "num_local_experts"):
+        if config.get(key):
+            yield refused(key, "a dense model", config[key])
+    if config.get("quantization_config"):
+        yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
+
+    rope = _rope(config)
+    kinds = ("default", "llama3") if family == "llama3" else ("default",)  # TorchTitan's Qwen3 has no RoPE scaling
+    if rope["rope_type"] not in kinds or any(isinstance(value, dict) for value in rope.values()):
+        yield refused("rope_parameters", f"rope_type {' or '.join(kinds)} for all layers", rope)
+    elif rope["rope_type"] == "llama3" and not rope.keys() >= set(LLAMA3_SCALING):
+        yield refused("rope_parameters", ", ".join(LLAMA3_SCALING), rope)
+    if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield refused("partial_rotary_factor", "1.0", factor)

@@ -1,0 +1,439 @@
+"""The weight sync as data: which rows of which shard fill which rows of which live parameter, planned once.
+
+    trainer ranks               plan                    readers (tensor-parallel ranks of the generators)
+    shards, RoPE interleaved -> copies per pair      -> pieces of vLLM's fused, padded, sharded parameters
+                                of (rank, reader)
+
+No tensor is ever whole: each (trainer rank, reader) pair owns a run of bytes, its copies laid end to end in the plan's
+order, which the rank packs and the reader reads. Generator replicas read the same runs. Pure Python: a plan for a
+mesh that does not exist yet is as good as any other.
+"""
+
+import pickle
+import zlib
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from titan_rl.wire.model_shape import ModelShape
+
+ROUTING_SLACK = 0.01  # of an even share: what a rank may send beyond its peers' where that saves a run
+VOCAB_MULTIPLE = 64  # vLLM pads embeddings to it; the pad rows are never read, so they are never written
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The rectangle of the Hugging Face tensor `name` that a trainer rank holds. 1-D tensors have one column.
+
+    With `head_dim` the rows are in TorchTitan's rotary order: within a head of D rows, Hugging Face's row
+    j * D/2 + i is row 2 * i + j here (j = 0, 1), and row0 counts in that order.
+    """
+
+    name: str
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+    head_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a live parameter, and where the Hugging Face rectangle that fills it begins."""
+
+    param: str
+    dst_row0: int
+    dst_col0: int
+    name: str
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """blocks x rows x cols elements, from a rank's shard of `name` into a reader's `param`.
+
+    Row i of block b is row src_row0 + b * block_stride + i * src_step of the shard, and row
+    dst_row0 + b * block_stride + i of the parameter. Blocks are rotary heads: two copies move any number of them.
+    """
+
+    name: str
+    src_row0: int
+    src_col0: int
+    rows: int
+    cols: int
+    param: str
+    dst_row0: int
+    dst_col0: int
+    src_step: int = 1
+    blocks: int = 1
+    block_stride: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.blocks * self.rows * self.cols
+
+
+_values = attrgetter(*(field.name for field in fields(Copy)))
+
+
+class Run(tuple[Copy, ...]):
+    """What a pair moves, in the order of its bytes. Pickled by columns and compressed: a model's layers differ in
+    little but their names, so that a copy of a 70B model costs six bytes on the wire instead of seventy-seven."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (zlib.compress(pickle.dumps(list(zip(*map(_values, self), strict=True))), level=1),)
+
+
+def _unpickled(columns: bytes) -> Run:
+    return Run(map(Copy, *pickle.loads(zlib.decompress(columns)) or ((),)))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """`copies[trainer rank, reader]` is the order of the elements in that pair's run; every pair has an entry."""
+
+    ranks: int
+    readers: int
+    copies: dict[tuple[int, int], Run]
+
+    def outgoing(self, rank: int) -> dict[int, Run]:
+        """What a trainer rank packs, by reader."""
+        return {reader: run for reader in range(self.readers) if (run := self.copies[rank, reader])}
+
+    def incoming(self, reader: int) -> dict[int, Run]:
+        """What a reader reads, by trainer rank."""
+        return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
+
+    def elements(self, rank: int, reader: int) -> int:
+        return sum(copy.elements for copy in self.copies[rank, reader])
+
+    def sent(self, rank: int) -> int:
+        """Elements that a trainer rank packs, over all readers."""
+        return sum(copy.elements for copies in self.outgoing(rank).values() for copy in copies)
+
+    def received(self, reader: int) -> int:
+        """Elements that a reader reads, over all trainer ranks."""
+        return sum(copy.elements for copies in self.incoming(reader).values() for copy in copies)
+
+    def describe(self, itemsize: int) -> str:
+        """One line for the terminal."""
+        runs = [copies for copies in self.copies.values() if copies]
+        read = _span([itemsize * self.received(reader) for reader in range(self.readers)])
+        sent = _span([itemsize * self.sent(rank) for rank in range(self.ranks)])
+        return (
+            f"{self.readers} reader(s) x {read} from {self.ranks} trainer rank(s) x {sent}: "
+            f"{len(runs)} runs, {sum(map(len, runs))} copies"
+        )
+
+
+def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> WeightPlan:
+    """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the reading of it."""
+    holders = _holders(trainer)
+    tensors: dict[str, list[Shard]] = {}
+    for shard in holders:
+        tensors.setdefault(shard.name, []).append(shard)
+    _check_disjoint(tensors)
+    _check_wanted(tensors, readers)
+
+    grids = {name: _Grid(shards) for name, shards in tensors.items()}
+    moves: list[_Move] = []
+    for reader, wanted in enumerate(readers):
+        for piece in wanted:
+            near = grids[piece.name].near(piece) if piece.name in grids else ()
+            found = [_Move(reader, holders[shard], copies) for shard in near if (copies := _intersect(shard, piece))]
+            _check_filled(piece, found)
+            moves += found
+    sources = _routed(moves, len(trainer))
+    runs: dict[tuple[int, int], list[Copy]] = {(t, r): [] for t in range(len(trainer)) for r in range(len(readers))}
+    for rank, move in zip(sources, moves, strict=True):
+        runs[rank, move.reader] += move.copies
+    return WeightPlan(len(trainer), len(readers), {pair: Run(copies) for pair, copies in runs.items()})
+
+
+def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:
+    """The rank that each move comes from: largest first, onto the least loaded holder.
+
+    A holder that already has a run to the reader is preferred within ROUTING_SLACK: else the norms, which all ranks of
+    a tensor-parallel group hold and which weigh nothing, would make a run of every pair. Sorting is stable and ties go
+    to the lowest rank: equal arguments give equal plans, whoever plans.
+    """
+    load, source, paired = [0] * ranks, [0] * len(moves), set[tuple[int, int]]()
+    slack = ROUTING_SLACK * sum(move.elements for move in moves) / max(ranks, 1)
+    for i in sorted(range(len(moves)), key=lambda i: -moves[i].elements):
+        reader, holders = moves[i].reader, moves[i].holders
+        rank = min(holders, key=load.__getitem__)
+        if (rank, reader) not in paired and len(holders) > 1:
+            bound = load[rank] + slack
+            known = [other for other in holders if load[other] <= bound and (other, reader) in paired]
+            rank = min(known, key=load.__getitem__, default=rank)
+        source[i] = rank
+        load[rank] += moves[i].elements
+        paired.add((rank, reader))
+    return source
+
+
+def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
+    """What fills the parameters of one tensor-parallel rank of vLLM's LlamaForCausalLM or Qwen3ForCausalLM."""
+    result = []
+    for param, parts in _parameters(shape, tp):
+        dst_row0 = 0
+        for part in parts:
+            row0 = part.height * (rank * part.row_cuts // tp)
+            col0 = part.width * (rank * part.col_cuts // tp)
+            rows = min(part.height, part.rows - row0)  # the rest of the height is vocab padding
+            if rows > 0:
+                result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
+            dst_row0 += part.height
+    return result
+
+
+def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of one tensor-parallel rank, as vLLM names them; all ranks have the same shapes."""
+
+    def local(parts: list[_Part]) -> tuple[int, ...]:
+        rows = sum(part.height for part in parts)
+        return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
+
+    return {param: local(parts) for param, parts in _parameters(shape, tp)}
+
+
+def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
+    """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
+    expected = param_shapes(shape, tp)
+    wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
+    for name, size in expected.items():
+        if name not in live:
+            wrong.append(f"{name} (not in the model)")
+        elif tuple(live[name]) != size:
+            wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
+    if wrong:
+        raise ValueError(
+            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
+            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A Hugging Face tensor in a live parameter: cut into equal parts by rows or columns, one part to each rank, or to
+    several neighbouring ranks where there are fewer cuts than ranks."""
+
+    name: str
+    rows: int
+    cols: int
+    row_cuts: int = 1
+    col_cuts: int = 1
+    padded: int = 0  # cut as though the tensor had so many rows
+
+    @property
+    def height(self) -> int:
+        return (self.padded or self.rows) // self.row_cuts
+
+    @property
+    def width(self) -> int:
+        return self.cols // self.col_cuts
+
+
+def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+    """vLLM's parameters in its own order, each with the Hugging Face tensors that lie in it from top to bottom."""
+    vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    kv_cuts = min(shape.n_kv_heads, tp)
+    sizes = {"attention heads": shape.n_heads, "feed-forward rows": shape.hidden_dim, "padded vocabulary rows": vocab}
+    for what, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"[generator] tensor_parallel_degree: expected a divisor of {size} {what}, found {tp}")
+    if shape.n_kv_heads % kv_cuts or tp % kv_cuts:
+        raise ValueError(
+            f"[generator] tensor_parallel_degree: expected a divisor or a multiple of {shape.n_kv_heads} key/value "
+            f"heads, found {tp}"
+        )
+
+    dim, q, kv, ffn = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_dim
+
+    def vector(name: str, size: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, size, 1)]
+
+    def embedding(name: str) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
+
+    def by_columns(name: str, cols: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, dim, cols, col_cuts=tp)]
+
+    yield embedding("model.embed_tokens.weight")
+    for layer in range(shape.n_layers):
+        at = f"model.layers.{layer}"
+        yield (
+            f"{at}.self_attn.qkv_proj.weight",
+            [
+                _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
+                _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
+                _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
+            ],
+        )
+        yield by_columns(f"{at}.self_attn.o_proj.weight", q)
+        if shape.family == "qwen3":
+            yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
+            yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
+        yield (
+            f"{at}.mlp.gate_up_proj.weight",
+            [_Part(f"{at}.mlp.{half}_proj.weight", ffn, dim, row_cuts=tp) for half in ("gate", "up")],
+        )
+        yield by_columns(f"{at}.mlp.down_proj.weight", ffn)
+        yield vector(f"{at}.input_layernorm.weight", dim)
+        yield vector(f"{at}.post_attention_layernorm.weight", dim)
+    yield vector("model.norm.weight", dim)
+    if not shape.tied:
+        yield embedding("lm_head.weight")
+
+
+class _Move:
+    """What one shard gives to one piece: it comes from a single one of the shard's holders."""
+
+    __slots__ = ("copies", "elements", "holders", "reader")
+
+    def __init__(self, reader: int, holders: list[int], copies: list[Copy]) -> None:
+        self.reader = reader
+        self.holders = holders
+        self.copies = copies
+        self.elements = sum(copy.elements for copy in copies)
+
+
+class _Grid:
+    """A tensor's disjoint shards, by columns and then by rows: a piece asks only those that it may meet."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        columns: dict[tuple[int, int], list[Shard]] = defaultdict(list)
+        for shard in sorted(shards, key=lambda shard: shard.row0):
+            columns[shard.col0, shard.col0 + shard.cols].append(shard)
+        self._columns = [(*bounds, group, [s.row0 + s.rows for s in group]) for bounds, group in columns.items()]
+
+    def near(self, piece: Piece) -> Iterator[Shard]:
+        for left, right, shards, ends in self._columns:
+            if left < piece.col0 + piece.cols and piece.col0 < right:
+                # The rotary order moves rows within a head, so whole heads are asked.
+                size = shards[0].head_dim or 1
+                first = piece.row0 // size * size
+                last = -(-(piece.row0 + piece.rows) // size) * size
+                for i in range(bisect_left(ends, first + 1), len(shards)):
+                    if shards[i].row0 >= last:
+                        break
+                    yield shards[i]
+
+
+def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
+    """The ranks that hold each rectangle that is not empty."""
+    holders: dict[Shard, list[int]] = {}
+    for rank, shards in enumerate(trainer):
+        for name, count in Counter(shard.name for shard in shards).items():
+            if count > 1:
+                raise ValueError(f"trainer rank {rank}: expected one shard of {name}, found {count}")
+        for shard in shards:
+            if shard.rows and shard.cols:
+                holders.setdefault(shard, []).append(rank)
+    return holders
+
+
+def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
+    """The copies that bring a shard's part of a piece."""
+    col0 = max(shard.col0, piece.col0)
+    cols = min(shard.col0 + shard.cols, piece.col0 + piece.cols) - col0
+    first = max(shard.row0, piece.row0)
+    last = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
+    if cols <= 0:
+        return []
+    src_col0, dst_col0 = col0 - shard.col0, piece.dst_col0 + col0 - piece.col0
+    src, dst = -shard.row0, piece.dst_row0 - piece.row0  # to local rows
+    if not shard.head_dim:
+        if first >= last:
+            return []
+        return [Copy(piece.name, src + first, src_col0, last - first, cols, piece.param, dst + first, dst_col0)]
+    copies = []
+    for half in (0, 1):
+        size = shard.head_dim
+        for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
+            starts = [start for start, _, _ in heads]
+            copies.append(
+                Copy(
+                    piece.name,
+                    src + starts[0] + 2 * low + half,
+                    src_col0,
+                    high - low,
+                    cols,
+                    piece.param,
+                    dst + starts[0] + half * (size // 2) + low,
+                    dst_col0,
+                    src_step=2,
+                    blocks=len(starts),
+                    block_stride=size,
+                )
+            )
+    return copies
+
+
+def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, int, int]]:
+    """(first row of a head, low, high) for each head of which rows low..high of this half are in shard and piece.
+
+    Row i of a half is TorchTitan's row 2 * i + half of the head, and Hugging Face's row half * D/2 + i. An FSDP cut
+    may fall inside a head, so only consecutive heads with the same bounds form the blocks of one copy.
+    """
+    size = shard.head_dim
+    start = max(shard.row0, piece.row0) // size * size
+    end = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
+    for head in range(start, end, size):
+        hf = head + half * (size // 2)
+        low = max(0, (shard.row0 - head - half + 1) // 2, piece.row0 - hf)
+        high = min(size // 2, (shard.row0 + shard.rows - head - half + 1) // 2, piece.row0 + piece.rows - hf)
+        if low < high:
+            yield head, low, high
+
+
+def _check_disjoint(tensors: dict[str, list[Shard]]) -> None:
+    """Shards of a tensor are equal (replicas, already merged) or disjoint: else elements would arrive twice."""
+    for name, shards in tensors.items():
+        open_: list[Shard] = []  # shards that reach the current row
+        for shard in sorted(shards, key=lambda s: s.row0):
+            open_ = [other for other in open_ if other.row0 + other.rows > shard.row0]
+            for other in open_:
+                if other.col0 < shard.col0 + shard.cols and shard.col0 < other.col0 + other.cols:
+                    raise ValueError(f"{name}: expected equal or disjoint shards, found {other} and {shard}")
+            open_.append(shard)
+
+
+def _check_wanted(tensors: Iterable[str], readers: Sequence[Sequence[Piece]]) -> None:
+    wanted = {piece.name for reader in readers for piece in reader}
+    if unread := sorted(set(tensors) - wanted):
+        raise ValueError(
+            f"the trainer holds {', '.join(unread)}, which no generator parameter takes: "
+            "expected the same layers and the same weight tying on both sides"
+        )
+
+
+def _check_filled(piece: Piece, moves: list[_Move]) -> None:
+    """Shards are disjoint, so that a piece's copies are too, and counting elements is enough."""
+    if sum(move.elements for move in moves) == piece.rows * piece.cols:
+        return
+    filled = Counter[int]()
+    for copy in (copy for move in moves for copy in move.copies):
+        for block in range(copy.blocks):
+            top = copy.dst_row0 + block * copy.block_stride
+            filled.update(dict.fromkeys(range(top, top + copy.rows), copy.cols))
+    missing = [row for row in range(piece.dst_row0, piece.dst_row0 + piece.rows) if filled[row] < piece.cols]
+    raise ValueError(
+        f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "
+        f"but no trainer rank holds all of rows {missing[0]}..{missing[-1]} ({len(missing)} rows)"
+    )
+
+
+def _span(sizes: list[int]) -> str:
+    unit, name = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
+    low, high = f"{min(sizes) / unit:.2f}", f"{max(sizes) / unit:.2f}"
+    return f"{high} {name}" if low == high else f"{low}-{high} {name}"
