@@ -659,7 +659,7 @@ def test_a_reward_that_always_fails_ends_the_run_by_the_first_prompt(tokenizer: 
     with pytest.raises(RewardFailed, match="the reward failed on prompt 0: ZeroDivisionError") as raised:
         asyncio.run(taken(range(99)))
     assert "4 groups in a row had no rewards" in raised.value.details
-    assert "test_rollouts.py" in raised.value.details
+    assert "test_stream.py" in raised.value.details
     assert asyncio.run(taken([0, 1, 3, 5, 6, 8])) == [2, 4, 7, 9]
 
 
