@@ -6,6 +6,7 @@ Frozen weights are named by a folder that nothing writes to, and watched by a ch
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import Resume, Setup
-from titan_rl.record.incidents import Incidents
+from titan_rl.record.run_folder import Resume
 from titan_rl.train.export import export
-from titan_rl.train.launch import Meshes
-from titan_rl.wire.clock import Clock
+from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
@@ -28,26 +27,26 @@ from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
 WHY = 300  # characters of an error
 
 
-class Roles:
-    def __init__(self, setup: Setup, meshes: Meshes, snapshots: Snapshots, incidents: Incidents, clock: Clock) -> None:
-        self._config, self._setup, self._meshes, self._clock = setup.config, setup, meshes, clock
-        self._snapshots, self._incidents = snapshots, incidents
+class Learner:
+    def __init__(self, run: RunParts) -> None:
+        self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
+        self._snapshots, self._incidents = run.snapshots, run.incidents
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self._failed_saves = 0  # in a row
         self._checksums: dict[str, list[int]] = {}
+        self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
-    async def resume(self, phase: PhaseName) -> tuple[int, str]:
-        """Where the trainers go on, and what the controller kept there: after the newest snapshot, if this process took
-        one after the newest checkpoint was written."""
-        resume, snapshot = Resume.find(self._setup.folder, self._config), self._snapshots.newest()
-        on_disk = resume.rl if phase == "rl" else resume.cold_start
-        if snapshot is not None and (snapshot.phase != phase or snapshot.step <= (on_disk or 0)):
-            snapshot = None
+    async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
+        """Bring the trainers to where a phase resumes. Return that step, and what the controller kept there."""
+        at, snapshot = resume.state(phase)
         self._phase, self._from = phase, snapshot
+        self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
         self._snapshots.forget(but=snapshot)
-        return await self._meshes.trainers.begin(phase, snapshot)
+        start, kept = await self._meshes.trainers.begin(phase, snapshot)
+        assert start == at, f"the trainers resumed {phase} at step {start}, expected {at}"
+        return start, json.loads(kept)
 
     async def begin(self, at: int) -> None:
         """Give every role its weights, as the algorithm begins or where it resumes."""
@@ -97,7 +96,10 @@ class Roles:
         return replace(stats, skipped=stats.skipped + learnt.skipped)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
-        """A part of the step's update: forward and backward now, the rest when `update` knows all of them."""
+        """Take a part of the step's samples. If the step is streamed, run forward and backward over them now."""
+        if not self._config.training.stream_groups:
+            self._held += samples
+            return
         trainers = self._meshes.trainers
         with self._clock("train"):
             part = self.batches(samples, trainers, whole=False)
@@ -106,7 +108,10 @@ class Roles:
         self._sequences += part[0].sequences
 
     async def update(self) -> StepStats:
-        """The step's update of what was accumulated."""
+        """Make the step's updates from what was accumulated."""
+        if not self._config.training.stream_groups:
+            samples, self._held = self._held, []
+            return await self.step(minibatches(samples, self._config.algorithm))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):
@@ -227,7 +232,7 @@ class Roles:
         if not folder.is_dir():
             raise RunError(
                 f"{folder} is gone: it holds the policy as RL began, which the reference must be",
-                "Restore it, or begin anew with --job.fresh.",
+                "Restore it, or start over with --job.fresh.",
             )
         return folder
 

@@ -1,4 +1,4 @@
-"""What `ctl RUN status` shows of a run, and what `ctl RUN scale` does to it."""
+"""Answers `ctl RUN status` and `ctl RUN scale`."""
 
 import time
 from dataclasses import asdict
@@ -14,12 +14,12 @@ from titan_rl.record.incidents import Incidents
 from titan_rl.train.launch import Meshes
 from titan_rl.train.stop import Stop
 
-STANDING = ("watch", "take")  # calls that a replica holds as long as it serves
+STANDING = ("watch", "take")  # calls that stay open while a replica serves
 
 
 class Status:
     def __init__(self, stop: Stop, incidents: Incidents) -> None:
-        self.meshes: Meshes | None = None  # None: they are being started
+        self.meshes: Meshes | None = None  # None while they are being started
         self._stop, self._incidents = stop, incidents
         self._began = time.time()
 
@@ -36,7 +36,7 @@ class Status:
         }
 
     def _ranks(self) -> list[dict[str, Any]]:
-        """Of this host, with what they are at."""
+        """The ranks on this host, with their state."""
         states: dict[str, tuple[str, float]] = {}
         if self.meshes is not None and (generators := self.meshes.generators) is not None:
             coming = [replica for replica in generators.coming.values() if replica is not None]
@@ -66,7 +66,7 @@ class Scale:
         return {"generators": await self._generators.scale(generators)}
 
     def _most(self) -> int:
-        """Beside all other processes of the run."""
+        """Return how many replicas fit next to all other processes of the run."""
         config = self._setup.config
         others = config.parallelism.world_size + sum(role.parallelism.world_size for role in config.roles.values())
         if config.placement.kind == "colocated":
