@@ -22,8 +22,8 @@ def prepare_environment(detect_seconds: float = 2.0) -> None:
 
 @contextmanager
 def socket_folder() -> Iterator[None]:
-    """Give the run a TMPDIR of its own, named after the controller's pid, and remove it at the end. Monarch leaves socket
-    directories there when a process dies; the next run removes what a killed controller left behind."""
+    """Give the run a TMPDIR of its own, named after the controller's pid, and remove it at the end. Monarch leaves
+    socket directories there when a process dies; the next run removes what a killed controller left behind."""
     base = Path(tempfile.gettempdir())
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / f"torchinductor_{getpass.getuser()}"))  # outlives a run
     for left in base.glob("titan_rl-*"):

@@ -85,8 +85,8 @@ class Recovery:
                 path.rename(aside(path.with_name(f"undone-{path.name.removeprefix('step-')}")))
 
     def _repeats(self, error: RunError) -> bool:
-        """Return True if an exception came back at the same step, or came at the first step of all: that is a bug, which
-        a respawned mesh would hit again."""
+        """Return True if an exception came back at the same step, or came at the first step: that is a bug, which a
+        respawned mesh would hit again."""
         if isinstance(error, RankDied | Rewind) or not error.kind:
             return False
         again = self._run.stop.step in (self._failed_at, 0) or self.resume.nothing

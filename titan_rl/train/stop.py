@@ -1,8 +1,8 @@
 """Receives requests from outside (signals, ctl) and lets the loop act on them between two steps.
 
-Ctrl-C is a normal way to stop: the current step is finished and saved if it ends within the grace; a second Ctrl-C stops
-at once. ctl.py asks for the same without a time limit, and for checkpoints and pauses. A paused run is a saved run: it
-can be stopped or killed without loss.
+Ctrl-C is a normal way to stop: the current step is finished and saved if it ends within the grace; a second Ctrl-C
+stops at once. ctl.py asks for the same without a time limit, and for checkpoints and pauses. A paused run is a saved
+run: it can be stopped or killed without loss.
 """
 
 import asyncio
@@ -61,8 +61,8 @@ class Stop:
         return self._saving
 
     async def saved(self, step: int) -> None:
-        """Note that the step is on disk: answer the requests that waited for it, wait here while paused, and let the loop
-        end if a stop was requested. A failed save is not reported here, so the next step is saved instead."""
+        """Note that the step is on disk: answer the requests that waited for it, wait here while paused, and let the
+        loop end if a stop was requested. A failed save is not reported here, so the next step is saved instead."""
         self._saved = step
         for asked in self._asked:
             if not asked.done():
@@ -85,7 +85,7 @@ class Stop:
     # -- requests, each answered with the run's status -----------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return the state; `step` is the current or last step, `saved` the last one that this process wrote to disk."""
+        """Return the state; `step` is the current or last step, `saved` the last that this process wrote to disk."""
         return {
             "state": self._state,
             "phase": self._phase and self._phase.replace("_", " "),
