@@ -1,9 +1,5 @@
 """A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters."""
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 import re
 from typing import Any
 
