@@ -282,4 +282,5 @@ class DeviceRows:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory."""
-    return getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
