@@ -24,10 +24,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 import torch
 from rich.console import Console
 from rich.table import Table

@@ -15,9 +15,9 @@ from monarch.rdma import RDMABuffer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.actors.sync.transport import PACKING, SLOTS, Memory, Offer, Registered
+from titan_rl.actors.titan.private import StridedShard
 from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.wire.weight_plan import Copy, Shard
@@ -43,7 +43,7 @@ def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
     """(first index, size) of the local part of a dimension, by torch.chunk's arithmetic.
 
     FSDP2 cuts what tensor parallelism has already cut, though its mesh dimension comes first: that is what
-    _StridedShard says. DTensor's own offsets emulate it by striding, which is off where tensor parallelism is uneven
+    StridedShard says. DTensor's own offsets emulate it by striding, which is off where tensor parallelism is uneven
     (13 rows over dp 3 x tp 2), so the cuts are applied here in the order in which they were made.
     """
     start, size = 0, param.shape[dim]
@@ -55,7 +55,7 @@ def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(f"{name}: expected sharded or replicated values, found placements {param.placements}")
     cuts = [i for i, p in enumerate(param.placements) if isinstance(p, ShardPlacement) and p.dim == dim]
-    late = {i: p.split_factor for i, p in enumerate(param.placements) if isinstance(p, _StridedShard) and p.dim == dim}
+    late = {i: p.split_factor for i, p in enumerate(param.placements) if isinstance(p, StridedShard) and p.dim == dim}
     for i, split in late.items():
         if len(late) > 1 or split != math.prod(mesh.size(j) for j in cuts) or min(cuts) < i:
             raise ValueError(f"{name}: expected FSDP2 over tensor parallelism, found placements {param.placements}")

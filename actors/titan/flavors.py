@@ -1,9 +1,5 @@
 """TorchTitan's own model flavors ("debugmodel", "8B", ...) as a ModelShape."""
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
 

@@ -4,10 +4,6 @@ TokenHead    hidden -> log-prob of the target, entropy       without logits (ker
 ValueHead    hidden -> one number a place                    critic and reward model
 """
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -4,10 +4,6 @@ A plain class: it needs torchrun's environment variables, not Monarch. Every rol
 critic with an optimizer beside it (phase.py), the reference, the teacher and the reward model as they are.
 """
 
-from titan_rl.actors.titan import titan_cpu
-
-# isort: split
-# titan_cpu goes before any torchtitan import.
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,6 +26,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
+from titan_rl.actors.titan import titan_cpu
 from titan_rl.actors.titan.heads import TokenHead, use_head
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
 from titan_rl.config import sections
@@ -86,6 +83,7 @@ class TitanModel:
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.config = config
         self.shape = shape
+        titan_cpu.use_cpu()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)
@@ -284,4 +282,5 @@ class DeviceRows:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, sharing memory."""
-    return getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

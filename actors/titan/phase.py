@@ -1,9 +1,5 @@
 """A stretch of optimization of one model: optimizer, schedule, checkpoints, snapshots; and how one step of it goes."""
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

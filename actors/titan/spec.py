@@ -1,23 +1,65 @@
 """A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters."""
 
-from titan_rl.actors.titan import titan_cpu  # noqa: F401
-
-# isort: split
-# titan_cpu is imported for its patches, before any torchtitan import.
 import re
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.models import llama3, qwen3
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_rl.actors.titan import private
 from titan_rl.wire.model_shape import ModelShape
 
 
 def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
-    """q, k and v stay separate linears: their shards are then rectangles of Hugging Face's tensors, which is what the
+    """Resize TorchTitan's 8B flavor of the family, which has an initializer for every part, to `shape`.
+
+    q, k and v stay separate linears: their shards are then rectangles of Hugging Face's tensors, which is what the
     weight plan moves; the generator fuses them on arrival."""
-    return {"llama3": _llama3, "qwen3": _qwen3}[shape.family](shape, seq_len)
+    registry = {"llama3": llama3.model_registry, "qwen3": qwen3.model_registry}[shape.family]
+    spec = registry("8B", attn_backend="varlen")
+    flavor: Any = spec.model
+    embedding, head = flavor.tok_embeddings, flavor.lm_head
+    if shape.tied:
+        embedding = replace(embedding, param_init={"weight": skip_param_init})
+    if shape.family == "llama3":
+        head = replace(head, param_init=private.llama3_output_init(shape.dim))
+    model = replace(
+        flavor,
+        dim=shape.dim,
+        vocab_size=shape.vocab_size,
+        enable_weight_tying=shape.tied,
+        tok_embeddings=replace(embedding, num_embeddings=shape.vocab_size, embedding_dim=shape.dim),
+        norm=replace(flavor.norm, normalized_shape=shape.dim, eps=shape.norm_eps),
+        lm_head=replace(head, in_features=shape.dim, out_features=shape.vocab_size),
+        layers=_layers(shape, seq_len),
+    )
+    return replace(spec, flavor="titan_rl", model=model, pipelining_fn=None, post_optimizer_build_fn=None)
+
+
+def _layers(shape: ModelShape, seq_len: int) -> list[Any]:
+    rope = {"dim": shape.head_dim, "max_seq_len": seq_len, "theta": shape.rope_theta}
+    arguments: dict[str, Any] = {
+        "n_layers": shape.n_layers,
+        "dim": shape.dim,
+        "n_heads": shape.n_heads,
+        "n_kv_heads": shape.n_kv_heads,
+        "hidden_dim": shape.hidden_dim,
+        "fuse_qkv": False,
+        "attn_backend": "varlen",
+    }
+    layers: list[Any]
+    if shape.family == "llama3":
+        layers = private.build_llama3_layers(**arguments, rope=ComplexRoPE.Config(**rope, **_rope_scaling(shape)))
+    else:
+        layers = private.build_qwen3_layers(**arguments, head_dim=shape.head_dim, rope=CosSinRoPE.Config(**rope))
+    for layer in layers:  # the builders take no epsilon
+        for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
+            if norm is not None:
+                norm.eps = shape.norm_eps
+    return layers
 
 
 def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
@@ -31,83 +73,6 @@ def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
         "high_freq_factor": float(scaling["high_freq_factor"]),
         "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
     }
-
-
-def _llama3(shape: ModelShape, seq_len: int) -> ModelSpec:
-    model = llama3.Llama3Model.Config(
-        dim=shape.dim,
-        vocab_size=shape.vocab_size,
-        enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size,
-            embedding_dim=shape.dim,
-            param_init=llama3._EMBEDDING_SKIP_INIT if shape.tied else llama3._EMBEDDING_INIT,
-        ),
-        norm=RMSNorm.Config(normalized_shape=shape.dim, eps=shape.norm_eps, param_init=llama3._NORM_INIT),
-        lm_head=Linear.Config(
-            in_features=shape.dim, out_features=shape.vocab_size, param_init=llama3._output_linear_init(shape.dim)
-        ),
-        layers=llama3._build_llama3_layers(
-            n_layers=shape.n_layers,
-            dim=shape.dim,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            hidden_dim=shape.hidden_dim,
-            fuse_qkv=False,
-            attn_backend="varlen",
-            rope=ComplexRoPE.Config(
-                dim=shape.head_dim, max_seq_len=seq_len, theta=shape.rope_theta, **_rope_scaling(shape)
-            ),
-        ),
-    )
-    for layer in model.layers:  # the builder leaves RMSNorm's default
-        layer.attention_norm.eps = layer.ffn_norm.eps = shape.norm_eps
-    return ModelSpec(
-        name="llama3",
-        flavor="titan_rl",
-        model=model,
-        parallelize_fn=llama3.parallelize_llama,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=llama3.Llama3StateDictAdapter,
-    )
-
-
-def _qwen3(shape: ModelShape, seq_len: int) -> ModelSpec:
-    model = qwen3.Qwen3Model.Config(
-        dim=shape.dim,
-        vocab_size=shape.vocab_size,
-        enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size,
-            embedding_dim=shape.dim,
-            param_init=qwen3._EMBEDDING_SKIP_INIT if shape.tied else qwen3._EMBEDDING_INIT,
-        ),
-        norm=RMSNorm.Config(normalized_shape=shape.dim, eps=shape.norm_eps, param_init=qwen3._NORM_INIT),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=qwen3._LINEAR_INIT),
-        layers=qwen3._build_qwen3_layers(
-            n_layers=shape.n_layers,
-            dim=shape.dim,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            head_dim=shape.head_dim,
-            hidden_dim=shape.hidden_dim,
-            fuse_qkv=False,
-            attn_backend="varlen",
-            rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=seq_len, theta=shape.rope_theta),
-        ),
-    )
-    for layer in model.layers:
-        layer.attention_norm.eps = layer.ffn_norm.eps = layer.attention.qk_norm.eps = shape.norm_eps
-    return ModelSpec(
-        name="qwen3",
-        flavor="titan_rl",
-        model=model,
-        parallelize_fn=qwen3.parallelize_qwen3,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=qwen3.Qwen3StateDictAdapter,
-    )
 
 
 def adapter(spec: ModelSpec, assets: str | None) -> Any:

@@ -1,34 +1,35 @@
-"""Everything that TorchTitan 0.3.0 needs to train on a CPU, in one place. Import it before torchtitan.
+"""Everything that TorchTitan 0.3.0 needs to train on a CPU, in one place.
 
-On a machine with CUDA it changes nothing. Without it:
-- TorchTitan settles on device type "cuda" at import, because torch reports no accelerator;
-- FSDP2 is told to divide gradients by 1.0, which makes it use ReduceOp.PREMUL_SUM, which gloo lacks;
+On a machine with CUDA it changes nothing. Without CUDA:
+- TorchTitan takes "cuda" for the device type at import, because torch reports no accelerator;
+- TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks;
 - no attention backend has a CPU backward for packed documents (varlen and flex are GPU kernels);
 - DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._utils
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.config.override import derive
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
 
 ON_CPU = not torch.cuda.is_available()
-if ON_CPU:
-    torch._utils._get_available_device_type = lambda: "cpu"
 
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
-from torchtitan.config.override import derive  # noqa: E402
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  # noqa: E402
-from torchtitan.protocols.model_spec import ModelSpec  # noqa: E402
-from torchtitan.tools import utils as titan_utils  # noqa: E402
 
-if ON_CPU and titan_utils.device_type != "cpu":
-    raise ImportError(
-        "torchtitan was imported before titan_rl.actors.titan.titan_cpu: it believes this machine has CUDA"
-    )
+def use_cpu() -> None:
+    """Replace the device type that TorchTitan's modules took at import, and from each other, by "cpu"."""
+    if ON_CPU:
+        for module in [m for name, m in sys.modules.items() if name.startswith("torchtitan.")]:
+            for name, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
+                if name in vars(module):
+                    setattr(module, name, value)
 
 
 class DocumentSDPA(VarlenAttention):

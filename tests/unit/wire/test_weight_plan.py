@@ -248,7 +248,6 @@ def test_any_cut_of_a_tensor_fills_any_rectangle_of_it(data: st.DataObject) -> N
 
 
 def test_the_rotary_order_is_torchtitans() -> None:
-    from titan_rl.actors.titan import titan_cpu  # noqa: F401, I001  before torchtitan, which settles its device at import
     import torch
     from torchtitan.models.llama3 import Llama3StateDictAdapter as Adapter
 
