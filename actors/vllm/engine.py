@@ -201,12 +201,6 @@ class Engine:
             self._end(id)
         return withdrawn
 
-    def abort_all(self) -> list[str]:
-        """Drop every unfinished request and return their ids."""
-        aborted, self._open, self._ended = self._open, {}, []
-        self._llm.abort_request([f"{id}#{i}" for id, r in aborted.items() for i in r.unfinished])
-        return list(aborted)
-
     def report(self) -> EngineReport:
         lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
         return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
