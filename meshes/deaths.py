@@ -2,8 +2,8 @@
 
 This controller is the parent of every process that it spawns on its own host. Monarch notices a death too, but asks for
 each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
-collective was blamed instead. A thread per rank blocks in waitid, which reads how the process ended before Monarch
-reaps it (WNOWAIT leaves the reaping to Monarch). Waking up on a pidfd first would often lose that race.
+collective was blamed instead. A thread per rank blocks in waitid, because Monarch reaps a dead process soon: the
+kernel tells the thread how it ended right away, and WNOWAIT leaves the reaping to Monarch.
 """
 
 import asyncio

@@ -26,7 +26,7 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.weight_plan import verify_complete
+from titan_rl.wire.vllm_params import verify_complete
 
 Mesh = TypeVar("Mesh", bound=ModelMesh)
 
