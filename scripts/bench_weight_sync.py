@@ -63,7 +63,8 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request, Sampling, SyncStats
-from titan_rl.wire.weight_plan import Copy, Piece, Shard, WeightPlan, param_shapes, pieces, plan
+from titan_rl.wire.vllm_params import param_shapes, pieces
+from titan_rl.wire.weight_plan import Copy, Piece, Shard, WeightPlan, plan
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
 TIMEOUT = 300.0

@@ -8,7 +8,7 @@ controller ── trainer mesh (dp, tp)                                    the f
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from monarch.actor import HostMesh, shutdown_context, this_host
@@ -26,7 +26,7 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.weight_plan import verify_complete
+from titan_rl.wire.vllm_params import verify_complete
 
 Mesh = TypeVar("Mesh", bound=ModelMesh)
 
@@ -118,16 +118,8 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
 async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> GeneratorMesh:
     config, g = setup.config, setup.config.generator
     settings = EngineSettings(
+        **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
-        max_model_len=g.max_model_len or config.training.seq_len,
-        dtype=g.dtype,
-        max_num_seqs=g.max_num_seqs,
-        tensor_parallel_degree=g.tensor_parallel_degree,
-        kv_cache_memory_mb=g.kv_cache_memory_mb,
-        gpu_memory_utilization=g.gpu_memory_utilization,
-        block_size=g.block_size,
-        enable_prefix_caching=g.enable_prefix_caching,
-        enforce_eager=g.enforce_eager,
         sleeps=config.placement.kind == "colocated",
         seed=config.debug.seed,
     )

@@ -26,7 +26,8 @@ from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import SyncStats
-from titan_rl.wire.weight_plan import WeightPlan, pieces, plan
+from titan_rl.wire.vllm_params import pieces
+from titan_rl.wire.weight_plan import WeightPlan, plan
 
 T = TypeVar("T")
 

@@ -29,7 +29,8 @@ from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import reference_pack, window
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
+from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
+from titan_rl.wire.weight_plan import Copy, Shard, plan
 
 # Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.
 SHAPE = ModelShape(
