@@ -11,15 +11,13 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
+from titan_rl.config.sections import Aggregation
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
 ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
-
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 
 def pack(

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_rl.config.sections import Dtype
-
-Family = Literal["llama3", "qwen3"]
+from titan_rl.config.sections import Dtype, Family
 
 MODEL_TYPES: dict[Family, str] = {"llama3": "llama", "qwen3": "qwen3"}
 FAMILIES: dict[str, Family] = {model_type: family for family, model_type in MODEL_TYPES.items()}
