@@ -19,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_pp_baseline": {"advantage": "group", "normalize": "batch", "kl": "k2"},
     # Schulman et al. 2017, as used in RLHF: a critic, GAE, KL in the reward.
     "ppo": {"advantage": "gae", "normalize": "batch", "kl_in": "reward", "kl": "k1"},
-    # Yu et al. 2025: clip-higher, token mean, dynamic sampling, overlong filtering. Its soft punishment is overlong_buffer.
+    # Yu et al. 2025: clip-higher, token mean, dynamic sampling, overlong filtering. Soft punishment: overlong_buffer.
     "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_filter": True},
     # Zheng et al. 2025: one ratio per sequence, with the paper's clip.
     "gspo": {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},

@@ -87,7 +87,7 @@ class Key:
         )
 
     def parse(self, text: str) -> Any:
-        """Parse a flag's text as this key's type. Text that does not parse is returned as is; `accepts` then refuses it."""
+        """Parse a flag's text as this key's type. Text that does not parse stays text, which `accepts` refuses."""
         with contextlib.suppress(KeyError, ValueError, RecursionError):
             if self.type is bool:
                 return {"true": True, "false": False}[text.lower()]
@@ -115,7 +115,7 @@ def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
 
 
 def docs() -> dict[str, dict[str, str]]:
-    """Map section -> key -> the string literal below the field. Python discards those; they are read from the source."""
+    """Map section -> key -> the string literal below the field, read from the source because Python discards it."""
     classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
@@ -195,7 +195,7 @@ def to_toml(config: Config) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """Write a value as JSON, which equals TOML for every type that a key can have, except that TOML also escapes DEL."""
+    """Write a value as JSON, which is also TOML for every type that a key can have, once DEL is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
