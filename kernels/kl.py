@@ -9,11 +9,10 @@ As a loss, k1's gradient is the score function: zero on average, so it anchors n
 a penalty in the reward.
 """
 
-from typing import Literal
-
 import torch
 
-Estimator = Literal["k1", "k2", "k3"]
+from titan_rl.config.sections import Estimator
+
 MAX_LOG_RATIO = 20.0  # exp() of a larger difference says nothing but "these are different policies"
 
 

@@ -21,12 +21,10 @@ from typing import Literal
 
 import torch
 
+from titan_rl.config.sections import Rejection, Weight
 from titan_rl.kernels.kl import MAX_LOG_RATIO
 from titan_rl.kernels.sequences import broadcast, sequence_lengths, sequence_sums
 from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum
-
-Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
-Rejection = Literal["none", "token", "geometric"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

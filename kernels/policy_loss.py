@@ -17,10 +17,10 @@ the same values and gradients in one pass.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from titan_rl.config.sections import Clip, Level
 from titan_rl.kernels.kl import MAX_LOG_RATIO, Estimator, kl_estimate
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
 from titan_rl.kernels.sequences import broadcast, sequence_lengths, sequence_sums
@@ -32,9 +32,6 @@ from titan_rl.kernels.statistics import (
     masked_min,
     masked_sum,
 )
-
-Level = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_rl.config.sections import Dtype
-
-Family = Literal["llama3", "qwen3"]
+from titan_rl.config.sections import Dtype, Family
 
 Head = Literal["lm", "value"]  # log-probs of tokens, or one number per position (critic, reward model)
 
