@@ -206,13 +206,13 @@ def test_no_tensor_is_larger_than_the_inputs(function: Any, fits: bool) -> None:
 
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     hidden, weight, _ = case(2, 5, 2)
-    with pytest.raises(IndexError, match=r"targets lie in 0\.\.5, the vocabulary has 5"):
+    with pytest.raises(IndexError, match=r"expected targets in 0\.\.4, found 0\.\.5"):
         token_logprob(hidden, weight, torch.tensor([0, 5]))
 
 
 def test_targets_of_another_shape_are_refused() -> None:
     hidden, weight, targets = case(4, 5, 2)
-    with pytest.raises(ValueError, match=r"needs targets \[4\], got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"expected targets \[4\] for hidden \[4, \d+\], found \[2, 2\]"):
         token_logprob(hidden, weight, targets.view(2, 2))
 
 
