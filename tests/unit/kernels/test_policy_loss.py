@@ -19,9 +19,21 @@ def held(x: float) -> float:
     return max(-20.0, min(20.0, x))
 
 
+def correction_by_hand(o: OffPolicy, log_trust: float, logs: list[float]) -> float:
+    """The factor of one token, whose sequence has the log-ratios `logs`."""
+    correction = 1.0
+    if o.weight != "none":
+        trust = math.exp(held(log_trust if o.weight.startswith("token") else sum(logs)))
+        correction = min(trust, o.high) if o.weight.endswith("tis") else trust if o.low <= trust <= o.high else 0.0
+    if o.rejection != "none":
+        trust = math.exp(held(log_trust if o.rejection == "token" else sum(logs) / len(logs)))
+        correction *= o.rejection_low <= trust <= o.rejection_high
+    return correction
+
+
 def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
     """The loss, and the statistics that are sums over tokens."""
-    s, o, t = surrogate, surrogate.off_policy, at.tokens
+    s, t = surrogate, at.tokens
     places = [(i, j) for i in range(t.mask.shape[0]) for j in range(t.mask.shape[1]) if t.mask[i, j] > 0]
 
     def number(column: torch.Tensor, place: tuple[int, int]) -> float:
@@ -60,14 +72,7 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
             sums["clip_ratio/high"] += ratio > 1 + s.clip_high and (s.clip == "cispo" or advantage > 0)
 
         log_trust = number(trusted, place) - number(t.behaviour, place)
-        logs = differences(trusted, t.behaviour, place)
-        correction = 1.0
-        if o.weight != "none":
-            trust = math.exp(held(log_trust if o.weight.startswith("token") else sum(logs)))
-            correction = min(trust, o.high) if o.weight.endswith("tis") else trust if o.low <= trust <= o.high else 0.0
-        if o.rejection != "none":
-            trust = math.exp(held(log_trust if o.rejection == "token" else sum(logs) / len(logs)))
-            correction *= o.rejection_low <= trust <= o.rejection_high
+        correction = correction_by_hand(s.off_policy, log_trust, differences(trusted, t.behaviour, place))
         loss *= correction
 
         if t.reference is not None:
