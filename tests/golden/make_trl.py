@@ -26,7 +26,6 @@ from vectors import LENGTHS, answers, case, rewards, write
 GROUP = 4
 SCORE, LOSS = "_generate_and_score_completions", "_compute_loss"
 
-
 DEFAULTS: dict[str, Any] = {
     "beta": 0.0,
     "current_gradient_accumulation_steps": 1,
@@ -48,7 +47,6 @@ DEFAULTS: dict[str, Any] = {
     "pad_to_multiple_of": None,
     "reward_clip_range": None,
     "reward_func_names": ["reward"],
-    "reward_weights": torch.ones(1),
     "scale_rewards": "group",
     "tools": [],
     "top_entropy_quantile": 1.0,
@@ -61,7 +59,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Model(torch.nn.Module):
-    """Answers every call with what it was given."""
+    """Return the argument of every call."""
 
     is_gradient_checkpointing = False
 
@@ -111,6 +109,7 @@ def policy_trainer(trainer: type, x: dict[str, torch.Tensor], **settings: Any) -
         "_pending_extra_logs": {},
         "_pending_metrics": {},
         "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "reward_weights": torch.ones(1),
         "use_vllm": "vllm_importance_sampling_mode" in settings,
     }
     args = SimpleNamespace(

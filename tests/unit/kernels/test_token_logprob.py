@@ -36,7 +36,7 @@ def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype = torch.flo
 def results(
     function: Any, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, entropy: bool, **keys: Any
 ) -> Results:
-    """Values, and gradients of a loss that weighs each token differently."""
+    """Return values, and gradients of a loss that weights each token differently."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
     logprob, entropies = function(hidden, weight, *rest, **keys)
     by_token = torch.linspace(-1, 2, max(logprob.numel(), 1), dtype=logprob.dtype)[: logprob.numel()].view(
@@ -186,7 +186,7 @@ def test_only_inputs_and_columns_are_saved_for_the_backward_pass() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation's result had."""
+    """Record the largest number of elements in any operation's result."""
 
     numel = 0
 
