@@ -42,10 +42,9 @@ ENV: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(GeneratorSection):
-    """The keys of [generator], and what a run derives for its engines."""
+    """The keys of [generator] (max_model_len resolved, never 0) and what a run derives for its engines."""
 
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
-    max_model_len: int  # never 0 here
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder

@@ -1,4 +1,4 @@
-"""Model shapes, the shards of TorchTitan's layouts, and weight plans carried out in numpy."""
+"""Model shapes, the shards of TorchTitan's layouts, and the execution of weight plans in numpy."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ BY_COLS = ("o_proj", "down_proj")
 
 
 def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Every tensor of a Hugging Face checkpoint; vectors have one column."""
+    """Return the size of every tensor of a Hugging Face checkpoint; vectors have one column."""
     q, kv, dim = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.dim
     sizes = {"model.embed_tokens": (shape.vocab_size, dim), "model.norm": (dim, 1)}
     for i in range(shape.n_layers):
@@ -54,7 +54,7 @@ def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-    """Tensors in which no two elements are equal."""
+    """Return tensors in which no two elements are equal."""
     tensors, start = {}, 0
     for name, (rows, cols) in sizes.items():
         tensors[name] = np.arange(start, start + rows * cols).reshape(rows, cols)
@@ -67,7 +67,7 @@ def interleaved(name: str, shape: ModelShape) -> bool:
 
 
 def titan_order(tensors: dict[str, np.ndarray], shape: ModelShape) -> dict[str, np.ndarray]:
-    """What TorchTitan's adapter makes of a Hugging Face checkpoint (Llama3StateDictAdapter._reverse_permute)."""
+    """Reorder a Hugging Face checkpoint as TorchTitan's adapter does (Llama3StateDictAdapter._reverse_permute)."""
     half = shape.head_dim // 2
     return {
         name: w.reshape(-1, 2, half, shape.dim).swapaxes(1, 2).reshape(w.shape) if interleaved(name, shape) else w
@@ -76,14 +76,14 @@ def titan_order(tensors: dict[str, np.ndarray], shape: ModelShape) -> dict[str, 
 
 
 def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
-    """torch.chunk: all chunks but the last non-empty one are equally large."""
+    """Return (first, size) of a torch.chunk: all chunks but the last non-empty one have the same size."""
     each = -(-size // parts)
     skip = min(index * each, size)
     return start + skip, min(each, size - skip)
 
 
 def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1) -> list[list[Shard]]:
-    """TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of what it left."""
+    """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards."""
     ranks = []
     for _ in range(replicate):
         for f in range(fsdp):
@@ -102,7 +102,7 @@ def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1)
 
 
 def execute(plan: WeightPlan, held: list[dict[str, np.ndarray]], live: list[dict[str, np.ndarray]]) -> None:
-    """Every pair's run, packed and landed element by element."""
+    """Pack every pair's run and add it to the live parameters, element by element."""
     for (rank, reader), copies in plan.copies.items():
         run = []
         for c in copies:

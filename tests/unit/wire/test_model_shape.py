@@ -66,7 +66,7 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
 
 @shapes
 def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape, tmp_path: Path) -> None:
-    """One number a place in the vocabulary's stead: the same body, read back as what it is."""
+    """One number per position instead of the vocabulary: the same body, read back with its head."""
     valued = shape.with_value_head()
     config = AutoConfig.from_pretrained(saved(valued, tmp_path))
     assert ModelShape.from_hf(config.to_dict()) == valued

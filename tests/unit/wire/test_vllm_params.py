@@ -1,4 +1,4 @@
-"""The live parameters as planned, against what vLLM's own loader makes of the same tensors."""
+"""The planned live parameters, compared with those that vLLM's own loader makes from the same tensors."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_impossible_tensor_parallelism_names_the_key(change: dict[str, int], tp:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
-    """One key/value head over two ranks, a vocabulary of 100: replication and padding are in it."""
+    """One key/value head over two ranks and a vocabulary of 100 test replication and padding."""
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ def test_the_live_model_must_be_the_planned_one() -> None:
 
 
 def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
-    """In a process of its own: vLLM's loader and the plan, from the same files, bit for bit."""
+    """Compare vLLM's loader with the plan, from the same files, bit for bit. Runs in a separate process."""
     import torch
     import torch.nn.functional as F
     import vllm.model_executor.layers.utils as layers

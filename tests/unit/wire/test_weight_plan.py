@@ -1,4 +1,4 @@
-"""The planner against plain numpy."""
+"""The planner, compared with plain numpy."""
 
 import pickle
 import time
@@ -17,7 +17,7 @@ from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, WeightPl
 
 
 def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, rank: int) -> dict[str, np.ndarray]:
-    """vLLM's parameters, by fusing and slicing whole tensors. Padding is 0."""
+    """Return vLLM's parameters, made by fusing and slicing whole tensors. Padding is 0."""
 
     def padded(w: np.ndarray) -> np.ndarray:
         return np.concatenate([w, np.zeros((-len(w) % 64, w.shape[1]), w.dtype)])
@@ -103,7 +103,7 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """(first, size) of parts of any sizes, in any order."""
+    """Draw (first, size) of parts of any sizes, in any order."""
     bounds = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=5))})
     return draw(st.permutations([(low, high - low) for low, high in pairwise(bounds)]))
 
