@@ -93,7 +93,7 @@ class Controller:
                     stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
                 stream.trained(step, groups)
                 admit = partial(stream.admit, groups_per_step)
-                sync = await (weights.begin(step, admit) if overlaps else weights.sync(step))  # publish, read
+                sync = await (weights.begin_sync(step, admit) if overlaps else weights.sync(step))  # publish, read
                 score = await self.evaluate() if self.evaluates(step) else None
                 if not overlaps:
                     admit()

@@ -165,7 +165,7 @@ def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
         nobody: Any = None
         weights = Failing(nobody, nobody, Clock())
         weights._last = SyncStats(0, 0, 0, 0, 0, 0)
-        await weights.begin(1)
+        await weights.begin_sync(1)
         with pytest.raises(ValueError, match="refused"):
             await weights.beside(asyncio.sleep(60))
         with pytest.raises(ValueError, match="refused"):  # nor is it forgotten

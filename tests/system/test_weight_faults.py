@@ -26,7 +26,7 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.meshes.deaths import PROC_NAME
-from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of

@@ -202,17 +202,17 @@ class GeneratorRank(Actor):
     async def pull(self, manifests: list[list[Manifest]], timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
         self.manifests = manifests
         landings = list(zip(self.landings, manifests, strict=True))
-        read = await asyncio.gather(*(landing.read(announced, timeout) for landing, announced in landings))
+        read = await asyncio.gather(*(landing.fetch_weights(announced, timeout) for landing, announced in landings))
         for landing in self.landings:
-            await landing.write(timeout)
+            await landing.write_weights(timeout)
         return sum(each.bytes for each in read), self.params
 
     @endpoint
     async def write_after_a_failed_read(self) -> None:
         with pytest.raises(Exception, match=r"."):
-            await self.landings[0].read(self.manifests[0], 2)
-        with pytest.raises(RuntimeError, match="expected a completed read"):
-            await self.landings[0].write(2)
+            await self.landings[0].fetch_weights(self.manifests[0], 2)
+        with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
+            await self.landings[0].write_weights(2)
 
 
 def test_two_versions_arrive_bit_for_bit_by_either_transport() -> None:
