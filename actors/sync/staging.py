@@ -163,8 +163,8 @@ class Staging:
         }
 
     async def drop(self) -> None:
-        """Make the memory unreachable. Processes that have mapped it keep it; remote reads in progress fail within their
-        timeout."""
+        """Make the memory unreachable. Processes that have mapped it keep it; a remote read in progress fails within
+        its timeout."""
         for registered in self._registered.values():
             for buffer in (buffer for slices in registered.slices for buffer in slices):
                 await buffer.drop()

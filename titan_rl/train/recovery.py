@@ -5,7 +5,7 @@
 
 Rewinding is resuming, within the process: prompts that were under way are issued again, and steps after the snapshot
 are made again, in a synchronous run to the same losses. Generators stay, and are given the weights once more. (Their
-own losses never come here: meshes/generators.py.)
+own losses never come here: meshes/healing.py.)
 """
 
 from collections.abc import Callable, Coroutine
