@@ -32,7 +32,7 @@ class Running:
         return self.runner.run(asyncio.wait_for(work, 120))
 
     def generate(self, *requests: Request) -> list[list[Completion]]:
-        """All in one tick."""
+        """Sample all requests, submitted in one event-loop tick."""
 
         async def work() -> list[list[Completion]]:
             return await asyncio.gather(*map(self.mesh.generate, requests))
@@ -76,7 +76,7 @@ def requests(n: int, sampling: Sampling, samples: int = 2) -> list[Request]:
 
 
 def greedy(model: Any, context: Sequence[int], completion: Completion) -> list[int]:
-    """What the model would have said at each position of a completion."""
+    """Return the model's argmax at each position of a completion."""
     import torch
 
     with torch.no_grad():

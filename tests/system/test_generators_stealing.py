@@ -31,7 +31,7 @@ def stealing(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @asynccontextmanager
 async def slowed(pid: int) -> AsyncIterator[None]:
-    """A process that runs an eighth of the time."""
+    """Let a process run an eighth of the time."""
 
     async def bursts() -> None:
         while True:

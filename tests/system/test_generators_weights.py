@@ -23,7 +23,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Serving version 0: the weights in the model's folder, for there is no trainer to read any from."""
+    """A mesh that serves version 0: the weights in the model's folder, because there is no trainer to read from."""
     replicas, tp = LAYOUTS[request.param]
     with started(model, tmp_path_factory.mktemp("model"), replicas=replicas, tp=tp, longest=256) as running:
         yield running

@@ -72,7 +72,7 @@ def titan_tensors() -> dict[str, Tensor]:
 
 
 def generator_parameters(reader: int, dtype: torch.dtype, scale: float = 1.0) -> dict[str, Tensor]:
-    """What a reader must come to hold of the weights times `scale`."""
+    """Return what a reader must hold after a sync of the weights times `scale`."""
     params = {name: torch.zeros(size, dtype=dtype) for name, size in param_shapes(SHAPE, 2).items()}
     tensors = hf_tensors()
     for p in READERS[reader]:
@@ -109,7 +109,7 @@ class Weights(nn.Module):
 
 
 def as_each_rank(replicate: int, fsdp: int, tp: int) -> Iterator[Weights]:
-    """The model as each rank of a mesh in turn would build it, without the other ranks: sharding moves no data."""
+    """Build the model as each rank of a mesh in turn would, without the other ranks: sharding moves no data."""
     for rank in range(replicate * fsdp * tp):
         dist.init_process_group("fake", rank=rank, world_size=replicate * fsdp * tp, store=FakeStore())
         try:
@@ -187,7 +187,7 @@ class TrainerRank(Actor):
 
 
 class GeneratorRank(Actor):
-    """Both readers in one process, which is nothing to them."""
+    """Both readers in one process, which makes no difference to them."""
 
     @endpoint
     async def connect(self, sources: list[list[Source]], how: How) -> list[str]:

@@ -47,7 +47,7 @@ class Pair:
         return self.staging.pack(version, slot, self.serial)[0]
 
     def pull(self, manifest: Manifest) -> int:
-        """The bytes that took."""
+        """Return the bytes that were fetched."""
 
         async def work() -> int:
             read = await self.landing.fetch_weights([manifest], timeout=5)
@@ -66,7 +66,7 @@ class Pair:
 
 @contextmanager
 def bytes_of(source: Source, slot: int) -> Iterator[memoryview]:
-    """A run in the trainer's memory, as any process of the user may write to it."""
+    """Open a run in the trainer's memory for writing, as any process of the user may."""
     offer = source.offer
     fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR)
     with mmap.mmap(fd, offer.size) as memory, memoryview(memory) as whole:
@@ -112,7 +112,7 @@ def test_a_passing_corruption_is_healed_by_the_second_attempt(verify: str, monke
     look = getattr(pair.landing, verb)
 
     def late(*arguments: Any) -> Any:
-        """Between the first look and the second, somebody puts the byte right again."""
+        """Repair the byte between the first check and the second."""
         found = look(*arguments)
         with bytes_of(pair.source, slot=0) as run:
             run[5] ^= not looked
