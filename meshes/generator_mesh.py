@@ -87,7 +87,7 @@ class GeneratorMesh:
 
     async def places(self) -> list[str]:
         """Return where each rank is: ranks of equal places can map each other's memory."""
-        return await self._all("place", seconds=self._policy.seconds)
+        return await self._all("place")
 
     async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSyncSection = SYNC) -> list[str]:
         """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
@@ -130,7 +130,7 @@ class GeneratorMesh:
                     if not reading:
                         all_read.set()
                 await all_read.wait()
-                if failed and self._policy.healing is None:
+                if failed and self._policy.incidents is None:
                     raise failed[0]
                 await self._dispatch.settle_moves()
                 return fetched, await replica.switch_weights(version, seconds)
@@ -147,7 +147,7 @@ class GeneratorMesh:
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""
-        return await self._all("fingerprint", seconds=self._policy.seconds)
+        return await self._all("fingerprint")
 
     async def stats(self) -> list[EngineStats]:
         """Return each replica's counts since start-up."""
@@ -171,9 +171,10 @@ class GeneratorMesh:
         """Stop the processes."""
         await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
 
-    async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
+    async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
-        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb, *arguments), verb=verb, seconds=seconds))
+        limit = seconds or self._policy.seconds
+        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=limit))
         return [answer for ranks in answers.values() for answer in ranks]
 
 

@@ -1,7 +1,7 @@
 """The replicas of the generator mesh over time: lost ones are replaced, and their number can be changed.
 
 A replica that dies, hangs or fails is lost: the others take over its work at once, and continue. A whole new replica is
-spawned next to them, and serves when it holds the weights that they hold. Without `healing` a loss ends the mesh.
+spawned next to them, and serves when it holds the weights that they hold. Without `incidents` a loss ends the mesh.
 """
 
 import asyncio
@@ -27,14 +27,6 @@ DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it h
 
 
 @dataclass(frozen=True, slots=True)
-class Healing:
-    """What is done about lost replicas."""
-
-    incidents: Incidents
-    min_replicas: int
-
-
-@dataclass(frozen=True, slots=True)
 class GeneratorPolicy:
     """Deadlines of a generator mesh, and what it does about slow and lost replicas."""
 
@@ -42,7 +34,8 @@ class GeneratorPolicy:
     seconds: float = 600  # of one pull
     hang_seconds: float = 60
     steals: bool = False  # an idle replica takes over samples of a slow one
-    healing: Healing | None = None  # None: losing a replica ends the mesh
+    incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
+    min_replicas: int = 1  # fewer end the mesh
 
 
 class Fleet:
@@ -59,7 +52,7 @@ class Fleet:
         self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
         self.error: Exception | None = None  # final once set: too few replicas are left
         self._dispatch, self._make = dispatch, make
-        self._init_seconds, self._healing = policy.init_seconds, policy.healing
+        self._policy, self._incidents = policy, policy.incidents
         self._catch_up: Callable[[Replica], Awaitable[None]] | None = None
         self._gone: Callable[[str], None] = lambda _: None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +79,7 @@ class Fleet:
             try:
                 answers[replica.index] = await work(replica)
             except RunError as error:
-                if self._healing is None:
+                if self._incidents is None:
                     raise
                 if refused is not None and error.kind == REFUSED:
                     refused.append(replica.name)
@@ -129,35 +122,31 @@ class Fleet:
         if self.replicas.get(replica.index) is not replica:
             return
         replica.fail(error)
-        if (
-            self._healing is None
-            or self._catch_up is None
-            or self._healing.incidents.never_respawns(len(self.replicas))
-        ):
+        incidents = self._incidents
+        if incidents is None or self._catch_up is None or incidents.never_respawns(len(self.replicas)):
             self._end(error)
             return
         known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
-        incident = self._healing.incidents.lost(replica.name, known)
+        incident = incidents.lost(replica.name, known)
         del self.replicas[replica.index]
         again = self._dispatch.lose(replica.index)
         self.coming[replica.index] = None
 
         async def replaced() -> None:
             await self._bury(replica)
-            await self._replace(replica.index, known, incident, again)
+            await self._replace(incidents, replica.index, known, incident, again)
 
         self._in_background(replaced())
 
-    async def _replace(self, index: int, error: RunError, incident: Incident, again: int) -> None:
+    async def _replace(self, incidents: Incidents, index: int, error: RunError, incident: Incident, again: int) -> None:
         """Spawn another replica, as often as it takes and the budget allows."""
-        assert self._healing is not None
-        incidents, name = self._healing.incidents, incident.who
+        name = incident.who
         while True:
             if not incidents.may_respawn(name):
                 del self.coming[index]
                 left = len(self.replicas) + len(self.coming)
                 incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
-                if left < self._healing.min_replicas:
+                if left < self._policy.min_replicas:
                     self._end(incidents.over_budget(name, error))
                 return
             try:
@@ -175,7 +164,7 @@ class Fleet:
         assert self._catch_up is not None
         replica = self.coming[index] = await self._make(index)
         try:
-            await ask_all(replica.calls("start"), verb="start", seconds=self._init_seconds)
+            await ask_all(replica.calls("start"), verb="start", seconds=self._policy.init_seconds)
             await self._catch_up(replica)
         except RunError as error:
             replica.fail(error)
@@ -191,9 +180,9 @@ class Fleet:
         try:
             await self._join(index)
         except RunError as error:
-            if self._healing is None:
+            if (incidents := self._incidents) is None:
                 raise
-            await self._replace(index, error, self._healing.incidents.lost(f"generator{index}", error), 0)
+            await self._replace(incidents, index, error, incidents.lost(f"generator{index}", error), 0)
 
     async def _bury(self, replica: Replica) -> None:
         await replica.kill()

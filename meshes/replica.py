@@ -92,9 +92,22 @@ class Replica:
         within: float | None = None,
     ) -> None:
         """Watch the built engine and carry its requests. Calls `heard` when a request is done, and at least every
-        `within` seconds; `gave` with the samples that a move withdrew; `lost` when the engine fails."""
+        `within` seconds; `gave` with the samples that a move withdrew; `lost` at the first failure, which fails every
+        open request."""
         within = min(self._hang_seconds / BEATS, within or self._hang_seconds)
-        self._serving = asyncio.create_task(self._serve(heard, gave, lost, within))
+
+        async def run() -> None:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
+                    tasks.create_task(self._submit_requests())
+                    tasks.create_task(self._take_answers(heard, within))
+                    tasks.create_task(self._withdraw_samples(gave))
+            except* Exception as errors:
+                self.fail(errors.exceptions[0])
+                lost(errors.exceptions[0])
+
+        self._serving = asyncio.create_task(run())
         self._set_state("serving")
 
     def put(self, request: Request) -> asyncio.Future[list[Completion]]:
@@ -147,24 +160,6 @@ class Replica:
 
     def _set_state(self, state: str) -> None:
         self.state, self.since = state, time.time()
-
-    async def _serve(
-        self,
-        heard: Callable[[EngineReport], None],
-        gave: Callable[[Move, list[Withdrawn]], None],
-        lost: Callable[[Exception], None],
-        within: float,
-    ) -> None:
-        """Run until closed, or until the first failure, which fails every open request."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
-                tasks.create_task(self._submit_requests())
-                tasks.create_task(self._take_answers(heard, within))
-                tasks.create_task(self._withdraw_samples(gave))
-        except* Exception as errors:
-            self.fail(errors.exceptions[0])
-            lost(errors.exceptions[0])
 
     async def _submit_requests(self) -> None:
         """Send all requests of an event-loop tick in one message: they enter the engine together, run after run."""

@@ -14,7 +14,7 @@ from support.generator_meshes import OneTrainer, Running, greedy, requests, star
 from support.tiny import tiny_llama
 from titan_rl.config import sections as c
 from titan_rl.meshes import deaths
-from titan_rl.meshes.healing import GeneratorPolicy, Healing
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -74,8 +74,9 @@ def tending(
     def whole() -> Iterator[Tended]:
         folder = folders.mktemp("model")
         incidents = Incidents(folder, fault, print)
-        healing = Healing(incidents, fault.min_replicas)
-        policy = GeneratorPolicy(hang_seconds=fault.hang_seconds, steals=steal, healing=healing)
+        policy = GeneratorPolicy(
+            hang_seconds=fault.hang_seconds, steals=steal, incidents=incidents, min_replicas=fault.min_replicas
+        )
         with started(model, folder, replicas=replicas, tp=tp, longest=1024, policy=policy) as running:
 
             async def connect() -> tuple[Any, WeightSync]:

@@ -19,7 +19,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import RoleSection
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy, Healing
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.roles import CriticMesh, FrozenMesh
 from titan_rl.meshes.trainers import TrainerMesh
@@ -146,7 +146,8 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
                 hang_seconds=config.fault.hang_seconds,
                 # What a moved sample draws depends on when it moved: never in a synchronous run.
                 steals=config.rollout.lag > 0 and g.replicas > 1,
-                healing=Healing(incidents, config.fault.min_replicas),
+                incidents=incidents,
+                min_replicas=config.fault.min_replicas,
             ),
         )
         for rank in await mesh.start():
