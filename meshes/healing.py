@@ -155,7 +155,7 @@ class Fleet:
                 incidents.note(f"{name} did not come back: {failed}")
                 error = failed
             else:
-                incidents.back(incident, f"{again} samples were begun anew", anew=again)
+                incidents.back(incident, f"{again} samples were started again", anew=again)
                 return
 
     async def _join(self, index: int) -> None:
