@@ -55,7 +55,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
 from titan_rl.environment import prepare_environment
 from titan_rl.kernels.pack_weights import pack, window
-from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.record.run_log import git_commit, machine, versions
 from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
 from titan_rl.wire.clock import Clock
@@ -401,9 +401,9 @@ class Reader(Rank):
     async def pull(self, way: str, manifests: dict[int, Manifest]) -> dict[str, float]:
         """Seconds of the read, and of this thread's work: the write, with its verification if that is "live"."""
         began = time.perf_counter()
-        read = await self.landings[way].read(list(manifests.values()), TIMEOUT)
+        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
-        await self.landings[way].write(TIMEOUT)
+        await self.landings[way].write_weights(TIMEOUT)
         return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
 
     @endpoint
@@ -758,7 +758,7 @@ class PackingTrainers:
     ) -> list[dict[int, Offer]]:
         return await self.each("stage", places, sync, own=copies)
 
-    async def publish(self, version: int, slot: int, serial: int) -> Publication:
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
         packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [manifests for manifests, _ in packed], max(took for _, took in packed))
 

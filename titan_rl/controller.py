@@ -210,7 +210,7 @@ class Controller:
         """Sync the weights; if that overlaps with the next step, it also admits that step's groups when it is done."""
         assert self.weights is not None
         if self.overlaps:
-            return await self.weights.begin(version, partial(stream.admit, self.config.rollout.groups_per_step))
+            return await self.weights.begin_sync(version, partial(stream.admit, self.config.rollout.groups_per_step))
         return await self.weights.sync(version)
 
     async def sync(self, version: int) -> None:

@@ -40,7 +40,7 @@ class Engine:
     report: EngineReport = field(default_factory=EngineReport)
 
     def wall(self, began: float, seconds: float) -> float:
-        """When work of so many seconds is done."""
+        """Return when work that takes `seconds` is done."""
         if began >= self.resumes or began + seconds <= self.stops:
             return began + seconds
         return max(self.resumes, began) + seconds - max(0.0, self.stops - began)
@@ -90,7 +90,7 @@ class Engine:
 
 
 class World:
-    """What the generator mesh does, with engines in place of processes. A seed's length is `lengths[seed]`."""
+    """Does what the generator mesh does, with engines in place of processes. A seed's length is `lengths[seed]`."""
 
     def __init__(
         self, engines: Sequence[Engine], lengths: Mapping[int, int], *, slots: int | None, steals: bool = True
@@ -109,15 +109,15 @@ class World:
         self.answers: dict[str, list[Completion]] = {}
         self.forgotten: set[str] = set()
         self.at: dict[str, float] = {}  # answered
-        self.sent: list[tuple[str, int]] = []  # of which request, where to
-        self.seen: set[tuple[int, str]] = set()  # by a replica: an id
+        self.sent: list[tuple[str, int]] = []  # request, replica
+        self.seen: set[tuple[int, str]] = set()  # replica, id
         self.now, self.move_seconds = 0.0, 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
         self._planned = 0
 
     def run(self, requests: Sequence[Request], until: float = 1e5) -> float:
-        """Answers with the makespan."""
+        """Return the makespan."""
         self.ask(requests)
         for replica in self.engines:
             self._after(replica, 0.0, lambda replica=replica: self._beat(replica))
@@ -129,7 +129,7 @@ class World:
         return self.now
 
     def plan(self, at: float, happens: Callable[[], None]) -> None:
-        """The run lasts until then at least."""
+        """Schedule an event; the run lasts at least until then."""
         self._planned += 1
 
         def planned() -> None:
@@ -152,7 +152,7 @@ class World:
         self._send()
 
     def die(self, replica: int, noticed: float, ghost: float) -> None:
-        """It is noticed so many seconds later; and after as many more, its last messages come."""
+        """Kill a replica. It is noticed after `noticed` seconds; its last messages come `ghost` seconds later."""
         engine = self.engines[replica]
         engine.dead = True
 
@@ -177,7 +177,7 @@ class World:
         self.plan(self.now + noticed + ghost, haunts)
 
     def retire(self, replica: int, drains: bool, grace: float) -> None:
-        """It is asked for what it has, which it keeps if it drains, and is ended a while later."""
+        """Ask a replica for what it has (if it drains it keeps that), and end it `grace` seconds later."""
         self.takes.discard(replica)
         move = Move(None, replica, self.routing.retire(replica), self.now)
         if not drains:
@@ -199,7 +199,7 @@ class World:
         return len(self.asked) - len(self.answers) - len(self.forgotten)
 
     def _rid_of(self, engine: Engine, id: str) -> None:
-        """Nothing is left there of what was forgotten."""
+        """Assert that an engine has nothing left of a forgotten request."""
         assert not any(samples for own, samples in engine.requests.items() if own.partition("~")[0] == id)
 
     def _after(self, replica: int, seconds: float, happens: Callable[[], None]) -> None:
@@ -277,7 +277,7 @@ class World:
 
 
 def groups(lengths: Sequence[Sequence[int]], most: int, *, hints: bool = False) -> tuple[list[Request], dict[int, int]]:
-    """One request each, every seed its own."""
+    """Make one request per group, each seed used once."""
     seeds: Iterator[int] = count()
     asked, ends = [], {}
     for i, group in enumerate(lengths):
@@ -288,7 +288,7 @@ def groups(lengths: Sequence[Sequence[int]], most: int, *, hints: bool = False) 
 
 
 def complete(world: World, requests: Sequence[Request]) -> None:
-    """Every sample is there once, in its place, each token sampled once."""
+    """Assert that every sample is there once, in its place, with each token sampled once."""
     assert world.answers.keys() == {request.id for request in requests} - world.forgotten
     for id, completions in world.answers.items():
         for seed, completion in zip(world.asked[id].seeds, completions, strict=True):
@@ -298,7 +298,7 @@ def complete(world: World, requests: Sequence[Request]) -> None:
 
 
 def fresh(fleet: Sequence[Engine], *stop: float) -> list[Engine]:
-    """The first of them may stop, and resume."""
+    """Return new engines of the same pace. The first may stop, and resume."""
     engines = [Engine(engine.a, engine.b) for engine in fleet]
     if stop:
         engines[0].stops, engines[0].resumes = stop

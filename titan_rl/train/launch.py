@@ -18,7 +18,8 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import RoleSection
 from titan_rl.meshes.faults import Watch
-from titan_rl.meshes.generators import GeneratorMesh, Healing
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.roles import CriticMesh, FrozenMesh
 from titan_rl.meshes.trainers import TrainerMesh
@@ -131,12 +132,15 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             replicas=g.replicas,
             env=vllm_cpu.ENV if setup.device == "cpu" else {},
             env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
-            init_seconds=config.comm.init_timeout_seconds,
-            seconds=config.comm.train_timeout_seconds,
-            hang_seconds=config.fault.hang_seconds,
-            healing=Healing(incidents, config.fault.min_replicas),
-            # What a moved sample draws depends on when it moved: never in a synchronous run.
-            steal=config.rollout.lag > 0 and g.replicas > 1,
+            policy=GeneratorPolicy(
+                init_seconds=config.comm.init_timeout_seconds,
+                seconds=config.comm.train_timeout_seconds,
+                hang_seconds=config.fault.hang_seconds,
+                # What a moved sample draws depends on when it moved: never in a synchronous run.
+                steals=config.rollout.lag > 0 and g.replicas > 1,
+                incidents=incidents,
+                min_replicas=config.fault.min_replicas,
+            ),
         )
         for rank in await mesh.start():
             verify_complete(rank.shapes, setup.shape, tp)

@@ -29,3 +29,7 @@ class RankDied(RankFailed):
 
 class DeadlinePassed(RunError):
     """A call or a process took longer than allowed."""
+
+
+class WeightsRefused(RuntimeError):
+    """These weights are not the announced ones, and must not be served."""

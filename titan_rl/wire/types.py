@@ -248,17 +248,32 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderCost:
+    """What a weight sync cost on the reader's side: one rank that fetched, or one engine that switched."""
+
+    read: float = 0.0  # seconds, without verification
+    write: float = 0.0  # seconds
+    verify: float = 0.0  # seconds of comparing checksums
+    pause: float = 0.0  # seconds between two steps of an engine
+    bytes: int = 0  # fetched
+    changed: int = 0  # blocks fetched
+    blocks: int = 0  # blocks of the publication
+    engine: EngineStats = field(default_factory=EngineStats)  # what it did since the switch before
+
+
+@dataclass(frozen=True, slots=True)
 class SyncStats:
     """Cost of one weight sync: seconds of the slowest rank per part, bytes over all generator ranks."""
 
     version: int
-    bytes: int
-    publish: float
-    read: float
-    write: float
-    seconds: float  # wall time in the controller
+    bytes: int = 0
+    publish: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
+    seconds: float = 0.0  # wall time in the controller
     verify: float = 0.0  # seconds of comparing checksums
-    pause: float = 0.0  # seconds in which an engine did not sample
-    changed: float | None = None  # with weight_sync.delta: share of the weights' blocks that were transferred
-    waited: float = 0.0  # part of `seconds` in which the controller did nothing else
-    engines: Mapping[str, "EngineStats"] = field(default_factory=dict)  # by replica, since the sync before
+    pause: float = 0.0  # seconds that an engine stood still
+    changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
+    waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
+    engines: Mapping[str, EngineStats] = field(default_factory=dict)  # what each replica did since the sync before
+    refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

@@ -76,8 +76,8 @@ happenings = st.lists(
 def test_replicas_come_and_go_and_each_request_is_answered_once(
     fleet: list[Engine], batch: list[list[int]], slots: int | None, hints: bool, happenings: list[Happening]
 ) -> None:
-    """World asserts meanwhile that nothing goes to a replica that takes nothing, no id twice to one, that the last
-    messages of a dead one change nothing, and that live engines get rid of what is forgotten."""
+    """World asserts meanwhile that nothing is sent to a replica that takes nothing, that no id is sent twice to one
+    replica, that the last messages of a dead one change nothing, and that live engines drop what is forgotten."""
     requests, lengths = groups(batch, MOST, hints=hints)
     later = requests[1:]
     world = World(fresh(fleet), lengths, slots=slots)
