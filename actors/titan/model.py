@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +49,21 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    p, t = parallelism, config.training
+    """TorchTitan's own config sections, filled from ours."""
+    # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
     return TitanConfig(
-        parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
-            data_parallel_shard_degree=p.data_parallel_shard_degree,
-            tensor_parallel_degree=p.tensor_parallel_degree,
-            enable_sequence_parallel=p.enable_sequence_parallel,
-            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
-            spmd_backend="partial_dtensor",  # TorchTitan's default wants a newer torch than vLLM's pin allows
-        ),
-        training=TrainingConfig(
-            local_batch_size=t.local_batch_size,
-            seq_len=t.seq_len,
-            max_norm=t.max_norm,
-            steps=t.steps,
-            enable_cpu_offload=t.enable_cpu_offload,
-            dtype=t.dtype,
-            mixed_precision_param=t.mixed_precision_param,
-            mixed_precision_reduce=t.mixed_precision_reduce,
-        ),
-        debug=DebugConfig(seed=config.debug.seed, deterministic=config.debug.deterministic),
-        compile=CompileConfig(enable=config.compile.enable, components=["model"]),
-        comm=CommConfig(
-            init_timeout_seconds=config.comm.init_timeout_seconds,
-            train_timeout_seconds=config.comm.train_timeout_seconds,
-            trace_buf_size=0,
-        ),
+        parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
+        training=shared_keys(TrainingConfig, config.training),
+        debug=shared_keys(DebugConfig, config.debug),
+        compile=shared_keys(CompileConfig, config.compile, components=["model"]),
+        comm=shared_keys(CommConfig, config.comm, trace_buf_size=0),
     )
+
+
+def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
+    """Build TorchTitan's `kind` from the keys that it has in common with our section, and from `others`."""
+    names = {field.name for field in fields(kind)} & {field.name for field in fields(section)}
+    return kind(**{name: getattr(section, name) for name in names}, **others)
 
 
 class TitanModel:

@@ -216,6 +216,7 @@ class StepStats:
     ranks: Mapping[str, float] = field(default_factory=dict)  # of all ranks, by name: how long each was busy
     metrics: dict[str, float] = field(default_factory=dict)  # under the names that are logged
     histograms: dict[str, list[float]] = field(default_factory=dict)
+    hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh
 
 
 class Backlog(NamedTuple):
