@@ -19,15 +19,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    OverrideConfig,
+    ParallelismConfig,
+    TrainingConfig,
+    apply_overrides,
+)
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import titan_cpu
-from titan_rl.actors.titan.heads import TokenHead, use_head
+from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
@@ -94,9 +101,9 @@ class TitanModel:
 
     def _spec(self) -> ModelSpec:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
-        spec.model.update_from_config(config=self.titan)  # fills sharding configs
-        titan_cpu.use_document_attention(spec)
-        use_head(spec, self.shape.head)
+        spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
+        own = [heads.OVERRIDES[self.shape.head], *titan_cpu.OVERRIDES]
+        apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
         return spec
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
@@ -137,7 +144,7 @@ class TitanModel:
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
-        head: TokenHead = self.model.lm_head
+        head: heads.TokenHead = self.model.lm_head
         with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
             return self._forward(rows)
 
