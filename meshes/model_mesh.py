@@ -74,7 +74,7 @@ class ModelMesh:
         return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
 
     async def close(self) -> None:
-        await self._all("close", seconds=30)
+        await self._all("close", seconds=self._comm.train_timeout_seconds)  # an asynchronous checkpoint ends first
 
     async def stop(self) -> None:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)

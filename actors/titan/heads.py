@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.config.override import derive
+from torchtitan.config import derive, override
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import norm_config
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.kernels.token_logprob import token_logprob
@@ -82,15 +81,22 @@ class ValueHead(Linear):
         return value_BL.to_local() if isinstance(value_BL, DTensor) else value_BL
 
 
-def use_head(spec: ModelSpec, head: Head) -> None:
-    """After `update_from_config`, before build: like titan_cpu.use_document_attention."""
-    model: Any = spec.model
-    sharding: ShardingConfig | None = model.lm_head.sharding_config
-    if sharding is not None:
-        sharding = replace(sharding, out_src_shardings=None, out_dst_shardings=None)
-    if head == "lm":
-        model.lm_head = derive(model.lm_head, TokenHead.Config, sharding_config=sharding)
-        return
+@override(target=Linear.Config, fqns=["lm_head"], description="Log-probs of given targets instead of logits.")
+def token_head(config: Linear.Config) -> TokenHead.Config:
+    return derive(config, TokenHead.Config, sharding_config=_local_output(config))
+
+
+@override(target=Linear.Config, fqns=["lm_head"], description="One number a place instead of logits.")
+def value_head(config: Linear.Config) -> ValueHead.Config:
+    sharding = _local_output(config)
     if sharding is not None:
         sharding = replace(sharding, state_shardings=norm_config(enable_sp=True).state_shardings)  # on every rank
-    model.lm_head = derive(model.lm_head, ValueHead.Config, out_features=1, sharding_config=sharding)
+    return derive(config, ValueHead.Config, out_features=1, sharding_config=sharding)
+
+
+def _local_output(config: Linear.Config) -> ShardingConfig | None:
+    sharding: ShardingConfig | None = config.sharding_config
+    return sharding and replace(sharding, out_src_shardings=None, out_dst_shardings=None)
+
+
+OVERRIDES: dict[Head, str] = {"lm": f"{__name__}.token_head", "value": f"{__name__}.value_head"}

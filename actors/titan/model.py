@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,22 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    OverrideConfig,
+    ParallelismConfig,
+    TrainingConfig,
+    apply_overrides,
+)
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import titan_cpu
-from titan_rl.actors.titan.heads import TokenHead, use_head
+from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
@@ -49,34 +56,21 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    p, t = parallelism, config.training
+    """TorchTitan's own config sections, filled from ours."""
+    # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
     return TitanConfig(
-        parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=p.data_parallel_replicate_degree,
-            data_parallel_shard_degree=p.data_parallel_shard_degree,
-            tensor_parallel_degree=p.tensor_parallel_degree,
-            enable_sequence_parallel=p.enable_sequence_parallel,
-            fsdp_reshard_after_forward=p.fsdp_reshard_after_forward,
-            spmd_backend="partial_dtensor",  # TorchTitan's default wants a newer torch than vLLM's pin allows
-        ),
-        training=TrainingConfig(
-            local_batch_size=t.local_batch_size,
-            seq_len=t.seq_len,
-            max_norm=t.max_norm,
-            steps=t.steps,
-            enable_cpu_offload=t.enable_cpu_offload,
-            dtype=t.dtype,
-            mixed_precision_param=t.mixed_precision_param,
-            mixed_precision_reduce=t.mixed_precision_reduce,
-        ),
-        debug=DebugConfig(seed=config.debug.seed, deterministic=config.debug.deterministic),
-        compile=CompileConfig(enable=config.compile.enable, components=["model"]),
-        comm=CommConfig(
-            init_timeout_seconds=config.comm.init_timeout_seconds,
-            train_timeout_seconds=config.comm.train_timeout_seconds,
-            trace_buf_size=0,
-        ),
+        parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
+        training=shared_keys(TrainingConfig, config.training),
+        debug=shared_keys(DebugConfig, config.debug),
+        compile=shared_keys(CompileConfig, config.compile, components=["model"]),
+        comm=shared_keys(CommConfig, config.comm, trace_buf_size=0),
     )
+
+
+def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
+    """Build TorchTitan's `kind` from the keys that it has in common with our section, and from `others`."""
+    names = {field.name for field in fields(kind)} & {field.name for field in fields(section)}
+    return kind(**{name: getattr(section, name) for name in names}, **others)
 
 
 class TitanModel:
@@ -107,9 +101,9 @@ class TitanModel:
 
     def _spec(self) -> ModelSpec:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
-        spec.model.update_from_config(config=self.titan)  # fills sharding configs
-        titan_cpu.use_document_attention(spec)
-        use_head(spec, self.shape.head)
+        spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
+        own = [heads.OVERRIDES[self.shape.head], *titan_cpu.OVERRIDES]
+        apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
         return spec
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
@@ -150,7 +144,7 @@ class TitanModel:
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
-        head: TokenHead = self.model.lm_head
+        head: heads.TokenHead = self.model.lm_head
         with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
             return self._forward(rows)
 

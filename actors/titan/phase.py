@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.busy import busy_seconds
+from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.spec import adapter
@@ -93,6 +94,7 @@ class Phase:
             interval=1,  # the controller decides when
             keep_latest_k=config.checkpoint.keep_latest_k,
             last_save_model_only=False,
+            async_mode=config.checkpoint.async_mode,
         ).build(
             dataloader=None,
             model_parts=[model.model],
@@ -117,6 +119,7 @@ class Phase:
             self._checkpoints.load()
         elif at > 0:
             self._checkpoints.load(step=at)
+        self._instruments = Instruments(model, folder, self.state.step)
 
     def step(self, batches: Sequence[Batch], objective: Objective) -> StepStats:
         """One optimizer update a batch, in order."""
@@ -138,6 +141,7 @@ class Phase:
 
     def _accumulate(self, batch: Batch, objective: Objective) -> None:
         for rows in batch.microbatches:
+            self._instruments.tokens += rows.tokens.size
             with span("forward"):
                 loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
             with span("backward"), self._model.context():
@@ -150,7 +154,8 @@ class Phase:
         self.state.step += 1
         seconds, busy = self._seconds, self._busy
         self._seconds = self._busy = 0.0
-        return finish(updates, lr=lr, seconds=seconds, busy=busy)
+        hardware = self._instruments.end_step(self.state.step, seconds)
+        return replace(finish(updates, lr=lr, seconds=seconds, busy=busy), hardware=hardware)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -182,7 +187,6 @@ class Phase:
                 )
             )
         with span("optimizer"):
-            self._checkpoints.maybe_wait_for_staging()
             self.settle()
             if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
                 self._optimizers.step()
@@ -203,7 +207,8 @@ class Phase:
         return self._copies.begin(part)
 
     def settle(self) -> None:
-        """Wait until a snapshot that was begun is whole: before anything changes the model or its optimizer."""
+        """Wait until a snapshot or checkpoint is copied: before anything changes the model or its optimizer."""
+        self._checkpoints.maybe_wait_for_staging()
         self._copies.wait()
 
     def _stands_at(self, step: int, controller: str) -> None:
@@ -218,6 +223,7 @@ class Phase:
         self._checkpoints.maybe_wait_for_saving()
         self._checkpoints.close()
         self._copies.close()
+        self._instruments.stop_profiler()
 
     def _optimizer(self, lr: float) -> OptimizersContainer:
         o = self._model.config.optimizer

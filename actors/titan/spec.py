@@ -88,6 +88,8 @@ def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
     def hf(name: str) -> str:
         layer = re.search(r"\d+", name)
         generic = re.sub(r"\d+", "{}", name, count=1)
+        if generic not in back:
+            raise ValueError(f"override.imports: expected overrides that keep the parameters' names, found {name}")
         return back[generic].format(layer[0]) if layer else back[name]
 
     return {name: hf(name) for name in names}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.config.override import derive
+from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
@@ -70,12 +70,12 @@ class DocumentSDPA(VarlenAttention):
         return torch.cat(outputs)[torch.cat(places).argsort()].view(shape_BLNH)
 
 
-def use_document_attention(spec: ModelSpec) -> None:
-    """After `update_from_config` (which fills the sharding configs that are copied here), before build."""
-    if ON_CPU:
-        model: Any = spec.model
-        for layer in model.layers:
-            layer.attention.inner_attention = derive(layer.attention.inner_attention, DocumentSDPA.Config)
+@override(target=VarlenAttention.Config, exact=True, description="Attention over packed documents on a CPU.")
+def document_attention(config: VarlenAttention.Config) -> DocumentSDPA.Config:
+    return derive(config, DocumentSDPA.Config)
+
+
+OVERRIDES = [f"{__name__}.document_attention"] if ON_CPU else []
 
 
 def force_sum_reduction(model: torch.nn.Module) -> None:

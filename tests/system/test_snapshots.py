@@ -85,7 +85,8 @@ async def both(config: Config, weights: Path) -> AsyncIterator[tuple[TrainerMesh
 
 
 async def step(mesh: TrainedMesh, at: int) -> StepStats:
-    return replace(await mesh.step([batches(samples(at), mesh)]), seconds=0.0, busy=0.0, ranks={})
+    stats = await mesh.step([batches(samples(at), mesh)])
+    return replace(stats, seconds=0.0, busy=0.0, ranks={}, hardware={})
 
 
 async def steps(mesh: TrainedMesh, first: int, last: int) -> list[StepStats]:

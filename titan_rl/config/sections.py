@@ -119,6 +119,8 @@ class TrainingSection:
     """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
+    gc_freq: int = bounds(50, ge=1)
+    """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +197,8 @@ class CheckpointSection:
     """Training steps between checkpoints. The last step and a clean stop always write one."""
     keep_latest_k: int = bounds(3, ge=0)
     """Number of checkpoints to keep. 0: all. 1 is refused, because the newest may be half-written."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write while training continues: "async" copies first, "async_with_pinned_mem" copies in parallel too (GPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +209,30 @@ class MetricsSection:
     """TensorBoard folder, relative to job.dump_folder."""
     timeline: bool = True
     """Write timeline.json, the activity of every process, for ui.perfetto.dev or chrome://tracing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilingSection:
+    enable_profiling: bool = False
+    """Write a torch.profiler trace of the trainers every profile_freq steps."""
+    save_traces_folder: str = "profiling/traces"
+    """Folder of the traces, relative to job.dump_folder."""
+    profile_freq: int = bounds(10, ge=1)
+    """Steps of one profiling cycle: idle, warm-up, active."""
+    profiler_warmup: int = bounds(3, ge=0)
+    """Steps that run under the profiler before it records."""
+    profiler_active: int = bounds(1, ge=1)
+    """Steps that a trace records."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the allocator's history every profile_freq steps (GPU), for pytorch.org/memory_viz."""
+    save_memory_snapshot_folder: str = "profiling/memory_snapshot"
+    """Folder of the snapshots, relative to job.dump_folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideSection:
+    imports: list[str] = field(default_factory=list)
+    """TorchTitan overrides, each "module.function", applied to every model. They must keep the parameters' names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -580,12 +608,14 @@ class Config:
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     activation_checkpoint: ActivationCheckpointSection = field(default_factory=ActivationCheckpointSection)
     compile: CompileSection = field(default_factory=CompileSection)
+    override: OverrideSection = field(default_factory=OverrideSection)
     generator: GeneratorSection = field(default_factory=GeneratorSection)
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
     hosts: HostsSection = field(default_factory=HostsSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
+    profiling: ProfilingSection = field(default_factory=ProfilingSection)
     comm: CommSection = field(default_factory=CommSection)
     fault: FaultSection = field(default_factory=FaultSection)
     debug: DebugSection = field(default_factory=DebugSection)

@@ -71,7 +71,8 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(map(as_toml, self.choices))
         nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        return f"{nouns.get(self.type, 'a list of integers')} {self.range}".rstrip()
+        lists = {list[int]: "a list of integers", list[str]: "a list of strings"}
+        return f"{(nouns | lists)[self.type]} {self.range}".rstrip()
 
     def accepts(self, value: Any) -> bool:
         if self.choices:
@@ -93,6 +94,8 @@ class Key:
                 return {"true": True, "false": False}[text.lower()]
             if self.type in (int, float):
                 return self.type(text)
+            if self.type == list[str] and not text.lstrip().startswith("["):
+                return [item.strip() for item in text.split(",") if item.strip()]
             if get_origin(self.type) is list:
                 return json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
         return text

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -37,7 +38,8 @@ CPU_BLOCK_SIZE = 32
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
     """Everything that would make the run fail on this host, which has so many GPUs."""
     shape, unusable = _shape(config)
-    rules = [_assets(config, shape), _task(config), _run(config), _algorithm(config), _resume(config, shape)]
+    rules = [_assets(config, shape), _task(config), _run(config), _titan(config), _algorithm(config)]
+    rules += [_resume(config, shape)]
     if shape:
         rules += [_dimensions(config, shape), _parallelism(config, shape), _lengths(config, shape)]
         rules += [_roles(config, shape)]
@@ -232,6 +234,25 @@ def _run(config: Config) -> Iterator[str]:
     yield from _streaming(config)
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as one may be half-written, found 1"
+
+
+def _titan(config: Config) -> Iterator[str]:
+    """What TorchTitan would refuse only on the ranks."""
+    profiling = config.profiling
+    least = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.profile_freq < least:
+        yield (
+            f"profiling.profile_freq: expected at least profiler_warmup + profiler_active = {least}, "
+            f"found {profiling.profile_freq}"
+        )
+    for target in config.override.imports:
+        module = target.rpartition(".")[0]
+        try:
+            found = bool(module) and find_spec(module) is not None
+        except (ImportError, ValueError):  # of a parent package
+            found = False
+        if not found:
+            yield f'override.imports: expected "module.function" of a module that can be imported, found "{target}"'
 
 
 def _resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
@@ -467,7 +488,13 @@ def _placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[
     elif on_gpu and total > gpus:
         yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"
 
-    if on_gpu or hosts.device == "cuda" or not generators:
+    if on_gpu or hosts.device == "cuda":
+        return
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'
+    if config.profiling.enable_memory_snapshot:
+        yield "profiling.enable_memory_snapshot: expected false on a CPU, found true"
+    if not generators:
         return
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))

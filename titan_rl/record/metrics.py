@@ -97,6 +97,14 @@ DOCS: dict[str, str] = {
     "score/mean": "Reward model: mean score.",
     "score/min": "Reward model: lowest score.",
     "score/max": "Reward model: highest score.",
+    "throughput/tflops": "TFLOPS of the slowest trainer rank in the step, by TorchTitan's estimate of a token's FLOPs.",
+    "throughput/mfu": "That as a percentage of the GPU's bfloat16 peak, where TorchTitan knows it.",
+    "memory/max_active_gib": "Slowest trainer rank: most GPU memory in use in the step, in GiB.",
+    "memory/max_active_pct": "The same as a percentage of the GPU's memory.",
+    "memory/max_reserved_gib": "Slowest trainer rank: most GPU memory that torch's allocator held in the step.",
+    "memory/max_reserved_pct": "The same as a percentage of the GPU's memory.",
+    "memory/num_alloc_retries": "Slowest trainer rank: allocations that had to be retried since it started.",
+    "memory/num_ooms": "Slowest trainer rank: out-of-memory errors since it started.",
 }
 """Every key that a step may log. Histograms come beside them: "ratio/histogram", counts between types.RATIO_EDGES, and
 "policy_age/histogram", the tokens of each age from 0 on."""
@@ -176,6 +184,7 @@ def step_metrics(
         "lr": stats.lr,
         "updates/skipped": stats.skipped,
         **stats.metrics,
+        **stats.hardware,
         "policy_age/mean": ages.mean(),
         "policy_age/max": ages.max(),
         "dropped/groups": len(dropped) - failed,
@@ -237,5 +246,6 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
         "updates/skipped": stats.skipped,
         "tokens/trained": stats.tokens,
         **stats.metrics,
+        **stats.hardware,
     }
     return metrics if score is None else metrics | {EVAL_SCORE: score}

@@ -77,8 +77,10 @@ async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> Asyn
     finally:
         watch.close()
         if meshes is not None:
+            asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
+            seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
             with suppress(Exception):  # on the way out, nothing may mask what ended the run
-                await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), CLOSE_SECONDS)
+                await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
 
 
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:

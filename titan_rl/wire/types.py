@@ -216,6 +216,7 @@ class StepStats:
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
     metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
+    hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh
 
 
 class Backlog(NamedTuple):

@@ -31,7 +31,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     if key.choices:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
-        return st.lists(st.integers(), max_size=3)
+        return st.lists(st.text(max_size=8) if key.type == list[str] else st.integers(), max_size=3)
     if key.type is int:
         return st.integers(int(key.ge or 0), None if key.le is None else int(key.le))
     if key.type is float:
