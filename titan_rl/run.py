@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.preflight import checks
+from titan_rl.preflight.checks.host import visible_gpus
 from titan_rl.preflight.cli import parse
 from titan_rl.preflight.describe import describe
 from titan_rl.preflight.setup import Setup, prepare
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     invocation = parse(sys.argv[1:] if argv is None else argv)
     config = invocation.config
     terminal = Terminal()
-    device = "cuda" if checks.visible_gpus() and config.hosts.device != "cpu" else "cpu"
+    device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
     if invocation.dry_run:
         with tempfile.TemporaryDirectory() as scratch:
             setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))

@@ -1,11 +1,11 @@
-"""What a run is made of, resolved from its config before any process is spawned."""
+"""Resolves what a run consists of from its config, before any process is spawned."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, aside
 from titan_rl.tasks import tokenizer as characters
@@ -20,20 +20,19 @@ from titan_rl.wire.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    name: str  # of the config
+    name: str  # config name
     config: Config
     folder: Path  # the dump folder
     shape: ModelShape
     tokenizer: TextTokenizer
-    model_folder: Path  # config.json and tokenizer, in Hugging Face's format, for vLLM
+    model_folder: Path  # Hugging Face folder with config.json and tokenizer, for vLLM
     task: Task
     sampling: Sampling
     heldout: Problems
-    practice: Problems  # as many of the training problems, where the cold start looks at them
+    practice: Problems  # eval.size training problems, if cold_start.stop_at is set
     device: str  # "cpu" or "cuda"
     resume: Resume
-    teacher: ModelShape | None  # where there is one
-    reward_model: ModelShape | None
+    role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
 
     @property
     def samples_rollouts(self) -> bool:
@@ -41,13 +40,13 @@ class Setup:
 
     @property
     def finished(self) -> bool:
-        """Trained to the last step, and exported."""
+        """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
         return trained and (self.folder / "hf").exists()
 
 
 def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
-    """Resolve a checked config. A dry run gives a `scratch` folder for the model's files and leaves the dump folder."""
+    """Resolve a checked config. With a `scratch` folder for the model's files (dry run), leave the dump folder as is."""
     folder = Path(config.job.dump_folder).absolute()
     if scratch is None and config.job.fresh and folder.exists():
         folder.rename(aside(folder))
@@ -64,7 +63,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
     rule = config.task.eval_reward or config.task.reward
-    measure = reward_for("exact" if rule == "model" else rule)  # without a rule there is nothing to evaluate: checks.py
+    measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -89,17 +88,16 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
-        teacher=shape_of_folder(config.teacher.hf_assets_path, "teacher.hf_assets_path")
-        if algorithm.needs_teacher
-        else None,
-        reward_model=shape_of_folder(config.reward_model.hf_assets_path, "reward_model.hf_assets_path")
-        if algorithm.kind == "rl" and config.task.reward == "model"
-        else None,
+        role_shapes={
+            name: shape_of_folder(role.hf_assets_path, f"{name}.hf_assets_path")
+            for name, role in config.roles.items()
+            if isinstance(role, TeacherSection | RewardModelSection)
+        },
     )
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:
-    """A model in Hugging Face's format, less its weights: what vLLM needs to build it."""
+    """Write a Hugging Face model folder without weights: what vLLM needs to build the model."""
     characters.build(folder)
     tokenizer = TextTokenizer.load(folder)
     config = shape.hf_config(bos=tokenizer.bos, eos=tokenizer.eos, pad=tokenizer.pad)

@@ -103,7 +103,7 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
         gpus = deal(own.parallelism.world_size)
         if name == "critic":
             return await begun(CriticMesh.spawn(host, config, setup.shape, gpus), "critic: processes, model, optimizer")
-        shape = {"teacher": setup.teacher, "reward_model": setup.reward_model}.get(name) or setup.shape
+        shape = setup.role_shapes.get(name, setup.shape)
         spawning = FrozenMesh.spawn(host, name, own.parallelism, config, shape, gpus)
         return await begun(spawning, f"{name}: processes, model")
 

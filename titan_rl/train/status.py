@@ -8,7 +8,7 @@ from titan_rl.control.server import RequestRefused
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.preflight.checks import CPU_SLOTS, visible_gpus
+from titan_rl.preflight.checks.host import CPU_SLOTS, visible_gpus
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.launch import Meshes
