@@ -469,7 +469,7 @@ class GeneratorMesh:
     async def _replace(self, index: int, error: RunError, incident: Incident, again: int) -> None:
         """Again and again, as far as the budget goes."""
         assert self._healing is not None
-        incidents, name = self._healing.incidents, incident.who
+        incidents, name = self._healing.incidents, incident.role
         while True:
             if not incidents.may_respawn(name):
                 del self.coming[index]
@@ -484,7 +484,7 @@ class GeneratorMesh:
                 incidents.note(f"{name} did not come back: {failed}")
                 error = failed
             else:
-                incidents.back(incident, f"{again} samples were begun anew", anew=again)
+                incidents.back(incident, f"{again} samples were begun anew", resampled=again)
                 return
 
     async def _join(self, index: int) -> None:

@@ -32,7 +32,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     clock = Clock()
     stop = Stop(task, clock, terminal)
     config, resume = setup.config, setup.resume
-    control = Control(setup.folder, Path(os.environ["TMPDIR"]) / "control", told=terminal.note)
+    control = Control(setup.folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     incidents = Incidents(setup.folder, config.fault, terminal.warn)
     status = Status(stop, incidents)
     control.question(status=status.answer)
