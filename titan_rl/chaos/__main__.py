@@ -139,7 +139,7 @@ class Chaos:
         machine, versions = done.get("machine", {}), done.get("versions", {})
         facts = {
             "date": str(datetime.date.today()),
-            "commit": git_commit(),
+            "commit": git_commit()[:12],
             "config": options.config,
             "seed": options.seed,
             "machine": f"{machine.get('cores')} x {machine.get('cpu')}",

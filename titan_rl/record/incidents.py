@@ -83,7 +83,7 @@ class Incidents:
         fault = self._fault
         if fault.max_restarts == 0:
             return error
-        what = "the run was rolled back" if role == ROLLBACK else f"{role} was respawned"
+        what = "the run went back" if role == ROLLBACK else f"{role} was respawned"
         times = f"{fault.max_restarts} time{'s' * (fault.max_restarts != 1)}"
         return RunError(
             f"{error}; {what} {times} within {fault.restart_window_seconds:g} s already",

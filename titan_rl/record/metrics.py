@@ -108,7 +108,7 @@ def _time_metrics(times: StepTimes) -> dict[str, float]:
     return {f"time/{part}": getattr(times, part) for part in ("judge", "train", "sync", "wait")}
 
 
-def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([r.reward for r in rollouts])
     lengths = np.array([r.sampled for r in rollouts])
@@ -135,7 +135,7 @@ def _update_metrics(stats: StepStats) -> dict[str, float]:
     }
 
 
-def _engine_metrics(engines: Sequence[EngineStats], times: StepTimes) -> dict[str, float]:
+def _engine_metrics(engines: Sequence[EngineStats], times: StepTimes) -> dict[str, float | np.floating]:
     sampling = np.array([engine.seconds for engine in engines])
     return {
         "bubble/generator": _share(times.wall - sampling.mean(), times.wall),

@@ -15,7 +15,8 @@ from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervi
 from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.record.metrics import DOCS, EVAL_SCORE, OCCASIONAL, StepTimes, fit_metrics, step_metrics
+from titan_rl.record.metric_docs import DOCS, EVAL_SCORE, OCCASIONAL
+from titan_rl.record.metrics import StepTimes, fit_metrics, step_metrics
 from titan_rl.wire.types import Batch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
