@@ -1,6 +1,6 @@
-"""`python -m titan_rl.ctl RUN COMMAND`: show the state of a running run, or control it. RUN is its dump folder.
+"""`python -m titan_rl.ctl RUN COMMAND`: show the state of a run, or control it. RUN is its dump folder.
 
-Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or no such run is running on this host.
+Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or no run is active there on this host.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.ctl",
-        description="Show the state of a running run, or control it.",
+        description="Show the state of a run, or control it, while it runs.",
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {doc}" for name, doc in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

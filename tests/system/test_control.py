@@ -17,7 +17,7 @@ def ctl(folder: Path, *argv: str, timeout: float = 60) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
-def told(run: Run, *argv: str) -> dict[str, Any]:
+def ask(run: Run, *argv: str) -> dict[str, Any]:
     done = ctl(run.folder, *argv, "--json", timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -35,20 +35,20 @@ def test_a_run_is_saved_paused_resumed_and_stopped(runs: Runs, tmp_path: Path) -
     keys: dict[str, Any] = {"checkpoint__keep_latest_k": 0, "algorithm__max_dead_steps": 0}
     run = runs.start(tmp_path / "run", training__steps=1000, checkpoint__interval=1000, **keys)
     run.wait_for_step(1)
-    assert told(run, "status")["run"]["state"] == "training"
-    first = told(run, "checkpoint")["saved"]
+    assert ask(run, "status")["run"]["state"] == "training"
+    first = ask(run, "checkpoint")["saved"]
     assert f"step-{first}" in checkpoints(run)
 
-    paused = told(run, "pause")
+    paused = ask(run, "pause")
     assert paused["state"] == "paused"
-    assert steps(run)[-1] == paused["saved"] == told(run, "checkpoint")["saved"] > first
+    assert steps(run)[-1] == paused["saved"] == ask(run, "checkpoint")["saved"] > first
     assert f"step-{paused['saved']}" in checkpoints(run)
     time.sleep(2)
     assert steps(run)[-1] == paused["saved"]
-    assert paused.items() <= told(run, "status")["run"].items()
+    assert paused.items() <= ask(run, "status")["run"].items()
     assert "paused" in ctl(run.folder, "status").stdout
 
-    assert told(run, "resume")["state"] == "training"
+    assert ask(run, "resume")["state"] == "training"
     run.wait_for_step(paused["saved"] + 1)
     refused = ctl(run.folder, "scale", "trainers=3")
     assert refused.returncode == 1
@@ -77,8 +77,8 @@ def test_a_run_that_is_starting_answers_and_can_be_stopped(runs: Runs, tmp_path:
     deadline = time.monotonic() + 60
     while not (run.folder / ANNOUNCEMENT).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert told(run, "status")["run"]["state"] == "starting"
-    assert told(run, "stop", "--wait")["state"] == "stopping"
+    assert ask(run, "status")["run"]["state"] == "starting"
+    assert ask(run, "stop", "--wait")["state"] == "stopping"
     out = run.finish(timeout=30)
     assert run.code == 130, out
     assert not run.processes()

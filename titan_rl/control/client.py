@@ -1,4 +1,4 @@
-"""Sends commands to a running run over its socket, and waits for its end."""
+"""Sends commands to a run over its socket, and waits for its end."""
 
 import json
 import socket

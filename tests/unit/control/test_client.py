@@ -18,7 +18,7 @@ from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.ctl import main
 
 
-def beside_a_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
+def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
     async def run() -> int:
         async with serving(tmp_path, sockets) as control:
             control.offer(checkpoint=never, pause=fail, resume=refuse)
@@ -28,7 +28,7 @@ def beside_a_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
 
 
 def test_ctl_shows_tables(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert beside_a_server(tmp_path, sockets, "status") == 0
+    assert ctl_with_server(tmp_path, sockets, "status") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[:2] == [["run"], ["state", "training"]]
     assert ["saved", "-"] in lines
@@ -40,7 +40,7 @@ def test_ctl_shows_tables(tmp_path: Path, sockets: Path, capsys: pytest.CaptureF
 
 
 def test_ctl_prints_json(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert beside_a_server(tmp_path, sockets, "status", "--json") == 0
+    assert ctl_with_server(tmp_path, sockets, "status", "--json") == 0
     assert json.loads(capsys.readouterr().out) == STATUS
 
 
@@ -56,7 +56,7 @@ def test_ctl_prints_json(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFi
 def test_ctl_says_what_was_refused(
     tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
 ) -> None:
-    assert beside_a_server(tmp_path, sockets, *argv) == 1
+    assert ctl_with_server(tmp_path, sockets, *argv) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert error in err
