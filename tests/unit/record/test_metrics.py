@@ -47,7 +47,7 @@ def metrics_of_losses() -> dict[str, set[str]]:
         tokens = Tokens(x, x, torch.ones(4), torch.ones(4) / 4, sequence, 2, reference=x)
         return policy_loss(x, x, tokens, Surrogate(kl=kl))[1]
 
-    names = {
+    statistics = {
         **{f"rl, {kl}": policy(kl) for kl in get_args(Estimator)},
         "supervised": supervised_loss(x, x, torch.ones(4), torch.ones(4) / 4)[1],
         "preference": dpo_loss(x, x, reference_T=x, beta=0.1, **pairs)[1],
@@ -55,7 +55,9 @@ def metrics_of_losses() -> dict[str, set[str]]:
         "value": value_loss(x, old_T=x, return_T=x, mask_T=torch.ones(4), weight_T=torch.ones(4) / 4, clip=0.2)[1],
     }
     batch = Batch([], 4, 2)
-    steps = {name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1, busy=1) for name, s in names.items()}
+    steps = {
+        name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1, busy=1) for name, s in statistics.items()
+    }
     assert {name for step in steps.values() for name in step.histograms} == {"ratio/histogram"}
     return {name: set(step.metrics) for name, step in steps.items()}
 
