@@ -140,7 +140,7 @@ class Fleet:
 
     async def _replace(self, incidents: Incidents, index: int, error: RunError, incident: Incident, again: int) -> None:
         """Spawn another replica, as often as it takes and the budget allows."""
-        name = incident.who
+        name = incident.role
         while True:
             if not incidents.may_respawn(name):
                 del self.coming[index]
@@ -155,7 +155,7 @@ class Fleet:
                 incidents.note(f"{name} did not come back: {failed}")
                 error = failed
             else:
-                incidents.back(incident, f"{again} samples were started again", anew=again)
+                incidents.back(incident, f"{again} samples were started again", resampled=again)
                 return
 
     async def _join(self, index: int) -> None:

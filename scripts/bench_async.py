@@ -52,8 +52,8 @@ from titan_rl.meshes.spawn import spawn
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.ledger import Ledger
-from titan_rl.record.metrics import EVAL_SCORE
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.rollout.judges import by_rule
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks import tokenizer as characters

@@ -42,7 +42,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import Batch, Sample

@@ -56,7 +56,7 @@ from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
 from titan_rl.environment import prepare_environment
 from titan_rl.kernels.pack_weights import pack, window
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError

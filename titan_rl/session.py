@@ -32,7 +32,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     assert task is not None
     config, folder, clock = setup.config, setup.folder, Clock()
     stop = Stop(task, clock, terminal)
-    control = Control(folder, Path(os.environ["TMPDIR"]) / "control", told=terminal.note)
+    control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     incidents = Incidents(folder, config.fault, terminal.warn)
     status = Status(stop, incidents)
     control.question(status=status.answer)

@@ -153,8 +153,8 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     done, killed = tended(work())
     all_are_whole(model, 8, 300, done)
     incident = tended.incidents.all[-1]
-    assert incident.who == f"generator{last}"
-    assert "died: its process" in incident.why
+    assert incident.role == f"generator{last}"
+    assert "died: its process" in incident.reason
     assert incident.time - killed < SOON
     tended(tended.healed())
     assert incident.outcome == "back"
@@ -200,7 +200,7 @@ def test_a_replica_that_stands_still_is_replaced_within_its_deadline(tended: Ten
     done, stopped = tended(work())
     all_are_whole(model, 6, 300, done)
     (incident,) = tended.incidents.all[count:]
-    assert "did not answer within" in incident.why
+    assert "did not answer within" in incident.reason
     assert incident.time - stopped < 2 * HANG_SECONDS + SOON
 
 
@@ -219,7 +219,7 @@ def test_a_replica_that_fails_is_replaced(tended: Tended, model: Any) -> None:
 
     done = tended(work())
     all_are_whole(model, 6, 200, done)
-    assert "RuntimeError" in tended.incidents.all[-1].why
+    assert "RuntimeError" in tended.incidents.all[-1].reason
 
 
 @pytest.mark.parametrize("tended", ["two replicas", "stealing"], indirect=True)

@@ -1,7 +1,6 @@
 """Answers `ctl RUN status` and `ctl RUN scale`."""
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from titan_rl.control.server import RequestRefused
@@ -32,7 +31,7 @@ class Status:
                 for wait in waits()
                 if wait.verb not in STANDING
             ],
-            "faults": [asdict(incident) for incident in self._incidents.all],
+            "faults": [incident.record() for incident in self._incidents.all],
         }
 
     def _ranks(self) -> list[dict[str, Any]]:
