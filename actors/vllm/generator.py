@@ -141,7 +141,7 @@ class Generator(Actor):
     async def connect(self, sources: "list[Source]", sync: WeightSyncSection) -> list[str]:
         """Where this rank's weights are read from; any memory to read them into is allocated here. Answers with the
         transport of each source."""
-        from titan_rl.actors.quiet import quiet_rdma
+        from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
         with quiet_rdma():

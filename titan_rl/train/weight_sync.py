@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generators import REFUSED, GeneratorMesh, Pulled, Replica
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.manifest import Manifest, Publication
@@ -93,7 +93,7 @@ class Slots:
 class WeightSync:
     """`connect` plans and connects; `sync` makes the generators serve what the trainers hold."""
 
-    def __init__(self, trainers: TrainerMesh, generators: GeneratorMesh, clock: Clock) -> None:
+    def __init__(self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock) -> None:
         self.transports = ""  # for the terminal
         self._trainers = trainers
         self._generators = generators
