@@ -193,8 +193,8 @@ class Phase:
         self._checkpoints.save(step)
 
     def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
-        """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next step
-        may run during the copy."""
+        """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next
+        step may run during the copy."""
         self._stands_at(step, controller)
         return self._copies.begin(part)
 
