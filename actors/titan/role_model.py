@@ -94,9 +94,8 @@ class RoleModel(TitanModel):
 
     @property
     def _objective(self) -> Objective:
-        if self.role == "critic":
-            return self._objectives.value
-        return self._objectives.named("supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind)
+        kind = "supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind
+        return self._objectives.named("value" if self.role == "critic" else kind)
 
     def scores(self, batch: Batch, temperature: float, lent: str = "") -> tuple[list[np.ndarray], int]:
         """Return each place's log-prob or value, under the model's own weights or those `lent` to it; and the checksum
