@@ -52,9 +52,8 @@ class RoleModel(TitanModel):
     def begin_phase(self, name: PhaseName, at: int | SnapshotPart) -> TrainState:
         """Begin a phase on the current weights (at=0), or resume it from a checkpoint's step or from a snapshot."""
         self.close()
-        folder = self.config.checkpoint.folder
-        if self.role == "critic" or name == "cold_start":
-            folder += f"/{'critic' if self.role == 'critic' else name}"
+        inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
+        folder = self.config.checkpoint.folder + inner
         self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder, at=at), name
         return self._phase.state
 
@@ -64,19 +63,14 @@ class RoleModel(TitanModel):
         return self._phase_name, self._in_phase.state.step
 
     def _schedule(self, name: PhaseName) -> Schedule:
-        cold, critic, s, steps = (
-            self.config.cold_start,
-            self.config.critic,
-            self.config.lr_scheduler,
-            self.config.training.steps,
-        )
+        c, cold, s = self.config, self.config.cold_start, self.config.lr_scheduler
         if self.role == "critic":
-            return Schedule(lr=critic.lr, steps=steps, warmup_steps=critic.warmup_steps, decay_ratio=0.0)
+            return Schedule(lr=c.critic.lr, steps=c.training.steps, warmup_steps=c.critic.warmup_steps, decay_ratio=0.0)
         if name == "cold_start":
             return Schedule(lr=cold.lr, steps=cold.steps, warmup_steps=cold.warmup_steps, decay_ratio=cold.decay_ratio)
         return Schedule(
-            lr=self.config.optimizer.lr,
-            steps=steps,
+            lr=c.optimizer.lr,
+            steps=c.training.steps,
             warmup_steps=s.warmup_steps,
             decay_ratio=s.decay_ratio,
             decay_type=s.decay_type,

@@ -57,7 +57,7 @@ class StateCopy:
         return held.nbytes
 
     def wait(self) -> None:
-        """Block until the pending copy is whole. A failed one is printed and dropped; training does not depend on it."""
+        """Block until the pending copy is whole. A failed one is printed and dropped; training does not need it."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             try:
