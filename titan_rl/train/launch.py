@@ -47,7 +47,7 @@ class Meshes:
             await self.generators.sleep()
 
     def named(self, name: str) -> ModelMesh | None:
-        """Return the mesh to respawn as a whole; the generators' is none, as it replaces its replicas itself."""
+        """Return a mesh that is respawned as a whole; the generator mesh replaces its replicas itself."""
         return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
 
     @property
