@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from titan_rl.actors.quiet import quiet_rdma
+from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing, Source
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Offer, is_remote

@@ -123,7 +123,7 @@ class Generator(Actor):
     async def connect(self, sources: "list[Source]", sync: WeightSyncSection) -> list[str]:
         """Connect this rank to the sources of its weights, and allocate any memory to read them into. Return the
         transport of each source."""
-        from titan_rl.actors.quiet import quiet_rdma
+        from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
         with quiet_rdma():

@@ -27,7 +27,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.meshes.deaths import PROC_NAME
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.train.weight_sync import WeightSync
@@ -146,10 +146,10 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
         shape = shape_of(config.model)
         write_model_folder(tmp_path / "model", shape)
         settings = EngineSettings(model_dir=str(tmp_path / "model"), max_model_len=64, kv_cache_memory_mb=16)
-        trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
+        trainers = ModelMesh(this_host(), "trainer", config, shape, {})
         generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
         (engine, *_), _ = await asyncio.gather(generators.start(), trainers.start())
-        await trainers.begin("rl")
+        await trainers.begin_phase("rl", 0)
         weights = WeightSync(trainers, generators, Clock())
         await weights.connect(config, shape)
         assert weights.transports == "RDMABuffer (TCP fallback)"

@@ -14,7 +14,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -108,11 +108,11 @@ async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
         model = made_by_transformers(folder / "assets", model)
     config = run_config(folder, model, parallelism, tp, dtype)
     shape, clock = shape_of(model), Clock()
-    trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
+    trainers = ModelMesh(this_host(), "trainer", config, shape, {})
     live, _ = await asyncio.gather(
         generators(config, model_folder(folder / "model", shape), load=False), trainers.start()
     )
-    await trainers.begin("rl")
+    await trainers.begin_phase("rl", 0)
     weights = WeightSync(trainers, live, clock)
     await weights.connect(config, shape)
 
@@ -144,7 +144,7 @@ WAYS = (
 
 
 async def by_other_ways(
-    config: c.Config, shape: ModelShape, trainers: TrainerMesh, live: GeneratorMesh, held: list[dict[str, str]]
+    config: c.Config, shape: ModelShape, trainers: ModelMesh, live: GeneratorMesh, held: list[dict[str, str]]
 ) -> list[dict[str, str]]:
     """Sync one more step by each way; a sync by the usual way must then change nothing."""
     for version, way in enumerate(WAYS, start=2):

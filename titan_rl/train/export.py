@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.run_folder import aside
 
@@ -20,7 +20,7 @@ ASSETS = (
 )
 
 
-async def export(setup: Setup, trainers: TrainerMesh, final: Path) -> Path:
+async def export(setup: Setup, trainers: ModelMesh, final: Path) -> Path:
     """Write under a temporary name, then rename: the folder is whole or absent. An older one is moved aside."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

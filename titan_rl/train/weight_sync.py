@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import REFUSED
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
-from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.manifest import Manifest, Publication
@@ -97,7 +97,7 @@ class Slots:
 class WeightSync:
     """Plans and connects (`connect`), then makes the generators serve what the trainers hold (`sync`)."""
 
-    def __init__(self, trainers: TrainerMesh, generators: GeneratorMesh, clock: Clock) -> None:
+    def __init__(self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock) -> None:
         self.transports = ""  # for the terminal
         self._trainers = trainers
         self._generators = generators

@@ -16,6 +16,7 @@ import numpy as np
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
 PhaseName = Literal["cold_start", "rl"]  # supervised steps, then those of the algorithm, on one model
+RoleName = Literal["trainer", "critic", "reference", "teacher", "reward_model"]  # a mesh of TorchTitan ranks
 
 Column = Literal[
     "behaviour",  # log-prob of the token when it was sampled
