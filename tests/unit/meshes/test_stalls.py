@@ -1,4 +1,4 @@
-"""Reports about processes that do not answer, of processes that really do not."""
+"""Reports about real processes that do not answer."""
 
 import asyncio
 import re
@@ -76,7 +76,7 @@ def test_a_report_says_who_waits_and_what_every_rank_of_the_mesh_is_doing() -> N
         assert "dreams (<string>:3)" in about[name]
         assert "0.0 cores busy" in about[name]
     assert "spins (<string>:" in about["trainer[dp=2 tp=0]"]
-    assert turns > 5, "the event loop went on"
+    assert turns > 5, "the event loop kept running"
 
 
 def test_without_py_spy_the_report_says_so_and_asks_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
