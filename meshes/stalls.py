@@ -58,12 +58,11 @@ class Wait:
     verb: str
     since: float  # time.monotonic()
     seconds: float | None = None  # the deadline
-    on_behalf: str = "controller"
 
     def __str__(self) -> str:
         deadline = "no deadline" if self.seconds is None else f"deadline {self.seconds:g} s"
         waited = f"{time.monotonic() - self.since:.0f} s ({deadline})"
-        return f"{self.on_behalf} waits on {self.actor} for {self.verb} since {waited}"
+        return f"controller waits on {self.actor} for {self.verb} since {waited}"
 
 
 class Process(NamedTuple):
