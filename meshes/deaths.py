@@ -119,9 +119,8 @@ def _find(unborn: dict[str, int]) -> None:
                 if name not in unborn or child.pid in _followed:
                     continue
                 _followed[child.pid] = name
-            follower = threading.Thread(target=_follow, args=(child.pid, name, unborn.pop(name)), daemon=True)
-            follower.name = f"follows {name}"
-            follower.start()
+            life = unborn.pop(name)
+            threading.Thread(target=_follow, args=(child.pid, name, life), name=f"follows {name}", daemon=True).start()
         time.sleep(0.1)
 
 

@@ -1,4 +1,4 @@
-"""Report why a call is not answered: who waits on whom for what, and what the silent processes are doing.
+"""Report why a call is not answered: what this process waits for, and what the silent processes are doing.
 
     controller waits on trainer[dp=1 tp=0] for step since 61 s (deadline 60 s)
     trainer[dp=0 tp=0], process 9886: sleeping, 41.2 s of CPU, 0.0 cores busy
@@ -58,12 +58,11 @@ class Wait:
     verb: str
     since: float  # time.monotonic()
     seconds: float | None = None  # the deadline
-    on_behalf: str = "controller"
 
     def __str__(self) -> str:
         deadline = "no deadline" if self.seconds is None else f"deadline {self.seconds:g} s"
         waited = f"{time.monotonic() - self.since:.0f} s ({deadline})"
-        return f"{self.on_behalf} waits on {self.actor} for {self.verb} since {waited}"
+        return f"controller waits on {self.actor} for {self.verb} since {waited}"
 
 
 class Process(NamedTuple):
@@ -126,7 +125,7 @@ async def _stack(pid: int, tool: str | None) -> str:
         why = f"no answer within {DUMP_SECONDS:g} s"
     except OSError as error:
         why = str(error)
-    return f"py-spy shows no stack ({' '.join(why.split()) or 'without a word'}); {kernel_waits(pid)}"
+    return f"py-spy shows no stack ({' '.join(why.split()) or 'no message'}); {kernel_waits(pid)}"
 
 
 async def _output(*command: str) -> tuple[int, str, str]:
@@ -167,6 +166,6 @@ def kernel_waits(pid: int) -> str:
     for path in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with suppress(OSError):  # the thread is gone, or reading it is not permitted
             where = path.read_text().strip()
-            waits["no wait that it tells of" if where in ("", "0") else where] += 1
-    told = ", ".join(f"{count} in {where}" for where, count in waits.most_common())
-    return f"its threads are in the kernel: {told}" if told else "nor does the kernel tell where its threads are"
+            waits["no known function" if where in ("", "0") else where] += 1
+    counts = ", ".join(f"{count} in {where}" for where, count in waits.most_common())
+    return f"its threads are in the kernel: {counts}" if counts else "the kernel does not show where its threads are"

@@ -55,12 +55,7 @@ class EngineInfo:
     """Facts about a started engine."""
 
     pid: int
-    vllm: str  # version
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
-    nbytes: int  # of these parameters
-    kv_tokens: int  # capacity of the KV cache
-    import_seconds: float
-    build_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +101,17 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise RuntimeError("expected engine.ENV in this process's launch environment, found it missing")
-        began = time.perf_counter()
         with _without_gc():
             _quiet_logging()
-            import vllm
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
 
             on_cpu = current_platform.is_cpu()
             if on_cpu:
                 vllm_cpu.patch()
-        imported = time.perf_counter()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
-        built = time.perf_counter()
         config = self._llm.vllm_config
         if on_cpu:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
@@ -133,16 +124,7 @@ class Engine:
         self.version: int | None = None
         self.asleep = False
         self._offloads = settings.sleeps and not on_cpu
-        params = self.params()
-        self.info = EngineInfo(
-            pid=os.getpid(),
-            vllm=vllm.__version__,
-            shapes={name: tuple(p.shape) for name, p in params.items()},
-            nbytes=sum(p.nbytes for p in params.values()),
-            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-            import_seconds=imported - began,
-            build_seconds=built - imported,
-        )
+        self.info = EngineInfo(os.getpid(), {name: tuple(p.shape) for name, p in self.params().items()})
 
     @property
     def busy(self) -> bool:

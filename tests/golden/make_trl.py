@@ -152,11 +152,11 @@ def policy_case(
     if "importance_sampling_ratio" in batch:
         outputs["importance_ratio"] = batch["importance_sampling_ratio"].expand_as(x["mask"])
     if trainer is GRPOTrainer:  # of a whole sequence's ratio, TRL counts clips by sequence
-        told = ["entropy", "kl"]
+        logged = ["entropy", "kl"]
         if settings.get("importance_sampling_level") != "sequence":
-            told += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
+            logged += ["clip_ratio/low_mean", "clip_ratio/high_mean"]
         metrics = made._metrics["train"]
-        outputs |= {name: torch.tensor(metrics[name][0]) for name in told if name in metrics}
+        outputs |= {name: torch.tensor(metrics[name][0]) for name in logged if name in metrics}
     leaves = {"logprob": x["logprob"]}
     if settings.get("entropy_coef"):
         leaves["entropy"] = x["entropy"]
@@ -282,7 +282,7 @@ def preference() -> list[dict[str, Any]]:
         dpo_case("sigmoid", seed=41, loss_types=["sigmoid"], beta=0.1, label_smoothing=0.0),
         dpo_case("sigmoid_sharp", seed=42, loss_types=["sigmoid"], beta=0.7, label_smoothing=0.0),
         dpo_case("ipo", seed=43, loss_types=["ipo"], beta=0.2, label_smoothing=0.0),
-        # The smoothed sigmoid, which TRL has under this name only: sorting one pair leaves it as it is.
+        # The smoothed sigmoid, which TRL has under this name only. Sorting one pair does not change it.
         dpo_case("smoothed", seed=44, pairs=1, loss_types=["aot_unpaired"], beta=0.3, label_smoothing=0.1),
         dpo_case("smoothed_more", seed=45, pairs=1, loss_types=["aot_unpaired"], beta=0.3, label_smoothing=0.3),
         reward_case("bradley_terry", seed=46),

@@ -26,10 +26,10 @@ TOLERANCE = 1e-6
 NO_DUAL_CLIP = 1e9  # verl's setting if it is meant to be off
 
 Case = dict[str, Any]
-Told = tuple[torch.Tensor, Statistics]
+LossResult = tuple[torch.Tensor, Statistics]
 Columns = dict[str, torch.Tensor]  # [N, L] each
-Loss = Callable[[torch.Tensor, torch.Tensor, Tokens, Surrogate], Told]
-Terms = Callable[["Placed"], Told]
+Loss = Callable[[torch.Tensor, torch.Tensor, Tokens, Surrogate], LossResult]
+Terms = Callable[["Placed"], LossResult]
 
 
 def cases(file: str) -> dict[str, Case]:
@@ -130,7 +130,7 @@ def summed(microbatches: list[Placed], terms: Terms) -> tuple[torch.Tensor, Coun
 
 
 def policy_terms(loss_of: Loss, surrogate: Surrogate, x: Columns) -> Terms:
-    def terms(at: Placed) -> Told:
+    def terms(at: Placed) -> LossResult:
         tokens = Tokens(
             behaviour=at(x["behaviour"]),
             proximal=at(x["old"]),

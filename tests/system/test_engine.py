@@ -1,7 +1,7 @@
-"""The engine on a real vLLM, against Hugging Face's forward of the same tiny Llama.
+"""The engine on a real vLLM, compared with Hugging Face's forward of the same tiny Llama.
 
-vLLM leaves a process group, patches and settings behind, so one test runs this file's check_* functions in a pytest of
-their own.
+vLLM leaves a process group, patches and settings behind, so one test runs this file's check_* functions in a separate
+pytest process.
 """
 
 import os
@@ -48,7 +48,7 @@ def loaded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture
 def engine(loaded: Engine) -> Iterator[Engine]:
-    """Idle, with an empty prefix cache."""
+    """An idle engine with an empty prefix cache."""
     loaded.set_version(0)
     yield loaded
     withdraw_all(loaded)
@@ -75,7 +75,7 @@ def finish(engine: Engine) -> dict[str, list[Completion]]:
 
 
 def reference(model: Any, context: list[int], tokens: list[int], temperature: float) -> "Tensor":
-    """Log-probs over the vocabulary at each sampled position.  # [T, V]"""
+    """Return log-probs over the vocabulary at each sampled position.  # [T, V]"""
     import torch
 
     with torch.no_grad():
@@ -84,7 +84,7 @@ def reference(model: Any, context: list[int], tokens: list[int], temperature: fl
 
 
 def gap(model: Any, completion: Completion, temperature: float = 1.0, context: list[int] = CONTEXT) -> list[float]:
-    """Per token: |log-prob reported - log-prob by the reference|."""
+    """Return |log-prob reported - log-prob of the reference| per token."""
     expected = reference(model, context, completion.tokens, temperature)
     pairs = zip(completion.tokens, completion.logprobs, strict=True)
     return [abs(expected[i, token].item() - logprob) for i, (token, logprob) in enumerate(pairs)]
@@ -191,7 +191,7 @@ def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any)
         assert c.versions == [0] * 10 + [1] * 14
         old, new = gap(model, c), gap(changed, c)
         assert max(old[:10]) < 1e-5
-        assert max(new[10:]) < 1e-5  # over keys and values that the new weights computed
+        assert max(new[10:]) < 1e-5  # with keys and values computed by the new weights
         assert max(old[10:]) > 1e-2
 
 
@@ -344,7 +344,7 @@ def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Re
     engine.add([Request("open", CONTEXT, [0], Sampling(4))])
     with pytest.raises(ValueError, match=message):
         engine.add([Request("fine", CONTEXT, [0], Sampling(4)), request_])
-    assert list(finish(engine)) == ["open"]  # none of the refused call entered
+    assert list(finish(engine)) == ["open"]  # no request of the refused call was added
 
 
 def check_fingerprints_tell_which_parameter_changed(engine: Engine, model: Any) -> None:

@@ -1,7 +1,7 @@
 """Record what a process did when, as spans. Recording one takes about a microsecond; they are kept until taken.
 
     with span("forward", tokens=96): ...            one stretch of work
-    with span("sample", lane="group", id=7): ...    one of many concurrent stretches, told apart by their id
+    with span("sample", lane="group", id=7): ...    one of many concurrent stretches, each with an id
     span.take()                                     what was recorded since the last take
 
 A lane is one thread of execution: its spans nest. Concurrent asyncio tasks use another lane, or give their spans an id.

@@ -14,8 +14,8 @@ import torch
 
 from golden.replay import (
     Case,
+    LossResult,
     Placed,
-    Told,
     by_group,
     cases,
     columns,
@@ -115,7 +115,7 @@ def test_leave_one_out_advantages_are_trls() -> None:
 @pytest.mark.parametrize("clip", ["ppo", "none"])
 @pytest.mark.parametrize("name", sorted(TRL_RLOO))
 def test_on_policy_rloo_has_trls_gradients(name: str, clip: Any) -> None:
-    """TRL's ratio is of the whole answer, a product over its tokens; where it is 1, that is a sum over tokens."""
+    """TRL's ratio is that of the whole answer, a product over its tokens; at 1 its gradient is a sum over tokens."""
     case = TRL_RLOO[name]
     inputs = case["inputs"]
     k1 = kl_penalty(np.array(inputs["old"]), np.array(inputs["reference"]), "k1")
@@ -137,7 +137,7 @@ def preference(case: Case, kind: Preference) -> tuple[torch.Tensor, Counter[str]
     logprob, reference = tensor(inputs["logprob"]).requires_grad_(), tensor(inputs["reference"])
     packed = samples({key: [inputs[key][i] for i in order] for key in ("length", "mask")})
 
-    def terms(at: Placed) -> Told:
+    def terms(at: Placed) -> LossResult:
         return dpo_loss(
             at(logprob[order]),
             at(torch.zeros_like(reference)),
@@ -163,7 +163,7 @@ def test_preference_losses_and_their_metrics_are_trls(name: str) -> None:
     compare(loss, theirs["loss"])
     compare(logprob.grad, case["gradients"]["logprob"])
     if name == "ipo":
-        sums = preference(case, "dpo")[1]  # TRL logs rewards of sums over tokens beside a loss of means
+        sums = preference(case, "dpo")[1]  # TRL's loss averages over tokens, but it logs rewards of sums
     for key in (key for key in theirs if "/" in key):
         compare(sums[key] / len(case["inputs"]["mask"]), theirs[key])
 

@@ -14,8 +14,8 @@ from golden.replay import (
     GROUP,
     PROMPT,
     Case,
+    LossResult,
     Placed,
-    Told,
     by_group,
     cases,
     columns,
@@ -109,7 +109,7 @@ def test_the_value_loss_is_verls(name: str) -> None:
     value = tensor(inputs["value"]).requires_grad_()
     old, returns = tensor(inputs["old_value"]), tensor(inputs["return"])
 
-    def terms(at: Placed) -> Told:
+    def terms(at: Placed) -> LossResult:
         return value_loss(
             at(value),
             old_T=at(old),

@@ -28,7 +28,7 @@ from titan_rl.kernels.token_logprob import reference_token_logprob
 from titan_rl.wire.types import Sample
 
 CASES = cases("verl_policy.json")
-CASE = CASES["entropy"]  # every token has an advantage of its own; one sequence trains nothing
+CASE = CASES["entropy"]  # tokens have different advantages; one sequence trains nothing
 SURROGATE, AGGREGATION = verl_setup(CASE["settings"])
 SAMPLES = samples(CASE["inputs"])
 GAE = cases("verl_advantages.json")["gae"]

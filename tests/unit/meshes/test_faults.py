@@ -1,4 +1,4 @@
-"""What Monarch reports, as it reports it, turned into names."""
+"""Turn Monarch's own reports into errors that name the rank."""
 
 import asyncio
 import subprocess
@@ -40,11 +40,13 @@ def test_labels() -> None:
 
 
 def test_the_death_behind_an_error_is_its_cause() -> None:
-    """A peer's collective breaks before supervision sees the death: the death is what the user must read."""
+    """A peer's collective breaks before supervision sees the death. The user must read about the death."""
 
     async def body() -> RunError:
         watch, loop = Watch(), asyncio.get_running_loop()
-        loop.call_later(0.2, watch._hook, SimpleNamespace(report=lambda: OURS_TOO))  # Monarch's own actor goes first
+        loop.call_later(
+            0.2, watch._hook, SimpleNamespace(report=lambda: OURS_TOO)
+        )  # Monarch's own actor is reported first
         loop.call_later(0.3, watch._hook, SimpleNamespace(report=lambda: KILLED))
         broken = "trainer[dp=0 tp=0] failed in step: RuntimeError"
         try:
@@ -68,7 +70,7 @@ def test_an_error_of_no_rank_waits_for_no_death() -> None:
 
 
 def driven(watch_tends: list[str], report: str) -> str:
-    """What comes of work that waits for ever when a report comes in, and of work that is driven after it."""
+    """Drive work that is interrupted by a report, and other work after it. Return the first error."""
 
     async def body() -> str:
         watch, loop = Watch(watch_tends), asyncio.get_running_loop()
@@ -124,7 +126,7 @@ def test_a_call_that_does_not_answer_is_named() -> None:
 
 
 def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
-    """The kernel tells, however Monarch is doing; a later process of the same name begins with a clean slate."""
+    """The kernel reports it, independently of Monarch; a later process of the same name starts without it."""
 
     def child() -> subprocess.Popen[bytes]:
         deaths.follow(["role[dp=0 tp=0]"])
@@ -144,7 +146,7 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
         began = loop.time()
         with pytest.raises(RankDied, match=r"role\[dp=0 tp=0\] died: its process was killed by signal 9"):
             await task
-        with pytest.raises(RankDied):  # nor does a call that comes later wait
+        with pytest.raises(RankDied):  # a later call does not wait either
             await ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60)
         took = loop.time() - began
         assert not other.done()

@@ -1,4 +1,4 @@
-"""Reports about processes that do not answer, of processes that really do not."""
+"""Reports about real processes that do not answer."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ def test_a_report_says_who_waits_and_what_every_rank_of_the_mesh_is_doing() -> N
         }
         now = time.monotonic()
         wait = Wait("trainer[dp=1 tp=0]", "step", now - 61, 60)
-        others = [Wait("generator0[tp=0]", "take", now - 5, on_behalf="sync"), wait]
+        others = [Wait("generator0[tp=0]", "take", now - 5), wait]
 
         async def body() -> tuple[str, int]:
             reporting = asyncio.create_task(report(wait, others, ranks))
@@ -66,7 +66,7 @@ def test_a_report_says_who_waits_and_what_every_rank_of_the_mesh_is_doing() -> N
         said, turns = asyncio.run(body())
     head, also, *rest = said.splitlines()
     assert head == "controller waits on trainer[dp=1 tp=0] for step since 61 s (deadline 60 s)"
-    assert also == "also: sync waits on generator0[tp=0] for take since 5 s (no deadline)"
+    assert also == "also: controller waits on generator0[tp=0] for take since 5 s (no deadline)"
     about = dict(re.findall(r"^(trainer.*?), process(.*(?:\n  .*)*)", "\n".join(rest), re.MULTILINE))
     assert about.keys() == set(ranks) - {"trainer2[dp=0 tp=0]"}
     assert f" {asleep.pid}: sleeping" in about["trainer[dp=0 tp=0]"]
@@ -76,7 +76,7 @@ def test_a_report_says_who_waits_and_what_every_rank_of_the_mesh_is_doing() -> N
         assert "dreams (<string>:3)" in about[name]
         assert "0.0 cores busy" in about[name]
     assert "spins (<string>:" in about["trainer[dp=2 tp=0]"]
-    assert turns > 5, "the event loop went on"
+    assert turns > 5, "the event loop kept running"
 
 
 def test_without_py_spy_the_report_says_so_and_asks_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""The keys of [generator] on their way to vLLM."""
+
+from dataclasses import fields
+
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args
+
+SETTINGS = EngineSettings(
+    model_dir="folder", max_model_len=64, tensor_parallel_degree=2, block_size=16, kv_cache_memory_mb=3, seed=7
+)
+
+
+def test_every_key_reaches_vllm_under_its_name() -> None:
+    args = engine_args(SETTINGS)
+    for key in {field.name for field in fields(SETTINGS)} - NOT_VLLMS:
+        assert args[VLLM_NAMES.get(key, key)] == getattr(SETTINGS, key)
+    assert not NOT_VLLMS & args.keys()
+    assert (args["model"], args["tensor_parallel_size"], args["seed"]) == ("folder", 2, 7)
+    assert args["distributed_executor_backend"] == "external_launcher"
+
+
+def test_a_cache_of_no_size_is_sized_by_vllm() -> None:
+    assert engine_args(SETTINGS)["kv_cache_memory_bytes"] == 3 << 20
+    assert engine_args(EngineSettings(model_dir="folder", kv_cache_memory_mb=0))["kv_cache_memory_bytes"] is None
