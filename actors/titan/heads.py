@@ -4,10 +4,7 @@ TokenHead    hidden -> log-prob of the target, entropy       without logits (ker
 ValueHead    hidden -> one number a place                    critic and reward model
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +28,14 @@ class TokenHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
-
-    @contextmanager
-    def asked(
-        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
-    ) -> Iterator[None]:
-        """The decoder's forward hands over hidden states only: what is asked of them is set around it."""
-        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
-        try:
-            yield
-        finally:
-            self._question = None
-
-    def forward(self, input: torch.Tensor) -> Any:
-        assert self._question is not None, "asked() sets the targets"
-        targets_BL, on_BL, temperature, with_entropy_grad = self._question
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: torch.Tensor,
+        targets_BL: torch.Tensor,
+        on_BL: torch.Tensor,
+        temperature: float,
+        with_entropy_grad: bool,
+    ) -> tuple[torch.Tensor, ...]:
         hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh

@@ -35,6 +35,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan import heads, titan_cpu
+from titan_rl.actors.titan.private import skip_lm_head
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
@@ -124,6 +125,8 @@ class TitanModel:
         model.to_empty(device=titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=None)
+        if self.shape.head == "lm":
+            skip_lm_head(model)  # logprobs() calls it, with the targets
         return model.train()
 
     def initialize(self) -> None:
@@ -144,9 +147,9 @@ class TitanModel:
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
-        head: heads.TokenHead = self.model.lm_head
-        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
-            return self._forward(rows)
+        with self.context():
+            hidden = self._forward(rows)
+            return self.model.lm_head(hidden, rows.targets, rows.mask > 0, temperature, with_entropy_grad)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
         """The value head's answer at each place, [B, L] float32."""
