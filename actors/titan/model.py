@@ -36,7 +36,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.private import skip_lm_head
-from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
 from titan_rl.wire.model_shape import ModelShape
@@ -214,9 +214,10 @@ class TitanModel:
         """The state dict with rotary projections whole on every rank. Undoing their row order across shards that cut a
         head (FSDP2 within TP) gives DTensors that claim overlapping rows: DCP refuses to save them, and would misload.
         """
+        rotary = {plain(name) for name in self.rope_head_dims}
         return {
             name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-            if name in self.rope_head_dims and isinstance(value, DTensor)
+            if name in rotary and isinstance(value, DTensor)
             else value
             for name, value in self.model.state_dict().items()
         }

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torchtitan.config import OverrideConfig, apply_overrides
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.observability.structured_logger import log_trace_span
 
 from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
 from titan_rl.actors.titan.model import titan_config
-from titan_rl.actors.titan.spec import build_spec, hf_names
+from titan_rl.actors.titan.spec import build_spec, hf_names, plain
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
@@ -63,6 +64,16 @@ def test_every_parameter_has_its_own_hugging_face_name(shape: ModelShape) -> Non
     hf = hf_names(build_spec(shape, seq_len=32), names)
     assert len(set(hf.values())) == len(names)
     assert {"model.norm.weight", "model.layers.1.mlp.down_proj.weight"} <= set(hf.values())
+
+
+def test_activation_checkpointing_does_not_hide_the_names() -> None:
+    model, spec = built(LLAMA), build_spec(LLAMA, seq_len=32)
+    before = hf_names(spec, [name for name, _ in model.named_parameters()])
+    FullAC.Config().build(dump_folder="").apply(model)
+    after = hf_names(spec, [name for name, _ in model.named_parameters()])
+    assert after.keys() != before.keys()
+    assert list(after.values()) == list(before.values())
+    assert {plain(name) for name in after} == set(before) == set(model.state_dict())
 
 
 def test_an_override_that_renames_parameters_is_refused() -> None:
