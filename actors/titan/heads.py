@@ -1,7 +1,7 @@
-"""What stands at the end of a decoder in place of its output projection, inside FSDP2's and TP's wrapping of it.
+"""Replacements for a decoder's output projection. FSDP2 and TP wrap them like the original.
 
 TokenHead    hidden -> log-prob of the target, entropy       without logits (kernels/token_logprob.py)
-ValueHead    hidden -> one number a place                    critic and reward model
+ValueHead    hidden -> one number per position               critic and reward model
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ from titan_rl.wire.model_shape import Head
 
 
 class TokenHead(Linear):
-    """The vocabulary projection, asked for the log-probs of given targets. Under TP each rank has its rows of it.
+    """The vocabulary projection, which returns log-probs of given targets. Under TP each rank has some of its rows.
 
-    Only places that count are projected: prompts, tool output and padding cost nothing here, and answer 0.
+    Only positions under the mask are projected: prompts, tool output and padding cost nothing here, and return 0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -73,7 +73,7 @@ def token_head(config: Linear.Config) -> TokenHead.Config:
     return derive(config, TokenHead.Config, sharding_config=_local_output(config))
 
 
-@override(target=Linear.Config, fqns=["lm_head"], description="One number a place instead of logits.")
+@override(target=Linear.Config, fqns=["lm_head"], description="One number per position instead of logits.")
 def value_head(config: Linear.Config) -> ValueHead.Config:
     sharding = _local_output(config)
     if sharding is not None:
