@@ -1,19 +1,19 @@
-"""Corrections for data that another policy sampled: the generator's engine, or an older version of the weights.
+"""Corrections for data sampled by another policy: the generator's engine, or an older version of the weights.
 
-With r_t = exp(proximal_t - behaviour_t), the proximal policy being the trainer's before the step's first update:
+Let r_t = exp(proximal_t - behaviour_t), where the proximal policy is the trainer's before the step's first update:
 
     token_tis        w_t = min(r_t, high)                              truncated importance sampling
     sequence_tis     w = min(prod_t r_t, high)
     token_mask       w_t = r_t if low <= r_t <= high else 0            masked importance sampling, IcePop
     sequence_mask    w = prod_t r_t if low <= prod_t r_t <= high else 0
 
-and, independently of the weight, a rejection that drops without weighing:
+Independently of the weight, a rejection drops tokens without weighting the others:
 
     token            keep t    if low <= r_t <= high
     geometric        keep all of the sequence if low <= (prod_t r_t)^(1/n) <= high
 
-Weights multiply the surrogate, never the KL or the entropy, and carry no gradient. They change the numerator only:
-the loss's denominator stays what packing fixed, as TRL has it (verl takes rejected tokens out of the mean).
+Weights multiply the surrogate, never the KL or the entropy, and carry no gradient. They change the numerator only: the
+loss's denominator stays as packing fixed it, as in TRL (verl takes rejected tokens out of the mean).
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,23 @@ from typing import Literal
 
 import torch
 
+from titan_rl.config.sections import Rejection, Weight
 from titan_rl.kernels.kl import MAX_LOG_RATIO
-from titan_rl.kernels.sequences import broadcast, sequence_lengths, sequence_sums
-from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum
-
-Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
-Rejection = Literal["none", "token", "geometric"]
+from titan_rl.kernels.statistics import (
+    Statistics,
+    broadcast,
+    masked_max,
+    masked_min,
+    masked_sum,
+    sequence_lengths,
+    sequence_sums,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicy:
     weight: Weight = "none"
-    low: float = 0.5  # of the two masks
+    low: float = 0.5  # bounds of the masks; `high` is also that of truncation
     high: float = 2.0
     rejection: Rejection = "none"
     rejection_low: float = 0.5
@@ -46,7 +51,7 @@ def off_policy_weights(
     count: int,
     settings: OffPolicy,
 ) -> tuple[torch.Tensor, Statistics]:
-    """[T]: what each token's surrogate is multiplied by; and the weights' statistics."""
+    """Return the factor of each token's surrogate, [T], and statistics of these weights."""
     weight_T = correction_of(log_ratio_T, on_T, sequence_T, count, settings)
     return weight_T, Statistics(
         tokens={

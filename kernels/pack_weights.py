@@ -1,11 +1,11 @@
-"""A trainer rank's shards into one reader's run: cast, rotary order undone, laid end to end in the plan's order.
+"""Pack a trainer rank's shards into one reader's run: cast, undo the rotary order, concatenate in the plan's order.
 
     params {name: [rows, cols]}, copies -> run [elements]
 
 A copy takes rows src_row0 + b * block_stride + i * src_step of a shard: with a step of two rows, one strided copy
 undoes the rotary order of all heads. On a CPU each of the plan's copies is one strided `copy_`, which casts, and which
 torch spreads over its threads. A GPU would launch hundreds of such kernels for a few megabytes each, so there
-`pack_weights_triton.py` makes all of a run's copies in one launch, straight into pinned memory if the run lies there.
+`pack_weights_triton.py` makes all of a run's copies in one launch, directly into pinned memory if the run is there.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from titan_rl.wire.weight_plan import Copy
 
 
 def reference_pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
-    """The same by indices, row by row."""
+    """Pack by indices, row by row: the reference that tests and benchmarks compare with."""
     packed = [run.new_empty(0)]
     for c in copies:
         blocks, rows = torch.arange(c.blocks)[:, None], torch.arange(c.rows)
@@ -34,7 +34,7 @@ def reference_pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Te
 
 @torch.no_grad()
 def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
-    """Fill `run` with the copies' elements in its dtype. Parameters are local tensors, vectors or matrices."""
+    """Fill `run` with the copies' elements, cast to its dtype. Parameters are local tensors, vectors or matrices."""
     elements = sum(copy.elements for copy in copies)
     if run.dim() != 1 or not run.is_contiguous() or run.numel() != elements:
         raise ValueError(f"expected a contiguous run of {elements} elements, found shape {tuple(run.shape)}")
@@ -50,12 +50,13 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
 
 
 def broken(params: Mapping[str, Tensor], copies: Iterable[Copy], dtype: torch.dtype) -> set[str]:
-    """Parameters of another dtype that these copies, all that there are, take most of by parts of rows or by every
-    second row.
+    """Return the parameters to cast as a whole before copying: those of another dtype than `dtype` that `copies` (all
+    copies of this rank) take most of, by parts of rows or by every second row.
 
-    Such a copy reads memory at a third of the rate of a stream, for the prefetchers lose it at every row (1.1 to 1.7
-    against 4.7 G elements/s, fp32 to bf16 on an EPYC). It is faster to cast the whole, once, and to copy from the cast:
-    packing took 0.77 of the time. Without a cast, which halves what is read again, it took 1.1.
+    Such a copy reads memory at a third of the rate of a stream, because the prefetchers lose it at every row (1.1 to
+    1.7 against 4.7 G elements/s, fp32 to bf16 on an EPYC). It is faster to cast the whole parameter once, and to copy
+    from the cast: packing took 0.77 of the time. Without a change of dtype, which halves the bytes that are read again,
+    it took 1.1.
     """
     taken, names = Counter[str](), set[str]()
     for copy in copies:
@@ -66,10 +67,10 @@ def broken(params: Mapping[str, Tensor], copies: Iterable[Copy], dtype: torch.dt
 
 
 class Cast(Mapping[str, Tensor]):
-    """Parameters, some of them cast when they are first asked for: each into the memory that has held one longest."""
+    """Parameters, some of them cast at their first lookup, into the piece of memory that was filled longest ago."""
 
     def __init__(self, params: Mapping[str, Tensor], names: Collection[str], memory: Sequence[Tensor]) -> None:
-        """Each piece of memory has room for any of the named ones.  # [elements]"""
+        """`names` are cast. Each piece of `memory` has room for any of them.  # [elements]"""
         self._params, self._names = params, names
         self._memory: dict[str | int, Tensor] = dict(enumerate(memory))
 
@@ -91,7 +92,7 @@ class Cast(Mapping[str, Tensor]):
 
 
 def window(tensor: Tensor, copy: Copy, row0: int, col0: int, step: int) -> Tensor:
-    """A copy's elements in a shard or in a live parameter, in the order of the run.  # [blocks, rows, cols]"""
+    """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [blocks, rows, cols]"""
     table = tensor if tensor.dim() == 2 else tensor[:, None]
     row, col = table.stride()
     return table.as_strided(
@@ -102,7 +103,7 @@ def window(tensor: Tensor, copy: Copy, row0: int, col0: int, step: int) -> Tenso
 
 
 def _triton(params: Mapping[str, Tensor], copies: Sequence[Copy]) -> Any:
-    """The module of the Triton kernel where the copies' parameters lie on one GPU, in one dtype."""
+    """Return the module of the Triton kernel if the copies' parameters are on one GPU, in one dtype; else None."""
     if copies and params[copies[0].name].is_cuda:
         kinds = {(param.device, param.dtype) for param in (params[copy.name] for copy in copies)}
         return _triton_module() if len(kinds) == 1 else None
@@ -115,5 +116,5 @@ def _triton_module() -> Any:
         from titan_rl.kernels import pack_weights_triton
 
         return pack_weights_triton
-    warnings.warn("triton is not installed: weights are packed by one torch operation a copy", stacklevel=2)
+    warnings.warn("triton is not installed: weights are packed by one torch operation per copy", stacklevel=2)
     return None

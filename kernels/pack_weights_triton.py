@@ -1,9 +1,9 @@
 """`pack_weights.py` for a GPU: all copies of a run in one launch.
 
-    table [copies, 11], owner [tiles] -> run [elements]
+    table [copies, 9], owner [tiles] -> run [elements]
 
-A program writes one tile of the run, BLOCK elements of one copy. Which copy, and where its source lies, it reads in the
-table: addresses are looked up at every pack, because FSDP may have moved the shards.
+A program writes one tile of the run: BLOCK elements of one copy. It reads from the table which copy, and where its
+source is. Addresses are looked up at every pack, because FSDP may have moved the shards.
 """
 
 # A kernel's arguments and values have Triton's types.
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from titan_rl.wire.weight_plan import Copy
 
-BLOCK = 4096  # elements: 8 KB of bf16, a few writes for each thread
+BLOCK = 4096  # elements: 8 KB of bf16, a few writes per thread
 COLUMNS = tl.constexpr(9)
 
 
 @triton.jit
 def pack_kernel(
     table_ptr,  # [copies, COLUMNS], int64
-    owner_ptr,  # [tiles], the copy that a tile is of
+    owner_ptr,  # [tiles], the copy that each tile belongs to
     run_ptr,
-    like_ptr,  # any parameter: it tells the sources' dtype
+    like_ptr,  # any parameter, for the sources' dtype
     block: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -36,13 +36,13 @@ def pack_kernel(
     source = tl.load(row).to(like_ptr.dtype)
     row_stride = tl.load(row + 1)
     col_stride = tl.load(row + 2)
-    block_stride = tl.load(row + 3)  # in elements, as the others
+    block_stride = tl.load(row + 3)  # in elements, like the other strides
     rows = tl.load(row + 4).to(tl.int32)
     cols = tl.load(row + 5).to(tl.int32)
     elements = tl.load(row + 6)
     target = tl.load(row + 7)
     first = (tile - tl.load(row + 8)) * block  # of the copy's elements; in 64 bits
-    # The divisions of vectors are of 32 bits: they count from the row in which the tile begins.
+    # Vectors are divided in 32 bits: they count from the row in which the tile begins.
     place = (first % cols).to(tl.int32) + tl.arange(0, block)
     row_of = (first // cols).to(tl.int32) + place // cols
     offset = (
@@ -57,6 +57,7 @@ def pack_kernel(
 
 
 def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
+    """Fill `run` in one launch. Parameters are on one GPU, in one dtype; `run` is there or in pinned memory."""
     like = params[copies[0].name]
     rows, tiles, target, first_tile = [], [], 0, 0
     for c in copies:
@@ -77,4 +78,4 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
     )
     pack_kernel[(first_tile,)](table, owner, run, like, BLOCK)
     if not run.is_cuda:
-        torch.cuda.synchronize(like.device)  # else the host would read pinned memory before the kernel has written it
+        torch.cuda.synchronize(like.device)  # else the host could read pinned memory before the kernel has written it

@@ -1,4 +1,4 @@
-"""The policy losses, one composition: ratio level x clip x off-policy correction x KL x entropy x aggregation.
+"""The policy losses, as one composition: ratio level x clip x off-policy correction x KL x entropy x aggregation.
 
     r_t   = exp(logprob_t - old_t)                     ratio = "token"       PPO, GRPO, ...
     r     = exp(mean_t(logprob_t - old_t))             ratio = "sequence"    GSPO
@@ -10,42 +10,40 @@
     loss = sum_t weight_t (correction_t surrogate_t + kl_coef KL_t - entropy_coef H_t)
 
 `weight_t` holds mask, aggregation and the global denominator (packing.py), so the sum over microbatches and ranks *is*
-the loss. `old` is the proximal policy's log-prob where there is one (decoupled PPO), else the sampling log-prob.
+the loss. `old` is the proximal policy's log-prob if there is one (decoupled PPO), else the sampling log-prob.
 
-Everything here is the torch reference: plain operations that autograd differentiates. `fused_policy_loss.py` computes
-the same values and gradients in one pass.
+All operations are plain torch, differentiated by autograd.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
+from titan_rl.config.sections import Clip, Level
 from titan_rl.kernels.kl import MAX_LOG_RATIO, Estimator, kl_estimate
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
-from titan_rl.kernels.sequences import broadcast, sequence_lengths, sequence_sums
 from titan_rl.kernels.statistics import (
-    RATIO_EDGES,
     Statistics,
+    broadcast,
     histogram,
     masked_max,
     masked_min,
     masked_sum,
+    sequence_lengths,
+    sequence_sums,
 )
-
-Level = Literal["token", "sequence"]
-Clip = Literal["ppo", "cispo", "none"]
+from titan_rl.wire.types import RATIO_EDGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """Which loss."""
+    """Settings of the loss."""
 
     ratio: Level = "token"
     clip: Clip = "ppo"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float = 0.0  # above 1; 0 is off
+    dual_clip: float = 0.0  # above 1; 0 disables it
     kl: Estimator = "k3"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
@@ -54,14 +52,14 @@ class Surrogate:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What is known of each token of a microbatch beside the policy's own log-prob. All of one shape."""
+    """Inputs of the loss per token of a microbatch, besides the policy's log-prob. All tensors have one shape."""
 
-    behaviour: torch.Tensor  # log-prob when it was sampled
+    behaviour: torch.Tensor  # log-prob when the token was sampled
     advantage: torch.Tensor
-    mask: torch.Tensor  # above 0 on trained tokens; what lies under a 0 (padding, prompts) may be anything
-    weight: torch.Tensor  # what the token counts
-    sequence: torch.Tensor  # its sequence's index, -1 on padding
-    sequences: int  # how many there are
+    mask: torch.Tensor  # above 0 on trained tokens; values at a 0 (padding, prompts) may be anything
+    weight: torch.Tensor  # weight of the token in the loss
+    sequence: torch.Tensor  # index of the token's sequence, -1 on padding
+    sequences: int  # number of sequences
     proximal: torch.Tensor | None = None  # log-prob before the step's first update
     reference: torch.Tensor | None = None
 
@@ -82,7 +80,7 @@ def policy_loss(
     ratio_T = log_ratio_T.exp()
     surrogate_T = surrogate_of(ratio_T, current_T, advantage_T, surrogate)
 
-    # Without a proximal policy the ratio itself corrects; what a rejection then looks at is the policy as it is.
+    # Without a proximal policy the ratio itself corrects; a rejection then compares the current policy.
     trusted_T = current_T.detach() if tokens.proximal is None else old_T
     correction_T, statistics = off_policy_weights(
         trusted_T - behaviour_T, on_T, tokens.sequence, tokens.sequences, surrogate.off_policy
@@ -101,7 +99,7 @@ def policy_loss(
         dual_T = on_T & (ratio_T > surrogate.dual_clip) & (advantage_T < 0) & bool(surrogate.dual_clip)
         if surrogate.clip == "cispo":  # clips the weight, whatever the advantage's sign
             low_T, high_T = on_T & (ratio_T < 1 - surrogate.clip_low), on_T & (ratio_T > 1 + surrogate.clip_high)
-            dual_T = torch.zeros_like(on_T)  # cispo has none
+            dual_T = torch.zeros_like(on_T)  # cispo has no dual clip
         if surrogate.clip == "none":
             low_T = high_T = dual_T = torch.zeros_like(on_T)
         statistics.tokens.update(
@@ -128,9 +126,11 @@ def policy_loss(
 def ratio_of(
     current_T: torch.Tensor, old_T: torch.Tensor, on_T: torch.Tensor, tokens: Tokens, level: Level
 ) -> torch.Tensor:
-    """The log of each token's importance ratio. At sequence level all tokens of a sequence share one value, and each
-    keeps the gradient of its own log-prob: what GSPO's paper calls GSPO-token, the same gradient as GSPO's wherever
-    a sequence has one advantage and its tokens one weight."""
+    """Return the log of each token's importance ratio, [T].
+
+    At sequence level all tokens of a sequence share one value, and each keeps the gradient of its own log-prob. GSPO's
+    paper calls this GSPO-token; its gradient equals GSPO's if a sequence has one advantage and its tokens one weight.
+    """
     log_ratio_T = (current_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "token":
         return log_ratio_T

@@ -3,7 +3,7 @@
     h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected)                     summed over answer tokens
 
     dpo     -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)                     s: label smoothing (cDPO)
-    ipo     (h' - 1 / (2 beta))^2, h' with log-probs averaged over each answer's tokens
+    ipo     (h' - 1 / (2 beta))^2, where h' averages log-probs over each answer's tokens
 
     reward model (Bradley-Terry)   -log sigmoid(score(chosen) - score(rejected))
 
@@ -15,8 +15,14 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from titan_rl.kernels.sequences import sequence_lengths, sequence_sums
-from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum
+from titan_rl.kernels.statistics import (
+    Statistics,
+    masked_max,
+    masked_min,
+    masked_sum,
+    sequence_lengths,
+    sequence_sums,
+)
 
 Preference = Literal["dpo", "ipo"]
 
@@ -29,7 +35,7 @@ def dpo_loss(
     mask_T: torch.Tensor,
     sequence_T: torch.Tensor,
     sequences: int,
-    pairs: int,  # of the whole batch: the denominator
+    pairs: int,  # in the whole batch: the denominator
     beta: float,
     label_smoothing: float = 0.0,
     kind: Preference = "dpo",
@@ -48,7 +54,7 @@ def dpo_loss(
         loss_P = -(1 - label_smoothing) * F.logsigmoid(beta * h_P) - label_smoothing * F.logsigmoid(-beta * h_P)
     loss = loss_P.sum() / pairs
     with torch.no_grad():
-        per_pair = {  # two sequences a pair
+        per_pair = {  # times 2 below: a pair is two sequences
             "rewards/chosen": beta * chosen_P,
             "rewards/rejected": beta * rejected_P,
             "rewards/margins": beta * h_P,
@@ -66,7 +72,7 @@ def dpo_loss(
 def bradley_terry_loss(
     value_T: torch.Tensor, *, mask_T: torch.Tensor, sequence_T: torch.Tensor, sequences: int, pairs: int
 ) -> tuple[torch.Tensor, Statistics]:
-    """`mask_T` selects one token of each sequence: the one whose value is the sequence's score."""
+    """Return the reward model's loss. `mask_T` selects the token of each sequence whose value is its score."""
     score_S = sequence_sums(value_T, mask_T > 0, sequence_T, sequences)
     margin_P = score_S[0::2] - score_S[1::2]
     loss = -F.logsigmoid(margin_P).sum() / pairs

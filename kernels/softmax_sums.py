@@ -1,4 +1,4 @@
-"""What the log-prob kernel carries between tiles of the vocabulary, forward and backward."""
+"""State of the log-prob kernel between tiles of the vocabulary, forward and backward."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class SoftmaxSums:
-    """A token's softmax over a part of the vocabulary, in four numbers that combine with those of the other parts.
+    """A token's softmax over a part of the vocabulary, as four numbers that combine with those of the other parts.
 
-    max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] where the part has it, else 0.
+    max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] if the part has it, else 0.
     """
 
     max_T: torch.Tensor
@@ -20,16 +20,16 @@ class SoftmaxSums:
 
     @classmethod
     def of_nothing(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "SoftmaxSums":
-        """Max is the least finite number, not -inf: an empty part's `max - max` must not be NaN."""
+        """Return the sums of an empty part. Max is the least finite number, because -inf minus -inf would be NaN."""
         least = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=device)
         return cls(least, *torch.zeros(3, *shape, dtype=dtype, device=device).unbind())
 
     def __getitem__(self, tokens: slice) -> "SoftmaxSums":
-        """A view: what is added to it is added here."""
+        """Return a view: adding to it adds to these sums."""
         return SoftmaxSums(self.max_T[tokens], self.mass_T[tokens], self.moment_T[tokens], self.target_T[tokens])
 
     def move_(self, max_T: torch.Tensor) -> None:
-        """State mass and moment about another max."""
+        """Restate mass and moment relative to another max, in place."""
         shift_T = self.max_T - max_T
         factor_T = shift_T.exp()
         self.moment_T.addcmul_(shift_T, self.mass_T).mul_(factor_T)
@@ -37,7 +37,7 @@ class SoftmaxSums:
         self.max_T.copy_(max_T)
 
     def over_group(self, group: dist.ProcessGroup) -> "SoftmaxSums":
-        """Combined with the other ranks' parts."""
+        """Return these sums combined with the other ranks' parts."""
         max_T = self.max_T.clone()
         dist.all_reduce(max_T, dist.ReduceOp.MAX, group)
         self.move_(max_T)
@@ -47,7 +47,7 @@ class SoftmaxSums:
 
     @property
     def logprob_T(self) -> torch.Tensor:
-        """In this order: a likely token's is small, and target - lse would round it as coarsely as the logits."""
+        """In this order: a likely token's log-prob is small, and target - lse would round it as coarsely as logits."""
         return (self.target_T - self.max_T) - self.mass_T.log()
 
     @property
@@ -61,7 +61,7 @@ class SoftmaxSums:
 
 @dataclass(frozen=True)
 class Incoming:
-    """What the backward pass knows of each token. `entropy_grad_T` is None where the entropy is detached."""
+    """Inputs of the backward pass per token. `entropy_grad_T` is None if the entropy is detached."""
 
     targets_T: torch.Tensor
     lse_T: torch.Tensor
@@ -70,7 +70,7 @@ class Incoming:
     entropy_grad_T: torch.Tensor | None
 
     def at(self, tokens: slice, vocab_start: int) -> "Incoming":
-        """Of some tokens, with targets that count from `vocab_start`."""
+        """Return the inputs of a slice of tokens, with targets counted from `vocab_start`."""
         return Incoming(
             self.targets_T[tokens] - vocab_start,
             self.lse_T[tokens],

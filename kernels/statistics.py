@@ -1,14 +1,14 @@
-"""What a loss tells beside its value: sums that microbatches and ranks can add up, and how they become metrics.
+"""Statistics of a loss, as sums that microbatches and ranks can add up, and sums over a microbatch's sequences.
 
 Every loss returns `Statistics`. Sums over tokens are divided by the batch's trained tokens, sums over sequences by its
 trained sequences, both fixed at packing; maxima and minima are reduced as such; counts (histograms) are added.
+
+`sequence_T` holds each token's sequence index within the packed microbatch, -1 for padding.
 """
 
 from dataclasses import dataclass, field
 
 import torch
-
-from titan_rl.wire.types import RATIO_EDGES as RATIO_EDGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Statistics:
 
 
 def masked_sum(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
-    """Selected by `where`, so that what lies under the mask may be anything, NaN included."""
+    """Sum the selected values. `where` selects them, so that masked values may be anything, NaN included."""
     return torch.where(on_T, values_T.detach(), torch.zeros_like(values_T)).sum()
 
 
 def masked_max(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
-    """-inf where nothing is selected."""
+    """Return the largest selected value; -inf if none is selected."""
     selected_T = torch.where(on_T, values_T.detach(), torch.full_like(values_T, -torch.inf))
     return selected_T.amax() if selected_T.numel() else selected_T.new_tensor(-torch.inf)
 
@@ -39,8 +39,30 @@ def masked_min(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:
 
 
 def histogram(values_T: torch.Tensor, on_T: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """Counts of the selected values in [edges[i], edges[i + 1]); what lies outside counts into the outermost bins.
-    Differences of how many are at least an edge: half the time of `bucketize`, and a GPU need not wait."""
+    """Count the selected values in [edges[i], edges[i + 1]); values outside all bins count into the outermost ones.
+
+    Each bin is a difference of two counts of values >= an edge: half the time of `bucketize`, and no wait on a GPU."""
     at_least = [on_T.sum(), *((on_T & (values_T >= edge)).sum() for edge in edges[1:-1])]
     counts = torch.stack([*at_least, torch.zeros_like(at_least[0])])
     return (counts[:-1] - counts[1:]).to(torch.float32)
+
+
+def sequence_sums(values_T: torch.Tensor, on_T: torch.Tensor, sequence_T: torch.Tensor, count: int) -> torch.Tensor:
+    """Sum the selected tokens' values by sequence: [S]."""
+    selected = torch.where(on_T, values_T, torch.zeros_like(values_T)).flatten()
+    return values_T.new_zeros(count + 1).index_add(0, spare(sequence_T, count).flatten(), selected)[:count]
+
+
+def sequence_lengths(on_T: torch.Tensor, sequence_T: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Count the selected tokens by sequence: [S]."""
+    return sequence_sums(torch.ones_like(sequence_T, dtype=dtype), on_T, sequence_T, count)
+
+
+def broadcast(values_S: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
+    """Return each token's value of its sequence: [T]; 0 on padding."""
+    return torch.cat([values_S, values_S.new_zeros(1)])[spare(sequence_T, len(values_S))]
+
+
+def spare(sequence_T: torch.Tensor, count: int) -> torch.Tensor:
+    """Replace the padding index -1 by an extra last sequence, `count`."""
+    return torch.where(sequence_T < 0, count, sequence_T)

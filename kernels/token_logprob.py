@@ -3,18 +3,19 @@
     hidden [.., D], weight [V, D], targets [..] -> logprob [..], entropy [..]
 
     z = hidden @ weight.T / temperature        matmul in the inputs' dtype, all that follows in fp32
-    logprob = z[target] - lse(z)               what vLLM's `processed_logprobs` returns at the sampling temperature
+    logprob = z[target] - lse(z)               equals vLLM's `processed_logprobs` at the sampling temperature
     entropy = lse(z) - sum softmax(z) z        nats
 
-The logits [T, V] never exist: a tile of them is computed, reduced to four numbers a token and overwritten, and computed
-again in the backward pass. With p = softmax(z), and g and h the gradients of log-prob and entropy:
+The logits [T, V] never exist as a whole: one tile at a time is computed, reduced to four numbers per token and
+overwritten, and computed again in the backward pass. With p = softmax(z), and g and h the gradients of
+log-prob and entropy:
 
     dz = g (onehot(target) - p) - h p (log p + entropy)
 
-Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine as those of the
-tiles do, in one MAX and one SUM all-reduce a call; the backward pass sums hidden's gradient over the ranks.
+Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine like those of
+the tiles, in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
-A CPU runs this file; a GPU runs it too, with the inner parts from `token_logprob_triton.py` where triton is installed.
+CPU and GPU both run this file. On a GPU the inner parts are those of `token_logprob_triton.py` if triton is installed.
 """
 
 import warnings
@@ -28,15 +29,15 @@ from torch.autograd.function import once_differentiable
 
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
-# Tokens x vocabulary. Two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x 512..4096 at D = 128, or
-# within noise of it; 64 x 1024 takes 1.6 times as long. The GPU's is not measured: 64 MiB of bf16.
+# Tokens x vocabulary. Measured on two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x 512..4096 at
+# D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long. The GPU's size is not measured: 64 MiB of bf16.
 TILES = {"cpu": (1024, 1024), "cuda": (2048, 16384)}
 
 
 def reference_token_logprob(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
+    """Compute the same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
     logits_TV = hidden_TD @ weight_VD.T
     logits_TV = logits_TV.to(_accumulation_dtype(logits_TV)) / temperature
     logprobs_TV = logits_TV.log_softmax(-1)
@@ -46,8 +47,8 @@ def reference_token_logprob(
 
 
 class Tile:
-    """Windows [tokens, vocabulary] of the logits, one after the other in the same memory: fresh memory for each costs
-    its page faults."""
+    """Windows [tokens, vocabulary] of the logits, all computed in the same memory: new memory for each would cost page
+    faults."""
 
     def __init__(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> None:
         self.tokens, self.vocabulary = TILES[hidden_TD.device.type]
@@ -66,7 +67,7 @@ class Tile:
         return _windows(len(weight_VD), self.vocabulary)
 
     def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """The window's logits in the inputs' dtype, before the temperature."""
+        """Return the window's logits in the inputs' dtype, before the temperature."""
         shape = (len(hidden_TD), len(weight_VD))
         return torch.mm(hidden_TD, weight_VD.T, out=self.product[: shape[0] * shape[1]].view(shape))
 
@@ -82,7 +83,7 @@ class Tile:
     def add_to(
         self, sums: SoftmaxSums, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
     ) -> None:
-        """Add a window of the vocabulary; `targets_T` counts from its start."""
+        """Add a window of the vocabulary to `sums`; `targets_T` counts from the window's start."""
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
         column_T1, inside_T1 = _columns(targets_T, len(weight_VD))
         sums.target_T.add_((logits_TV.gather(1, column_T1) * inside_T1).squeeze(1))
@@ -93,10 +94,10 @@ class Tile:
         sums.moment_T.add_(exponentials_TV.mul_(shifted_TV).sum(1))
 
     def descent(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, incoming: Incoming) -> torch.Tensor:
-        """-dz in the inputs' dtype; `incoming.targets_T` counts from the window's start.
+        """Return -dz in the inputs' dtype; `incoming.targets_T` counts from the window's start.
 
-        Where the entropy is detached it is -dz / g = p - onehot: the caller scales smaller tensors by g. The target is
-        subtracted before the cast to bf16, in which p of a confident token would be 1.
+        If the entropy is detached, return -dz / g = p - onehot instead: the caller scales smaller tensors by g. The
+        target is subtracted before the cast to bf16, in which p of a confident token would be 1.
         """
         if self.fused is not None:
             return self.fused.descent_(self.multiply(hidden_TD, weight_VD), incoming, self.scale)
@@ -116,7 +117,7 @@ class Tile:
 
 
 def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each target's column in a window `width` wide, 0 where it lies outside, and whether it lies inside."""
+    """Return each target's column in a window of this width, 0 if it is outside; and whether it is inside."""
     inside_T = (targets_T >= 0) & (targets_T < width)
     return torch.where(inside_T, targets_T, 0).unsqueeze(1), inside_T.unsqueeze(1)
 
@@ -143,7 +144,7 @@ def _gradients(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Hidden's in the accumulation dtype; weight's in its own, accumulated a window of the vocabulary at a time."""
+    """Return hidden's gradient in the accumulation dtype, and weight's in its own, computed window by window."""
     tile = Tile(hidden_TD, weight_VD, temperature)
     row_T = incoming.logprob_grad_T if incoming.entropy_grad_T is None else torch.ones_like(incoming.lse_T)
     row_T1 = (-row_T * tile.scale).unsqueeze(1)
@@ -223,24 +224,25 @@ def token_logprob(
     vocab_start: int = 0,
     with_entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy, fp32 (fp64 for fp64 inputs), in the targets' shape.
+    """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape.
 
-    Hidden is [.., D] and targets [..]. Gradients flow to hidden and weight from the log-prob, and from the entropy
-    where `with_entropy_grad`; else it is detached, and the backward pass cheaper.
+    Hidden is [.., D] and targets [..]. Gradients flow to hidden and weight from the log-prob, and with
+    `with_entropy_grad` from the entropy; otherwise the entropy is detached, and the backward pass is cheaper.
 
-    With a `group`, weight holds this rank's rows of the vocabulary, from `vocab_start` on (any number of them, none
-    included), targets are global ids, and hidden is the same on all ranks, as are the results and their gradients.
-    Weight's gradient is then that of this rank's rows, and hidden's is the full one: the backward pass sums it over
-    the group, so callers must not.
+    With a `group`, weight holds this rank's rows of the vocabulary, starting at `vocab_start` (any number of rows, also
+    none), targets are global ids, and hidden, the results and their gradients are the same on all ranks. Weight's
+    gradient is that of this rank's rows. Hidden's is the full gradient: the backward pass sums it over the group, so
+    callers must not.
     """
     if hidden_TD.shape[:-1] != targets_T.shape:
         raise ValueError(
-            f"hidden {list(hidden_TD.shape)} needs targets {list(hidden_TD.shape[:-1])}, got {list(targets_T.shape)}"
+            f"expected targets {list(hidden_TD.shape[:-1])} for hidden {list(hidden_TD.shape)}, "
+            f"found {list(targets_T.shape)}"
         )
     flat_T = targets_T.reshape(-1)
-    # A GPU would have to wait for the answer, and one rank does not know how many words the others have.
+    # A GPU would have to wait for the result, and a rank of a group does not know the size of the vocabulary.
     if group is None and flat_T.device.type == "cpu" and ((flat_T < 0) | (flat_T >= len(weight_VD))).any():
-        raise IndexError(f"targets lie in {flat_T.min()}..{flat_T.max()}, the vocabulary has {len(weight_VD)}")
+        raise IndexError(f"expected targets in 0..{len(weight_VD) - 1}, found {flat_T.min()}..{flat_T.max()}")
     logprob_T, entropy_T = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
@@ -253,8 +255,8 @@ def token_logprob(
 
 
 def _triton(hidden_TD: torch.Tensor) -> Any:
-    """The module of Triton kernels where this tensor can use it."""
-    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # tl.dot has no fp64 worth its while
+    """Return the module of Triton kernels if this tensor can use it."""
+    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # tl.dot is slow in fp64
         return _triton_module()
     return None
 

@@ -1,10 +1,10 @@
-"""`token_logprob.py` for a GPU: the parts that would otherwise pass over the logits several times.
+"""GPU kernels of `token_logprob.py`, for the parts that would otherwise pass over the logits several times.
 
     softmax_sums   matmul and online softmax in one kernel: no logit reaches memory
-    descent_       a tile of logits, which cuBLAS made, turns into -dz in place; cuBLAS then multiplies it twice
+    descent_       turns a tile of logits, computed by cuBLAS, into -dz in place; cuBLAS then multiplies it twice
 
-The backward pass leaves all three matmuls to cuBLAS, which a Triton matmul with two accumulations would not beat; one
-tile [2048, 16384] in the inputs' dtype is all the memory that it costs.
+The backward pass leaves all three matmuls to cuBLAS, which a Triton matmul with two accumulations would not beat. The
+only memory it takes is one tile [2048, 16384] in the inputs' dtype.
 """
 # ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types; its launcher passes plain values for constexpr
 # pyright: reportArgumentType=false
@@ -16,9 +16,9 @@ import triton.language as tl
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
 BLOCK_TOKENS, BLOCK_VOCABULARY, BLOCK_HIDDEN = 64, 128, 64
-PROGRAMS = 1024  # several for each multiprocessor: where tokens are few, the vocabulary is split further
+PROGRAMS = 1024  # several per multiprocessor: with few tokens, the vocabulary is split further
 DESCENT_BLOCK = 1024
-LEAST = tl.constexpr(torch.finfo(torch.float32).min)  # as SoftmaxSums.of_nothing
+LEAST = tl.constexpr(torch.finfo(torch.float32).min)  # as in SoftmaxSums.of_nothing
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def softmax_sums_kernel(
     block_vocabulary: tl.constexpr,
     block_hidden: tl.constexpr,
 ):
-    """One block of tokens over one split of the vocabulary, `width` wide."""
+    """Reduce one block of tokens over one split of the vocabulary, `width` wide."""
     token = tl.program_id(0) * block_tokens + tl.arange(0, block_tokens)
     split = tl.program_id(1)
     alive = token < tokens
@@ -52,21 +52,15 @@ def softmax_sums_kernel(
         word = split * width + start + tl.arange(0, block_vocabulary)
         known = word < vocabulary
         product = tl.zeros([block_tokens, block_vocabulary], tl.float32)
+        hidden_rows = hidden_ptr + token.to(tl.int64)[:, None] * hidden_stride
+        weight_rows = weight_ptr + word.to(tl.int64)[None, :] * weight_stride
         for first in range(0, size, block_hidden):
             place = first + tl.arange(0, block_hidden)
             inside = place < size
-            hidden = tl.load(
-                hidden_ptr + token.to(tl.int64)[:, None] * hidden_stride + place[None, :],
-                mask=alive[:, None] & inside[None, :],
-                other=0.0,
-            )
-            weight = tl.load(
-                weight_ptr + word.to(tl.int64)[None, :] * weight_stride + place[:, None],
-                mask=known[None, :] & inside[:, None],
-                other=0.0,
-            )
+            hidden = tl.load(hidden_rows + place[None, :], mask=alive[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_rows + place[:, None], mask=known[None, :] & inside[:, None], other=0.0)
             product = tl.dot(hidden, weight, product, input_precision=precision)
-        # Rounded as the backward pass's logits are, or its probabilities would not sum to one.
+        # Round like the backward pass's logits, or its probabilities would not sum to one.
         logits = product.to(hidden_ptr.dtype.element_ty).to(tl.float32) * scale
         found += tl.sum(tl.where(word[None, :] == target[:, None], logits, 0.0), 1)
         logits = tl.where(known[None, :], logits, LEAST)
@@ -124,7 +118,7 @@ def softmax_sums(
     splits = min(triton.cdiv(PROGRAMS, max(blocks, 1)), triton.cdiv(vocabulary, BLOCK_VOCABULARY))
     if not (blocks and splits):
         return SoftmaxSums.of_nothing(tokens, dtype=torch.float32, device=hidden_TD.device)
-    # A power of two: the kernel is compiled for few widths.
+    # A power of two, so that the kernel is compiled for few widths only.
     width = triton.next_power_of_2(triton.cdiv(vocabulary, splits))
     width = max(width, BLOCK_VOCABULARY)
     splits = triton.cdiv(vocabulary, width)

@@ -1,9 +1,9 @@
-"""Which rank died, told by the kernel within milliseconds.
+"""Learn from the kernel within milliseconds which rank died.
 
 This controller is the parent of every process that it spawns on its own host. Monarch notices a death too, but asks for
 each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
-collective was blamed instead. A thread per rank waits on its process; looking at how it ended leaves it to Monarch to
-be reaped.
+collective was blamed instead. A thread per rank blocks in waitid, because Monarch reaps a dead process soon: the
+kernel tells the thread how it ended right away, and WNOWAIT leaves the reaping to Monarch.
 """
 
 import asyncio
@@ -14,57 +14,59 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
+
 PROC_NAME = "TITAN_RL_PROC"
-"""In a rank's environment: what it is called, "generator0[tp=1]" say."""
+"""Environment variable with a rank's name, such as "generator0[tp=1]"."""
 GONE = "is gone"
-BORN_SECONDS = 300.0  # a spawned process is looked for so long
+BORN_SECONDS = 300.0  # give up looking for a spawned process after this time
 
 _lock = threading.Lock()
-_followed: dict[int, str] = {}  # processes that live, and their names
-_lives: dict[str, int] = {}  # of each name ever followed: how many have borne it
-_meant: set[str] = set()  # to die: no listener is told
-_ends: dict[str, str] = {}  # how a dead rank's process ended
+_followed: dict[int, str] = {}  # name of each live process
+_lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
+_meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
+_ends: dict[str, str] = {}  # how each dead rank's process ended
 _waiting: dict[str, list["Call"]] = {}
 _listeners: list[Callable[[str, str], None]] = []
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call to a rank that may die over it."""
+    """A call to a rank, which its death cancels."""
 
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Any]
-    death: str | None = None  # of its rank, which cancelled it; another may bear the name by the time that is seen
+    death: str | None = None  # how the rank died. Kept here because its name may be in use again when this is read
 
 
 def follow(names: Iterable[str]) -> None:
-    """Processes of these names are about to be spawned; who bore a name before is forgotten."""
-    for name in names:
-        with _lock:
-            life = _lives[name] = _lives.get(name, 0) + 1
+    """Watch for the processes about to be spawned under these names. Earlier processes of a name are forgotten."""
+    unborn = dict[str, int]()
+    with _lock:
+        for name in names:
+            unborn[name] = _lives[name] = _lives.get(name, 0) + 1
             _ends.pop(name, None)
             _meant.discard(name)
-        threading.Thread(target=_follow, args=(name, life), name=f"follows {name}", daemon=True).start()
+    threading.Thread(target=_find, args=(unborn,), name="finds processes", daemon=True).start()
 
 
 def follows(name: str) -> bool:
-    """Whether a rank is this host's, so that its death will be told here."""
+    """Return True if a rank was spawned on this host, so that its death is noticed here."""
     with _lock:
         return name in _lives
 
 
 def alive() -> dict[str, int]:
-    """The processes of this host's ranks, by name."""
+    """Return the pids of this host's live ranks, by name."""
     with _lock:
         return {name: pid for pid, name in _followed.items()}
 
 
 async def kill(names: Collection[str], seconds: float = 10.0) -> list[str]:
-    """End these processes, stopped ones too, and tell no listener; their names may be used again afterwards. Answers
-    with those that still live."""
+    """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive; the
+    other names may be used again."""
     with _lock:
         _meant.update(names)
     deadline = time.monotonic() + seconds
@@ -78,7 +80,7 @@ async def kill(names: Collection[str], seconds: float = 10.0) -> list[str]:
 
 @contextmanager
 def cancelled_by_death(name: str, answer: asyncio.Future[Any]) -> Iterator[Call]:
-    """An answer of a rank, which will never come once the rank is dead."""
+    """Cancel `answer` if its rank dies, because a dead rank never answers."""
     call = Call(asyncio.get_running_loop(), answer)
     with _lock:
         call.death = _ends.get(name)
@@ -93,8 +95,8 @@ def cancelled_by_death(name: str, answer: asyncio.Future[Any]) -> Iterator[Call]
 
 
 @contextmanager
-def told(listener: Callable[[str, str], None]) -> Iterator[None]:
-    """`listener(name, how it ended)` is called on another thread for each death."""
+def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
+    """Call `listener(name, how it ended)` on another thread for each death."""
     with _lock:
         _listeners.append(listener)
     try:
@@ -104,19 +106,33 @@ def told(listener: Callable[[str, str], None]) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-def _follow(name: str, life: int) -> None:
+def _find(unborn: dict[str, int]) -> None:
+    """Find the processes of these names among this process's children, and follow each."""
     deadline = time.monotonic() + BORN_SECONDS
-    while (pid := _born(name)) is None:
-        if time.monotonic() > deadline:
-            return
+    while unborn and time.monotonic() < deadline:
+        for child in psutil.Process().children():
+            try:
+                name = child.environ().get(PROC_NAME, "")
+            except psutil.Error:  # it ended
+                continue
+            with _lock:
+                if name not in unborn or child.pid in _followed:
+                    continue
+                _followed[child.pid] = name
+            follower = threading.Thread(target=_follow, args=(child.pid, name, unborn.pop(name)), daemon=True)
+            follower.name = f"follows {name}"
+            follower.start()
         time.sleep(0.1)
+
+
+def _follow(pid: int, name: str, life: int) -> None:
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:  # Monarch was quicker
         ended = None
     with _lock:
         del _followed[pid]
-        if _lives[name] != life:  # another bears the name by now
+        if _lives[name] != life:  # the name is in use again
             return
         how = _ends[name] = _how(ended)
         waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
@@ -127,25 +143,6 @@ def _follow(name: str, life: int) -> None:
             call.loop.call_soon_threadsafe(call.answer.cancel)
     for listener in listeners:
         listener(name, how)
-
-
-def _born(name: str) -> int | None:
-    """The process of a name, among this process's children, that nobody follows yet."""
-    for children in Path("/proc/self/task").glob("*/children"):
-        try:
-            pids = [int(pid) for pid in children.read_text().split()]
-        except OSError:  # the thread is gone
-            continue
-        for pid in pids:
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            with _lock:
-                if f"{PROC_NAME}={name}".encode() in environment and pid not in _followed:
-                    _followed[pid] = name
-                    return pid
-    return None
 
 
 def _how(ended: os.waitid_result | None) -> str:

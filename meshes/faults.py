@@ -1,9 +1,9 @@
-"""A failure has a name: which actor, which rank, doing what, why. And every wait has a deadline.
+"""Remote calls with deadlines, whose failures name the actor, the rank, the verb and the reason.
 
-Trouble shows in three ways: a call fails (ActorError carries the remote traceback), the kernel tells of a process of
-this host that died (deaths.py), or Monarch's supervision calls the root hook, seconds later. When a rank dies, its
-peers' collectives break at once, so the first error is often not the cause. `Watch.cause` waits a moment for a death
-and then names that.
+A failure shows in three ways: a call fails (ActorError carries the remote traceback), the kernel reports a dead process
+of this host (deaths.py), or Monarch's supervision calls the root hook, seconds later. When a rank dies, its peers'
+collectives break at once, so the first error is often not the cause. `Watch.cause` waits briefly for a death and
+reports that instead.
 """
 
 import asyncio
@@ -23,17 +23,16 @@ from titan_rl.wire.errors import DeadlinePassed, RankDied, RankFailed, RunError
 
 T = TypeVar("T")
 
-STALL_SECONDS = 15.0  # in which one stall of a mesh is one
-LOCAL_SECONDS = 0.5  # for a death to be told that broke a peer's collective first
-CAUSE_SECONDS = 5.0  # for a death of another host's, which supervision polls every second (environment.py)
-
+STALL_SECONDS = 15.0  # late calls to one mesh within this time share one report
+LOCAL_SECONDS = 0.5  # wait for a death on this host after a peer's collective broke
+CAUSE_SECONDS = 5.0  # wait for a death on another host, which supervision polls every second (environment.py)
 
 _waits: dict[int, Wait] = {}
-_reports: dict[str, asyncio.Task[str]] = {}  # by mesh: its ranks are late together, and looked into once
+_reports: dict[str, asyncio.Task[str]] = {}  # by mesh: its ranks are late together and share one report
 
 
 def waits() -> list[Wait]:
-    """What this process waits for."""
+    """Return the calls that this process waits for."""
     return list(_waits.values())
 
 
@@ -42,19 +41,19 @@ class MonarchFuture(Protocol):
 
 
 async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
-    """Await a remote call. `seconds=None` only where the wait is open-ended and supervision ends it (a long poll)."""
+    """Await a remote call. Pass `seconds=None` only for a long poll, which supervision ends."""
     answer, task = asyncio.ensure_future(future.as_asyncio()), asyncio.current_task()
     wait = Wait(actor, verb, time.monotonic(), seconds)
     _waits[id(wait)] = wait
     try:
         with deaths.cancelled_by_death(actor, answer) as call:
             try:
-                # Not wait_for: in Python 3.11 that forgets that it was cancelled if the answer comes in the same tick.
+                # Not wait_for: in Python 3.11 it loses a cancellation if the answer arrives in the same tick.
                 async with asyncio.timeout(seconds):
                     return await answer
             except asyncio.CancelledError:
                 if call.death is None or (task is not None and task.cancelling()):
-                    raise  # it is the caller that was cancelled
+                    raise  # the caller was cancelled, not the call
                 raise RankDied(actor, call.death) from None
     except ActorError as error:
         kind = type(error.exception).__name__
@@ -81,13 +80,13 @@ async def _stall(wait: Wait) -> str:
 
 
 async def ask_all(calls: dict[str, MonarchFuture], *, verb: str, seconds: float | None) -> list[Any]:
-    """Await the same verb on many ranks, by name. The first failure ends the wait: the other ranks may well be
-    blocked in a collective that the failed rank will never join."""
+    """Await the same verb on many ranks, by name. The first failure ends the wait: the other ranks may be blocked in a
+    collective that the failed rank will never join."""
     return await asyncio.gather(*(ask(call, actor=name, verb=verb, seconds=seconds) for name, call in calls.items()))
 
 
 def remote(error: ActorError) -> str:
-    """The remote traceback without Monarch's own frames."""
+    """Return the remote traceback without Monarch's own frames."""
     text = str(error).strip()
     frames = re.split(r"(?m)^(?=  File )", text)
     ours = [f for f in frames[1:] if "/monarch/_src/actor/" not in f.splitlines()[0]]
@@ -99,7 +98,7 @@ _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)"
 
 
 def failure(report: str) -> RankFailed:
-    """A supervision report as an error that names the rank."""
+    """Turn a supervision report into an error that names the rank."""
     actor, death = _ACTOR.search(report), _DEATH.search(report)
     name = "an actor"
     if actor:
@@ -116,26 +115,27 @@ async def _within(event: Awaitable[Any], seconds: float) -> None:
 
 
 def label(actor: str, axes: Mapping[str, Any]) -> str:
-    """`trainer` with {dp: 1, tp: 0} -> "trainer[dp=1 tp=0]"."""
+    """Return a rank's name: `trainer` with {dp: 1, tp: 0} -> "trainer[dp=1 tp=0]"."""
     return f"{actor}[{' '.join(f'{k}={v}' for k, v in axes.items())}]" if axes else actor
 
 
 class Watch:
-    """Root supervision of a run: a rank that dies ends what is driven, whether or not anybody waits on that rank.
-    (Monarch's default hook would end the controller by KeyboardInterrupt, without a word.)"""
+    """Root supervision of a run: a dead rank ends the driven work, even if no call waits on that rank.
+
+    Monarch's default hook would end the controller by KeyboardInterrupt, without a message."""
 
     def __init__(self, tended: Collection[str] = ()) -> None:
-        """Meshes whose ranks somebody else tends: those that begin with one of these names."""
+        """Ignore ranks whose mesh name begins with one of `tended`: their mesh handles its own failures."""
         self._tended = tuple(tended)
         self._loop = asyncio.get_running_loop()
         self._driven: asyncio.Task[Any] | None = None
-        self._told = ExitStack()
-        self._told.enter_context(deaths.told(self._death))
+        self._listening = ExitStack()
+        self._listening.enter_context(deaths.listening(self._death))
         self._forget()
         monarch.actor.unhandled_fault_hook = self._hook
 
     async def drive(self, work: Coroutine[Any, Any, T]) -> T:
-        """Until it ends, or until a rank dies or fails: what raises then is the death behind it, if there was one."""
+        """Await `work`, or raise once a rank dies or fails. If a death caused the failure, raise the death."""
         self._forget()
         task = self._driven = asyncio.create_task(work)
         try:
@@ -151,13 +151,13 @@ class Watch:
             self._driven = None
 
     def close(self) -> None:
-        """From here on processes are meant to end."""
+        """Stop watching, because processes are about to be ended on purpose."""
         self._driven = None
-        self._told.close()
+        self._listening.close()
         monarch.actor.unhandled_fault_hook = lambda _: None
 
     async def cause(self, error: RunError) -> RunError:
-        """The death behind an error of a rank, if one is reported in time; else the error itself."""
+        """Return the death that caused a rank's error if one is reported in time, else the error itself."""
         self._driven = None
         if not error.rank:
             return error
@@ -166,7 +166,7 @@ class Watch:
         return next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), error)
 
     async def explained(self, error: RunError) -> RunError:
-        """How a rank died of which all that is known is that it did: Monarch reaped its process, and says so later."""
+        """Return how a rank died if only its death is known: Monarch reaped the process first, and reports it later."""
         if not isinstance(error, RankDied) or error.how != deaths.GONE:
             return error
         await _within(self._reported.wait(), CAUSE_SECONDS)
@@ -174,15 +174,15 @@ class Watch:
 
     def _forget(self) -> None:
         self.failures: list[RankFailed] = []
-        self._reports: list[RankDied] = []  # by Monarch, which knows more, but later
-        self._died, self._reported = asyncio.Event(), asyncio.Event()  # by anybody, by Monarch
+        self._reports: list[RankDied] = []  # from Monarch: later, but with details
+        self._died, self._reported = asyncio.Event(), asyncio.Event()  # from any source; from Monarch
 
-    def _death(self, name: str, how: str) -> None:  # on a thread of its own
+    def _death(self, name: str, how: str) -> None:  # called on a thread of deaths.py
         self._loop.call_soon_threadsafe(self._note, RankDied(name, how))
 
-    def _hook(self, failed: Any) -> None:  # on Monarch's thread
+    def _hook(self, failed: Any) -> None:  # called on Monarch's thread
         report = failed.report()
-        if "<root>.<titan_rl." in report:  # else an actor that Monarch added to our process; ours is reported too
+        if "<root>.<titan_rl." in report:  # else it is an actor that Monarch added to our process; ours is reported too
             self._loop.call_soon_threadsafe(self._note, failure(report))
 
     def _note(self, failed: RankFailed) -> None:
@@ -191,7 +191,7 @@ class Watch:
         if isinstance(failed, RankDied) and failed.details:
             self._reports.append(failed)
             self._reported.set()
-            if deaths.follows(failed.rank):  # the kernel told of it before, or it was ended on purpose
+            if deaths.follows(failed.rank):  # reported by the kernel before, or killed on purpose
                 return
         self.failures.append(failed)
         if isinstance(failed, RankDied):

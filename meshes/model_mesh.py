@@ -1,128 +1,155 @@
-"""A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order."""
+"""A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order.
+
+trainer                             the policy: every verb
+critic                              begin_phase, scores, step, save, snapshot; first load_weights
+reference, teacher, reward_model    load_weights and scores: a frozen role never begins a phase
+"""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from monarch.actor import HostMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.config.sections import CommSection, ParallelismSection
+from titan_rl.actors.model_rank import ModelRank
+from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.spawn import end, spawn
+from titan_rl.wire.manifest import Publication
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.spans import Recorded
-from titan_rl.wire.types import Batch, StepStats
+from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
+from titan_rl.wire.weight_plan import Copy, Shard
+
+if TYPE_CHECKING:
+    from titan_rl.actors.sync.transport import Offer
 
 
 class ModelMesh:
-    """Each verb is one collective over the mesh. Subclasses add the verbs of their actor."""
+    """Each verb is one collective over the mesh."""
 
     def __init__(
-        self,
-        host: HostMesh,
-        name: str,
-        parallelism: ParallelismSection,
-        comm: CommSection,
-        env: Mapping[str, str],
-        actor: type,
-        *given: Any,
+        self, host: HostMesh, role: RoleName, config: Config, shape: ModelShape, env: Mapping[str, str]
     ) -> None:
-        self.name = name
-        self.dp = parallelism.dp
-        self.tp = parallelism.tensor_parallel_degree
-        self._host, self._env, self._actor, self._given = host, env, actor, given
-        self._comm = comm
+        parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
+        self.name = role
+        self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
+        self._host, self._env, self._given = host, env, (role, config, shape, parallelism)
+        self._init_seconds = config.comm.init_timeout_seconds
+        self._seconds = config.comm.train_timeout_seconds
         self._ranks: list[Any] = []
 
-    @classmethod
-    async def place(
-        cls,
-        host: HostMesh,
-        name: str,
-        parallelism: ParallelismSection,
-        comm: CommSection,
-        env: Mapping[str, str],
-        actor: type,
-        *given: Any,
-    ) -> Self:
-        """Spawn the processes, and the actor on each with what it is `given`."""
-        mesh = cls(host, name, parallelism, comm, env, actor, *given)
-        await mesh._spawn()
-        return mesh
-
-    async def _spawn(self) -> None:
+    async def start(self) -> list[int]:
+        """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._procs = spawn(self._host, name=self.name, shape={"dp": self.dp, "tp": self.tp}, env=self._env)
-        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._comm.init_timeout_seconds)
-        actors: Any = self._procs.spawn(self.name, self._actor, *self._given)
+        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
+        actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         self._ranks = [actors.slice(dp=i, tp=j) for i in range(self.dp) for j in range(self.tp)]
+        return await self._all("start", seconds=self._init_seconds)
 
     async def respawn(self) -> None:
-        """New processes in the place of these, dead or alive, as they were after `start`."""
+        """Replace these processes, dead or alive, by new ones in the state after `start`."""
         await end([self._name(rank) for rank in range(self.dp * self.tp)], self._procs)
-        await self._spawn()
         await self.start()
 
-    async def start(self) -> list[int]:
-        """Build the model on every rank; answers with the parameter bytes that each holds."""
-        return await self._all("start", seconds=self._comm.init_timeout_seconds)
+    async def load_weights(self, folder: str, lent: str = "") -> None:
+        """Read a Hugging Face folder into the model; or lend the mesh a second set of weights under the name `lent`."""
+        await self._all("load_weights", folder, lent, seconds=self._init_seconds)
+
+    async def begin_phase(self, phase: PhaseName, at: int | Snapshot) -> tuple[int, str]:
+        """Begin a phase from scratch (at=0), or resume it from the checkpoint of step `at`, or, scattered, from a
+        snapshot. Return the step that all ranks agree on, and the controller's state saved with it."""
+        if isinstance(at, Snapshot) and at.phase != phase:
+            raise ValueError(f"expected a snapshot of phase {phase}, found one of {at.phase}")
+        each = at.parts(self.name) if isinstance(at, Snapshot) else [at] * len(self._ranks)
+        (state,) = set(await self._scatter("begin_phase", each, phase, seconds=self._init_seconds))
+        return state
+
+    async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
+        """Scatter to each dp row its batch of every update, take those updates, return the reduced statistics."""
+        return self._slowest(await self._scatter("step", self._rows([list(u) for u in zip(*updates, strict=True)])))
+
+    async def accumulate(self, part: Sequence[Batch]) -> None:
+        """Scatter a part of an update to the dp rows: gradients add up until `update`."""
+        await self._scatter("accumulate", self._rows(part))
+
+    async def update(self, whole: Batch, divisor: float) -> StepStats:
+        """Take the update of what was accumulated; `whole` has its counts."""
+        return self._slowest(await self._all("update", whole, divisor))
+
+    async def scores(
+        self, batches: Sequence[Batch], temperature: float = 1.0, lent: str = ""
+    ) -> tuple[list[list[np.ndarray]], list[int]]:
+        """Return log-probs or values by dp row and microbatch, under the model's own weights or those `lent` to it; and
+        the checksum of frozen weights by rank."""
+        answers = await self._scatter("scores", self._rows(batches), temperature, lent)
+        return [found for found, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
+
+    async def save(self, step: int, controller: str = "{}") -> None:
+        await self._all("save", step, controller)
+
+    async def snapshot(self, snapshot: Snapshot) -> list[int]:
+        """Let every rank begin to copy its state into its part; return the bytes of each."""
+        return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
+
+    async def export(self, folder: str) -> None:
+        await self._all("export", folder)
+
+    async def shards(self) -> list[list[Shard]]:
+        """Gather the layout, by rank."""
+        return await self._all("shards")
+
+    async def stage(
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSyncSection
+    ) -> "list[dict[int, Offer]]":
+        """Scatter the weight plan's parts, and say where the readers are; gather where those find their bytes."""
+        return await self._scatter("stage", copies, places, sync)
+
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication | None:
+        """Pack every rank's shards into a slot. Return None if the last publication is wanted `again` but the trainers
+        have taken a step since."""
+        packed = await self._all("publish", version, slot, serial, again)
+        if None in packed:
+            return None
+        return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Asks each rank, by name, what it recorded since it was asked before. It answers between two verbs."""
+        """Ask each rank, by name, what it recorded since the last call. It answers between two verbs."""
         calls = {self._name(i): rank.spans.call_one() for i, rank in enumerate(self._ranks)}
         return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
 
     async def close(self) -> None:
-        await self._all("close", seconds=self._comm.train_timeout_seconds)  # an asynchronous checkpoint ends first
+        await self._all("close", seconds=self._seconds)  # an asynchronous checkpoint ends first
 
     async def stop(self) -> None:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
 
-    def rows(self, values: Sequence[Any]) -> list[Any]:
-        """One value a dp row -> one a rank."""
-        return [values[rank // self.tp] for rank in range(len(self._ranks))]
-
-    def heads(self, answers: Sequence[Any]) -> list[Any]:
-        """One answer a rank -> one a dp row: tensor-parallel peers answer alike."""
-        return list(answers[:: self.tp])
-
-    async def _all(self, verb: str, *arguments: Any, seconds: float) -> list[Any]:
+    async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""
         calls = {self._name(i): getattr(rank, verb).call_one(*arguments) for i, rank in enumerate(self._ranks)}
-        return await ask_all(calls, verb=verb, seconds=seconds)
+        return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
 
-    async def _scatter(self, verb: str, each: Sequence[Any], *arguments: Any) -> list[Any]:
-        """One verb, each rank with its own first argument; gather the answers in rank order."""
+    async def _scatter(
+        self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float | None = None
+    ) -> list[Any]:
+        """Call one verb with a different first argument on each rank; gather the answers in rank order."""
         ranks = enumerate(zip(self._ranks, each, strict=True))
         calls = {self._name(i): getattr(rank, verb).call_one(own, *arguments) for i, (rank, own) in ranks}
-        return await ask_all(calls, verb=verb, seconds=self._comm.train_timeout_seconds)
+        return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
+
+    def _rows(self, values: Sequence[Any]) -> list[Any]:
+        """One value per dp row -> one per rank."""
+        return [value for value in values for _ in range(self.tp)]
+
+    def _slowest(self, stats: Sequence[StepStats]) -> StepStats:
+        """Return one of the ranks' statistics, which differ in their times only."""
+        ranks = {self._name(rank): each.busy for rank, each in enumerate(stats)}
+        return replace(max(stats, key=lambda each: each.seconds), ranks=ranks)
 
     def _name(self, rank: int) -> str:
         dp, tp = divmod(rank, self.tp)
         return label(self.name, {"dp": dp, "tp": tp})
-
-
-class TrainedMesh(ModelMesh):
-    """One whose model has an optimizer: the policy's, the critic's."""
-
-    async def step(self, updates: Sequence[Sequence[Batch]]) -> StepStats:
-        """Scatter to each dp row its batch of every update, take those updates, answer with the reduced statistics."""
-        each = [list(batches) for batches in zip(*updates, strict=True)]
-        return self._slowest(await self._scatter("step", self.rows(each)))
-
-    def _slowest(self, stats: Sequence[StepStats]) -> StepStats:
-        """All say the same but for their times."""
-        ranks = {self._name(rank): each.busy for rank, each in enumerate(stats)}
-        return replace(max(stats, key=lambda each: each.seconds), ranks=ranks)
-
-    async def snapshot(self, snapshot: Snapshot) -> list[int]:
-        """Every rank begins to copy its state into its part; answers with the bytes of each."""
-        return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
-
-    async def _begin(self, snapshot: Snapshot | None, *arguments: Any) -> list[Any]:
-        """Each rank with its part of the snapshot to go on from, if there is one."""
-        parts = [None] * len(self._ranks) if snapshot is None else snapshot.parts(self.name)
-        ranks = enumerate(zip(self._ranks, parts, strict=True))
-        calls = {self._name(i): rank.begin.call_one(part, *arguments) for i, (rank, part) in ranks}
-        return await ask_all(calls, verb="begin", seconds=self._comm.init_timeout_seconds)

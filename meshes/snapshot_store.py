@@ -1,32 +1,27 @@
-"""Snapshots of all that is trained, in memory that outlives the ranks: a lost mesh costs the steps since the newest.
+"""Snapshots of all trained state, in memory that outlives the ranks: a lost mesh costs the steps since the newest one.
 
-    take    ──> every rank of trainers and critic copies its state into its part, beside the next step
+    take    ──> every rank of trainers and critic copies its state into its part, during the next step
     newest  <── stamps: the newest snapshot whose parts are whole on every rank
 
-A part is an anonymous file (memfd) that this process holds open, so no death of a rank ends it, and no end of this
-process leaves it behind. This process reads stamps only. Ranks find the parts through /proc: they are on its host; on
-several, each host would need a process that keeps its ranks' parts.
+A part is an anonymous file (memfd) that this process holds open: it survives the death of any rank, and is freed when
+this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this host;
+with several hosts, each would need a process that keeps its ranks' parts.
 
-A snapshot is restored only if each of its parts carries its serial number, which a rank writes last; so a torn one is
-never taken for a whole one, and the parts of all meshes are of one step. A take writes only parts that the newest
-whole snapshot does not consist of, and abandons those of a torn one to whoever may still be writing them; so whatever
-dies and whenever, what was whole before stays whole.
+A snapshot is restored only if each of its parts carries its serial number, which a rank writes last. So a torn snapshot
+is never restored, and the parts of all meshes belong to one step. A take never writes parts of the newest whole
+snapshot. It drops the parts of a torn one, which a rank may still be writing. So a whole snapshot stays whole, whatever
+dies and whenever.
 """
 
 import asyncio
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.snapshot import Snapshot, head
 from titan_rl.wire.types import PhaseName
 
-if TYPE_CHECKING:
-    from titan_rl.meshes.model_mesh import TrainedMesh
-    from titan_rl.meshes.roles import CriticMesh
-    from titan_rl.meshes.trainers import TrainerMesh
-
-Fds = dict[str, tuple[int, ...]]  # by mesh: of its ranks' parts
+Fds = dict[str, tuple[int, ...]]  # by mesh: the file descriptors of its ranks' parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +36,24 @@ class Taken:
         return all(head(fd)[0] == self.snapshot.serial for fds in self.fds.values() for fd in fds)
 
     def drop(self) -> None:
-        """The memory is freed when the last rank that has mapped it lets go."""
+        """Close the parts. Their memory is freed when the last rank that has mapped it unmaps it."""
         for fds in self.fds.values():
             for fd in fds:
                 os.close(fd)
 
 
 class Snapshots:
-    def __init__(self, trainers: "TrainerMesh", critic: "CriticMesh | None") -> None:
+    def __init__(self, trainers: ModelMesh, critic: ModelMesh | None) -> None:
         self._trainers, self._critic = trainers, critic
-        self._taken: list[Taken] = []  # two at most: the newest whole one, and the one begun after it
+        self._taken: list[Taken] = []  # at most two: the newest whole one, and the one begun after it
         self._serial = 0
-        self.nbytes: dict[str, list[int]] = {}  # of one snapshot, by mesh and rank
+        self.nbytes: dict[str, list[int]] = {}  # by mesh and rank, of one snapshot
 
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
-        """Begin a snapshot of what the meshes hold now; returns once all ranks have begun. No rank changes its state
-        before its copy is whole, so the next step may be asked for at once."""
-        meshes: list[TrainedMesh] = [self._trainers]
-        if self._critic is not None and phase == "rl":  # until then it has nothing to lose
+        """Begin a snapshot of the meshes' current state; return once all ranks have begun. No rank changes its state
+        before its copy is whole, so the next step may be started at once."""
+        meshes: list[ModelMesh] = [self._trainers]
+        if self._critic is not None and phase == "rl":  # before RL it has not learnt anything
             meshes.append(self._critic)
         self._serial += 1
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
@@ -69,12 +64,12 @@ class Snapshots:
         self.nbytes = {mesh.name: each for mesh, each in zip(meshes, sizes, strict=True)}
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
-        """The newest whole one, or the newest of those taken before a step."""
+        """Return the newest whole snapshot, or the newest of those taken before a step."""
         taken = self._newest(before)
         return taken.snapshot if taken else None
 
     def forget(self, *, but: Snapshot | None = None) -> None:
-        """All, or all but the one that everybody began again from: what came after it never happened."""
+        """Drop all snapshots, or all but the one that every mesh was restored from: later steps are undone."""
         for taken in self._taken:
             if taken.snapshot is not but:
                 taken.drop()
@@ -88,7 +83,7 @@ class Snapshots:
         return max(whole, key=lambda t: t.snapshot.serial, default=None)
 
     def _free(self, ranks: dict[str, int]) -> Fds:
-        """Parts for so many ranks by mesh: of a snapshot that is no longer the newest, or new ones."""
+        """Return parts for N ranks per mesh: those of a snapshot that is no longer the newest, or new ones."""
         kept = self._newest()
         rest = [taken for taken in self._taken if taken is not kept]
         self._taken = [kept] if kept else []

@@ -1,4 +1,4 @@
-"""Why nobody answers: who waits on whom for what, and what the silent processes are doing.
+"""Report why a call is not answered: who waits on whom for what, and what the silent processes are doing.
 
     controller waits on trainer[dp=1 tp=0] for step since 61 s (deadline 60 s)
     trainer[dp=0 tp=0], process 9886: sleeping, 41.2 s of CPU, 0.0 cores busy
@@ -10,11 +10,10 @@
     trainer[dp=1 tp=0], process 9887: stopped by a signal, 40.9 s of CPU, 0.0 cores busy
       ...
 
-Processes of this host only. Nothing here stops a process or waits for one: py-spy reads its memory as it runs.
+Covers processes of this host only. Nothing here stops a process or waits for one: py-spy reads its memory as it runs.
 """
 
 import asyncio
-import os
 import shutil
 import sys
 import time
@@ -25,36 +24,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 DUMP_SECONDS = 10.0
 KILL_SECONDS = 1.0
-TRIES = 3  # a process that runs on may change under the reader
-LINES = 40  # of one process
-WAITS = 12
-BUSY_SECONDS = 0.25  # over which a process's use of CPU is measured, at least
+TRIES = 3  # a running process may change while py-spy reads it
+LINES = 40  # shown per process
+WAITS = 12  # shown
+BUSY_SECONDS = 0.25  # shortest time over which the CPU use of a process is measured
 
 STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in an uninterruptible wait (a disk or a device)",
-    "T": "stopped by a signal",
-    "t": "stopped by a debugger",
-    "Z": "dead, not yet reaped",
-    "X": "dead",
-    "I": "idle",
+    psutil.STATUS_DISK_SLEEP: "in an uninterruptible wait (a disk or a device)",
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_ZOMBIE: "dead, not yet reaped",
 }
+"""Words for psutil's statuses that do not explain themselves."""
 
 MACHINERY = (
     *("(<frozen ", "(threading.py:", "(asyncio/", "(selectors.py:", "(monarch/_src/"),
     *("(torch/nn/modules/module.py:", "(torch/utils/_contextlib.py:", "(torch/_dynamo/eval_frame.py:"),
 )
-"""Frames of whoever calls, not of what is called."""
+"""Frames of event loops, threads and wrappers, which call the interesting ones."""
 WORKERS = ("(queue.py:", "(concurrent/futures/thread.py:")
-"""A thread that waits in one of these waits for work."""
+"""A thread that waits in one of these files waits for work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody waits for an actor's answer."""
+    """A call to an actor that has not been answered."""
 
     actor: str  # "trainer[dp=1 tp=0]"
     verb: str
@@ -69,7 +67,7 @@ class Wait:
 
 
 class Process(NamedTuple):
-    """What the kernel says of a process at one moment."""
+    """State and CPU time of a process at one moment."""
 
     state: str
     cpu: float  # seconds, over all its threads
@@ -77,16 +75,17 @@ class Process(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> "Process":
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
+            process = psutil.Process(pid)
+            state, cpu = process.status(), process.cpu_times()
+        except psutil.NoSuchProcess:
             return cls("gone", 0.0)
-        ticks = int(fields[11]) + int(fields[12])  # utime, stime
-        return cls(STATES.get(fields[0], fields[0]), ticks / os.sysconf("SC_CLK_TCK"))
+        return cls(STATES.get(state, state), cpu.user + cpu.system)
 
 
 async def report(wait: Wait, waits: Iterable[Wait], ranks: Mapping[str, int]) -> str:
-    """`wait` is what has lasted too long; `waits`, all that is waited for; `ranks`, the processes of this host by name,
-    of which those of the same mesh are looked into. Takes DUMP_SECONDS at most, whatever state they are in."""
+    """Describe the overdue `wait`, the other `waits` of this process, and the processes of the same mesh.
+
+    `ranks` holds this host's processes by name. Takes DUMP_SECONDS at most, whatever state the processes are in."""
     others = sorted((other for other in waits if other != wait), key=lambda other: other.since)
     lines = [str(wait), *(f"also: {other}" for other in others[:WAITS])]
     if len(others) > WAITS:
@@ -105,10 +104,10 @@ async def report(wait: Wait, waits: Iterable[Wait], ranks: Mapping[str, int]) ->
 
 
 async def stacks(ranks: Mapping[str, int], py_spy: str | None = None) -> dict[str, str]:
-    """Where the threads of each process are, by py-spy; where that is not to be had, what they wait for in the kernel,
-    and why no more is known."""
-    beside = Path(sys.executable).with_name("py-spy")
-    tool = py_spy or (str(beside) if beside.exists() else shutil.which("py-spy"))
+    """Return the stacks of each process from py-spy; if py-spy fails, why it failed and where the threads wait in the
+    kernel."""
+    installed = Path(sys.executable).with_name("py-spy")
+    tool = py_spy or (str(installed) if installed.exists() else shutil.which("py-spy"))
     found = await asyncio.gather(*(_stack(pid, tool) for pid in ranks.values()))
     return dict(zip(ranks, found, strict=True))
 
@@ -131,7 +130,7 @@ async def _stack(pid: int, tool: str | None) -> str:
 
 
 async def _output(*command: str) -> tuple[int, str, str]:
-    """Exit code and both outputs; a process that is no longer waited for is killed."""
+    """Run a command and return its exit code and both outputs. Kill it if this is cancelled."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     try:
@@ -146,7 +145,7 @@ async def _output(*command: str) -> tuple[int, str, str]:
 
 
 def excerpt(dump: str) -> str:
-    """Of what py-spy printed: the threads that do something, less the frames of the machinery that calls them."""
+    """Return the busy threads of a py-spy dump, without the frames of MACHINERY."""
     threads = [block.splitlines() for block in dump.split("\nThread ")[1:]]
     shown: list[str] = []
     idle = 0
@@ -163,10 +162,10 @@ def excerpt(dump: str) -> str:
 
 
 def kernel_waits(pid: int) -> str:
-    """Which kernel functions its threads wait in, and how many in each."""
+    """Say how many threads of a process wait in which kernel functions."""
     waits: Counter[str] = Counter()
     for path in Path(f"/proc/{pid}/task").glob("*/wchan"):
-        with suppress(OSError):  # the thread is gone, or the kernel does not tell
+        with suppress(OSError):  # the thread is gone, or reading it is not permitted
             where = path.read_text().strip()
             waits["no wait that it tells of" if where in ("", "0") else where] += 1
     told = ", ".join(f"{count} in {where}" for where, count in waits.most_common())

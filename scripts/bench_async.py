@@ -41,17 +41,19 @@ from rich.table import Table
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import ENV, Done, EngineReport, EngineSettings
-from titan_rl.actors.vllm.generator import Arrived, News, Switched, drain
+from titan_rl.actors.vllm.generator import News, drain
 from titan_rl.config import sections as c
 from titan_rl.config.toml import find, load
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.meshes.generators import GeneratorMesh, Replica
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.spawn import spawn
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.ledger import Ledger
-from titan_rl.record.metrics import EVAL_SCORE
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.rollout.judges import by_rule
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks import tokenizer as characters
@@ -61,7 +63,7 @@ from titan_rl.tasks.task import load_task
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Completion, EngineStats, Generates, Request, Sampling
+from titan_rl.wire.types import Completion, Generates, ReaderCost, Request, Sampling
 
 HERE = Path(__file__).resolve().parents[1]
 BENCHMARKS = HERE / "docs" / "benchmarks"
@@ -281,13 +283,13 @@ class Timer(Actor):
         return News(await drain(self._done, within), EngineReport())
 
     @concurrent_endpoint
-    async def read(self, manifests: list[Any], timeout: float) -> Arrived:
-        return Arrived(0.0, 0.0, 0, 0, 0)
+    async def fetch_weights(self, manifests: list[Any], timeout: float) -> ReaderCost:
+        return ReaderCost()
 
     @concurrent_endpoint
-    async def switch(self, version: int, timeout: float) -> Switched:
+    async def switch(self, version: int, timeout: float) -> ReaderCost:
         self._version = version
-        return Switched(0.0, 0.0, 0.0, EngineStats())
+        return ReaderCost()
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -337,7 +339,7 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     for i in range(PROCS):
         timers: Any = Timers(spawn(this_host(), name=f"timer{i}", shape={"tp": 1}), seconds)
         replicas.append(Replica(i, f"timer{i}", timers, settings))
-    mesh = GeneratorMesh(replicas, init_seconds=SECONDS, seconds=SECONDS)
+    mesh = GeneratorMesh(replicas, GeneratorPolicy(init_seconds=SECONDS, seconds=SECONDS))
     await mesh.start()
     stopwatch = Stopwatch(mesh, seconds)
     folder = tempfile.TemporaryDirectory()
@@ -442,7 +444,7 @@ async def engine(folder: str, cached: bool) -> GeneratorMesh:
         model_dir=folder, max_model_len=1024, kv_cache_memory_mb=512, enable_prefix_caching=cached
     )
     procs = spawn(this_host(), name=name, shape={"tp": 1}, env={**ENV, **vllm_cpu.ENV, "CUDA_VISIBLE_DEVICES": ""})
-    mesh = GeneratorMesh([Replica(0, name, procs, settings)], init_seconds=SECONDS, seconds=SECONDS)
+    mesh = GeneratorMesh([Replica(0, name, procs, settings)], GeneratorPolicy(init_seconds=SECONDS, seconds=SECONDS))
     await mesh.start()
     await mesh.connect([[]])
     await mesh.pull(0)

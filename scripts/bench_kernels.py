@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_rl.kernels.token_logprob import token_logprob
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.provenance import git_commit, machine, versions
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "kernels.csv"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

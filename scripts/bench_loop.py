@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.record.ledger import Ledger
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.wire.spans import Recorder
 from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
 

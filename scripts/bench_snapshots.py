@@ -39,10 +39,10 @@ from titan_rl.config.sections import (
 )
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import Batch, Sample
@@ -112,9 +112,9 @@ async def meshes(case: str, model: ModelSection, layout: ParallelismSection, row
             training=TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
             cold_start=ColdStartSection(steps=10_000),
         )
-        mesh = await TrainerMesh.spawn(this_host(), config, shape_of(model), {})
+        mesh = ModelMesh(this_host(), "trainer", config, shape_of(model), {})
         await mesh.start()
-        await mesh.begin("cold_start")
+        await mesh.begin_phase("cold_start", 0)
         snapshots, at = Snapshots(mesh, None), 0
         seconds: dict[bool, list[float]] = {True: [], False: []}
         worked: dict[bool, list[float]] = {True: [], False: []}
@@ -137,8 +137,8 @@ async def meshes(case: str, model: ModelSection, layout: ParallelismSection, row
         from_snapshot, from_disk = [], []
         await mesh.save(at, "{}")
         for _ in range(3):
-            from_snapshot.append(await timed(mesh.begin("cold_start", newest)))
-            from_disk.append(await timed(mesh.begin("cold_start")))
+            from_snapshot.append(await timed(mesh.begin_phase("cold_start", newest)))
+            from_disk.append(await timed(mesh.begin_phase("cold_start", at)))
         await mesh.close()
         await mesh.stop()
     nbytes = snapshots.nbytes["trainer"]
@@ -175,7 +175,7 @@ async def timed(call: Any) -> float:
     return time.perf_counter() - began
 
 
-def batches(step: int, rows: int, mesh: TrainerMesh) -> list[Batch]:
+def batches(step: int, rows: int, mesh: ModelMesh) -> list[Batch]:
     tokens = torch.randint(3, 60, (4 * rows, LENGTH), generator=torch.Generator().manual_seed(step)).tolist()
     samples = [Sample(each, [1] * LENGTH) for each in tokens]
     return pack(samples, shards=mesh.dp, seq_len=4 * LENGTH, rows_per_microbatch=4, pad_id=0)

@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from titan_rl.actors.quiet import quiet_rdma
+from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing, Source
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Offer, is_remote
@@ -55,15 +55,16 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
 from titan_rl.environment import prepare_environment
 from titan_rl.kernels.pack_weights import pack, window
-from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.record.run_log import git_commit, machine, versions
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request, Sampling, SyncStats
-from titan_rl.wire.weight_plan import Copy, Piece, Shard, WeightPlan, param_shapes, pieces, plan
+from titan_rl.wire.vllm_params import param_shapes, pieces
+from titan_rl.wire.weight_plan import Copy, Piece, Shard, WeightPlan, plan
 
 CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "weight_sync.csv"
 TIMEOUT = 300.0
@@ -400,9 +401,9 @@ class Reader(Rank):
     async def pull(self, way: str, manifests: dict[int, Manifest]) -> dict[str, float]:
         """Seconds of the read, and of this thread's work: the write, with its verification if that is "live"."""
         began = time.perf_counter()
-        read = await self.landings[way].read(list(manifests.values()), TIMEOUT)
+        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
-        await self.landings[way].write(TIMEOUT)
+        await self.landings[way].write_weights(TIMEOUT)
         return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
 
     @endpoint
@@ -757,7 +758,7 @@ class PackingTrainers:
     ) -> list[dict[int, Offer]]:
         return await self.each("stage", places, sync, own=copies)
 
-    async def publish(self, version: int, slot: int, serial: int) -> Publication:
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
         packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [manifests for manifests, _ in packed], max(took for _, took in packed))
 

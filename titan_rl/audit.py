@@ -1,4 +1,7 @@
-"""`python -m titan_rl.audit RUN`: whether a run lost, repeated or disordered anything. Exit code 1 names what."""
+"""`python -m titan_rl.audit RUN`: check that a run lost, repeated or reordered nothing.
+
+Exit codes: 0 no problem, 1 problems, which are printed, 2 bad usage.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -18,13 +21,13 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    problems, looked_at = audit(Path(argv[0]))
+    problems, checked = audit(Path(argv[0]))
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:
         print(f"{len(problems)} problems" + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
         return 1
-    print(f"nothing lost, nothing twice, nothing stale: {looked_at}")
+    print(f"nothing lost, nothing twice, nothing stale: {checked}")
     return 0
 
 

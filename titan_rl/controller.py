@@ -4,200 +4,255 @@
                             ^                  reference, teacher, critic                        |
                             +------------- weights: publish, one-sided reads --------------------+
 
-Each line of the loop in `reinforce` is one collective over a mesh. Staleness is bounded by admission: at most `lag + 1`
-steps' worth of groups are in flight, and a step's worth is replaced only once the generators hold the weights that step
-made. `lag = 0` is exact on-policy training; with any other the generators sample, and take weights, while the trainers
-step. `fit` is the loop of what learns from given data: supervised
-examples, preference pairs, and the cold start before RL.
+`reinforce` is RL: each call in its `step` is one collective over a mesh. `fit` learns from given data: supervised
+examples or preference pairs. `cold_start` makes supervised steps before RL. All three run in the same `loop`.
+
+Staleness is bounded by admission: at most `lag + 1` steps' worth of groups are in flight, and the next step's worth is
+admitted only once the generators hold the weights that the last step made. `lag = 0` is exact on-policy training; with
+a lag, generators sample and take weights while the trainers step.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_rl.batch.experience import minibatches, samples_of, with_advantages
-from titan_rl.preflight.setup import Setup
+from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.ledger import Ledger
-from titan_rl.record.report import Report
+from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, by_rule, scores_of
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.rewards import reward_for
+from titan_rl.train.export import export
 from titan_rl.train.health import Health, Rewind
-from titan_rl.train.launch import Meshes
-from titan_rl.train.learner import Roles
-from titan_rl.train.stop import Stop
-from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
+from titan_rl.train.learner import Learner
+from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Group, PhaseName, Sample, StepStats
+from titan_rl.wire.types import Group, PhaseName, Sample, SyncStats
 
-BEFORE_RL = -1  # the version of weights that a cold start has yet to shape; RL begins with version 0
+BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a finished step leaves to be kept."""
+
+    state: Callable[[], dict[str, Any]]  # the controller's part of a snapshot
+    on_save: Callable[[], dict[str, Any]] | None = None  # of a checkpoint, where that is another one
+    hopeless: RunError | None = None  # why the run cannot continue after this step
+    enough: bool = False  # no further steps are needed
 
 
 class Controller:
-    """Wires the parts of a run and drives them; no part holds the controller."""
+    """Drives one attempt at a run, from where it resumes to its end or to a stop. No part holds the controller."""
 
     def __init__(
         self,
-        setup: Setup,
-        meshes: Meshes,
-        weights: WeightSync | None,
-        roles: Roles,
-        report: Report,
-        stop: Stop,
-        clock: Clock,
+        run: RunParts,
+        learner: Learner,
+        resume: Resume,
         *,
         attempt: int = 1,
         began: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`began` is told after which step it goes on, once everything is up. `attempt`: see Recovery."""
-        self.setup, self.config = setup, setup.config
-        self.meshes, self.weights, self.roles = meshes, weights, roles
-        self.report, self.stop, self.clock, self.health = report, stop, clock, Health(setup.config, report.warn)
-        self.attempt, self.began = attempt, began
+        """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
+        self.run, self.setup, self.config = run, run.setup, run.config
+        self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
+        self.report, self.stop, self.clock = run.report, run.stop, run.clock
+        self.health = Health(run.config, run.report.warn)
+        self.resume, self.attempt, self.began = resume, attempt, began
 
-    async def train(self) -> None:
-        """The algorithm, from its beginning or from the checkpoint in the dump folder."""
-        await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
+    async def drive(self) -> None:
+        """Run the cold start if there is one to run, then the algorithm, then export the policy."""
+        if self.resume.rl is None and self.config.cold_start.steps > 0:
+            await self.cold_start()
+        if not self.stop.requested:
+            await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
+        if not self.stop.requested:
+            with self.run.terminal.phase("export to hf/"):
+                await export(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
     async def reinforce(self) -> None:
-        assert self.weights is not None
-        algorithm, weights, last = self.config.algorithm, self.weights, self.config.training.steps
-        groups_per_step, lag = self.config.rollout.groups_per_step, self.config.rollout.lag
-        overlaps = lag > 0 and not self.meshes.colocated
+        """Sample, judge, update, sync; step after step."""
+        algorithm, last, learner = self.config.algorithm, self.config.training.steps, self.learner
+        start, kept = await learner.resume("rl", self.resume)
+        prompts = await self.begin("rl", start, kept)
+        stream = self.stream(prompts, self.ledger(start, kept), start + 1, last)
 
-        start, cursor = await self.roles.resume("rl")
-        await self.roles.begin(start)
-        prompts = self.prompts("rl", cursor if start else None)
-        await weights.sync(start)
-        self.began(start)
-        if start in (0, last) and (score := await self.evaluate()) is not None:
-            self.report.eval(start, score)
+        async def step(n: int) -> Done:
+            groups, samples = list[Group](), list[Sample]()
+            async for part in self.finished(stream, n):  # generators -> controller
+                judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
+                part, judged = with_advantages(part, judged, algorithm)
+                await learner.accumulate(judged)  # -> trainers, if the step is streamed
+                groups, samples = [*groups, *part], [*samples, *judged]
+            stats = await learner.update()  # -> trainers, critic
+            groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
+            stream.trained(n, groups)
+            sync = await self.publish(n, stream)  # trainers -> generators
+            score = await self.evaluate() if self.evaluates(n) else None
+            if not self.overlaps:
+                stream.admit(self.config.rollout.groups_per_step)
+            self.report.step(n, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
+            hopeless = self.health.after(n, stats, groups, samples, sync.engines)
+            return Done(stream.cut, partial(stream.saved, n), hopeless)
 
-        stream = self.stream(prompts, self.ledger(start, cursor), start + 1, last)
         async with aclosing(stream):
-            stream.admit(groups_per_step * (lag + 1))
-
-            for step in self.stop.steps(start + 1, last):
-                if self.config.training.stream_groups:
-                    groups, samples, stats = await weights.beside(self.streamed(stream, step))
-                else:
-                    groups = await weights.beside(stream.take(groups_per_step, step))  # gather
-                    await self.meshes.turn_of_trainers()
-                    samples = await self.roles.judge(samples_of(groups, algorithm))  # scatter, gather
-                    groups, samples = with_advantages(groups, samples, algorithm)
-                    stats = await self.roles.step(minibatches(samples, algorithm))  # scatter, reduce
-                stream.trained(step, groups)
-                admit = partial(stream.admit, groups_per_step)
-                sync = await (weights.begin(step, admit) if overlaps else weights.sync(step))  # publish, read
-                score = await self.evaluate() if self.evaluates(step) else None
-                if not overlaps:
-                    admit()
-                self.report.step(step, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
-                hopeless = self.health.after(step, stats, groups, samples, sync.engines)
-                await self.keep(step, last, stream.cut, partial(stream.saved, step), hopeless)
-        await weights.settle()
+            stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
+            await self.loop("rl", start, last, step)
+        await self.sync_settled()
 
     async def fit(self) -> None:
-        """sft, dpo, ipo and reward_model: steps over the data set's own answers."""
-        kind, last = self.config.algorithm.kind, self.config.training.steps
-        start, cursor = await self.roles.resume("rl")
-        await self.roles.begin(start)
-        examples = self.prompts("rl", cursor if start else None)
-        self.began(start)
-        if start in (0, last):
-            await self.sync(start)
-            if (score := await self.evaluate()) is not None:
-                self.report.eval(start, score)
+        """Train on the data set's own answers: sft, dpo, ipo and reward_model."""
+        kind, training = self.config.algorithm.kind, self.config.training
+        start, kept = await self.learner.resume("rl", self.resume)
+        examples = await self.begin("rl", start, kept)
 
-        with self.report.fitting(self.config.algorithm.name, start, last):
-            for step in self.stop.steps(start + 1, last):
-                samples = await self.roles.judge(self.examples(examples, kind, self.config.training.global_batch_size))
-                stats = await self.roles.step([samples])
-                score = None
-                if self.evaluates(step):
-                    await self.sync(step)
-                    score = await self.evaluate()
-                self.report.fitted(step, stats, score)
-                await self.keep(step, last, examples.state_dict, hopeless=self.health.after(step, stats))
+        async def step(n: int) -> Done:
+            samples = await self.learner.judge(self.examples(examples, kind, training.global_batch_size))
+            stats = await self.learner.step([samples])
+            score = None
+            if self.evaluates(n):
+                await self.sync(n)
+                score = await self.evaluate()
+            self.report.fitted(n, stats, score)
+            return Done(examples.state_dict, hopeless=self.health.after(n, stats))
+
+        with self.report.fitting(self.config.algorithm.name, start, training.steps):
+            await self.loop("rl", start, training.steps, step)
 
     async def cold_start(self) -> None:
-        """Supervised steps on the task's own answers before RL, for sampling needs something to find."""
+        """Train on the task's own answers before RL: sampling needs something to find."""
         cold = self.config.cold_start
-        start, cursor = await self.roles.resume("cold_start")
-        if json.loads(cursor).get("enough"):
+        start, kept = await self.learner.resume("cold_start", self.resume)
+        if kept.get("enough"):
             return
-        self.began(start)
-        examples = self.prompts("cold_start", cursor if start else None)
-        if start == 0:
-            await self.sync(BEFORE_RL)
-            if (score := await self.evaluate()) is not None:
-                self.report.before_cold_start(score)
+        examples = await self.begin("cold_start", start, kept)
+
+        async def step(n: int) -> Done:
+            stats = await self.learner.supervise(self.examples(examples, "supervised", cold.batch_size))
+            self.report.cold_start(n, stats)
+            enough = bool(cold.stop_at) and n % cold.stop_interval == 0 and await self.practice() >= cold.stop_at
+            return Done(partial(dict, examples.state_dict() | {"enough": enough}), enough=enough)
 
         with self.report.fitting("cold start", start, cold.steps):
-            for step in self.stop.steps(start + 1, cold.steps, "cold_start"):
-                samples = self.examples(examples, "supervised", cold.batch_size)
-                self.report.cold_start(step, await self.roles.supervise(samples))
-                enough = False
-                if cold.stop_at and step % cold.stop_interval == 0:
-                    await self.sync(BEFORE_RL)
-                    assert self.meshes.generators is not None
-                    enough = await self.setup.practice.score(self.meshes.generators) >= cold.stop_at
-                state, last = examples.state_dict() | {"enough": enough}, step if enough else cold.steps
-                await self.keep(step, last, partial(dict, state), interval=cold.interval)
-                if enough:
-                    break
+            await self.loop("cold_start", start, cold.steps, step)
 
-    async def keep(
-        self,
-        step: int,
-        last: int,
-        state: Callable[[], dict[str, Any]],
-        saved: Callable[[], dict[str, Any]] | None = None,
-        hopeless: RunError | None = None,
-        interval: int = 0,
-    ) -> None:
-        """A step is over: keep it in memory, on disk, or neither, with this part's `state`. `saved` is asked instead
-        before it goes to disk. A pause lasts here, and here a hopeless run ends."""
-        await self.roles.snapshot(step, lambda: json.dumps(state()))
-        due = step % (interval or self.config.checkpoint.interval) == 0 or self.roles.owes_a_checkpoint
-        ends = hopeless is not None and not isinstance(hopeless, Rewind)
-        saves = self.stop.saves() or step == last or due or ends
-        if saves and await self.roles.save(step, json.dumps((saved or state)()), last=step == last or ends):
+    # -- the skeleton of all three --------------------------------------------------------------------------------
+
+    async def begin(self, phase: PhaseName, start: int, kept: dict[str, Any]) -> PromptSource:
+        """Give every mesh its weights and evaluate them if this is the first step; return the phase's data."""
+        if phase == "rl":
+            await self.learner.begin(start)
+        source = PromptSource(
+            self.setup.task, self.setup.tokenizer, seed=derive(self.config.debug.seed, "prompts", phase)
+        )
+        if start:
+            source.load_state_dict(kept)
+        await self.sync(start if phase == "rl" else BEFORE_RL)
+        self.began(start)
+        at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
+        if at_an_end and (score := await self.evaluate()) is not None:
+            if phase == "rl":
+                self.report.eval(start, score)
+            else:
+                self.report.before_cold_start(score)
+        return source
+
+    async def loop(self, phase: PhaseName, start: int, last: int, step: Callable[[int], Awaitable[Done]]) -> None:
+        """Make the steps after `start`, and keep what each leaves, until the last one or a stop."""
+        interval = self.config.cold_start.interval if phase == "cold_start" else self.config.checkpoint.interval
+        for n in self.stop.steps(start + 1, last, phase):
+            done = await step(n)
+            await self.keep(n, done, last=n == last or done.enough, due=n % interval == 0)
+            if done.enough:
+                break
+
+    async def keep(self, step: int, done: Done, *, last: bool, due: bool) -> None:
+        """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
+        await self.learner.snapshot(step, lambda: json.dumps(done.state()))
+        ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
+        saves = self.stop.saves() or last or due or self.learner.owes_a_checkpoint or ends
+        if saves and await self.learner.save(step, json.dumps((done.on_save or done.state)()), last=last or ends):
             await self.stop.saved(step)
-        if hopeless is not None:
-            raise hopeless
+        if done.hopeless is not None:
+            raise done.hopeless
 
-    async def streamed(self, stream: RolloutStream, step: int) -> tuple[list[Group], list[Sample], StepStats]:
-        """A step's update, part by part while the rest of its groups is still sampled."""
-        algorithm, training, count = self.config.algorithm, self.config.training, self.config.rollout.groups_per_step
-        groups: list[Group] = []
-        samples: list[Sample] = []
-        async for part in stream.parts(count, step, training.stream_groups):
-            judged = await self.roles.judge(samples_of(part, algorithm))
-            part, judged = with_advantages(part, judged, algorithm)
-            await self.roles.accumulate(judged)
-            groups, samples = [*groups, *part], [*samples, *judged]
-        return sorted(groups, key=lambda group: group.prompt.id), samples, await self.roles.update()
+    # -- verbs of the steps ---------------------------------------------------------------------------------------
+
+    async def finished(self, stream: RolloutStream, step: int) -> AsyncIterator[list[Group]]:
+        """Gather the step's judged groups: all at once, or training.stream_groups at a time as they finish."""
+        assert self.weights is not None
+        count, size = self.config.rollout.groups_per_step, self.config.training.stream_groups
+        if not size:
+            groups = await self.weights.beside(stream.take(count, step))
+            await self.meshes.turn_of_trainers()
+            yield groups
+            return
+        parts = stream.parts(count, step, size)
+
+        async def next_part() -> list[Group] | None:
+            return await anext(parts, None)
+
+        while (part := await self.weights.beside(next_part())) is not None:
+            yield part
+
+    @property
+    def overlaps(self) -> bool:
+        """True if generators take weights while the trainers make the next step."""
+        return self.config.rollout.lag > 0 and not self.meshes.colocated
+
+    async def publish(self, version: int, stream: RolloutStream) -> SyncStats:
+        """Sync the weights; if that overlaps with the next step, it also admits that step's groups when it is done."""
+        assert self.weights is not None
+        if self.overlaps:
+            return await self.weights.begin_sync(version, partial(stream.admit, self.config.rollout.groups_per_step))
+        return await self.weights.sync(version)
+
+    async def sync(self, version: int) -> None:
+        """Make the generators serve what the trainers hold, if there are generators."""
+        if self.weights is not None:
+            await self.weights.sync(version)
+
+    async def sync_settled(self) -> None:
+        if self.weights is not None:
+            await self.weights.settle()
+
+    def evaluates(self, step: int) -> bool:
+        interval = self.config.eval.interval
+        return step == self.config.training.steps or (interval > 0 and step % interval == 0)
+
+    async def evaluate(self) -> float | None:
+        """Return the held-out score: of greedy answers, or the share of pairs that a reward model ranks correctly.
+        None without held-out problems."""
+        if not self.setup.heldout.prompts:
+            return None
+        await self.sync_settled()
+        with self.clock("eval"):
+            if self.config.algorithm.kind == "reward":
+                tokenizer = self.setup.tokenizer
+                pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
+                return accuracy(scores_of(pairs, await self.learner.scores(pairs)))
+            assert self.meshes.generators is not None
+            return await self.setup.heldout.score(self.meshes.generators)
+
+    async def practice(self) -> float:
+        """Return the greedy score on training problems."""
+        await self.sync(BEFORE_RL)
+        assert self.meshes.generators is not None
+        return await self.setup.practice.score(self.meshes.generators)
 
     # -- parts ------------------------------------------------------------------------------------------------
-
-    def prompts(self, phase: PhaseName, cursor: str | None) -> PromptSource:
-        seed = derive(self.config.debug.seed, "prompts", phase)
-        source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
-        if cursor is not None:
-            source.load_state_dict(json.loads(cursor))
-        return source
 
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
-    def ledger(self, start: int, cursor: str) -> Ledger:
-        ledger, cut = Ledger(self.setup.folder), json.loads(cursor) if start else {}
+    def ledger(self, start: int, kept: dict[str, Any]) -> Ledger:
+        ledger, cut = Ledger(self.setup.folder), kept if start else {}
         ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
         return ledger
 
@@ -222,27 +277,3 @@ class Controller:
             fault=config.fault,
             attempt=self.attempt,
         )
-
-    async def sync(self, version: int) -> None:
-        """To generators that only evaluate; there may be none."""
-        if self.weights is not None:
-            await self.weights.sync(version)
-
-    def evaluates(self, step: int) -> bool:
-        interval = self.config.eval.interval
-        return step == self.config.training.steps or (interval > 0 and step % interval == 0)
-
-    async def evaluate(self) -> float | None:
-        """The held-out score: what the generators' weights answer greedily, or the share of pairs that a reward model
-        orders rightly. None without held-out problems."""
-        if not self.setup.heldout.prompts:
-            return None
-        if self.weights is not None:
-            await self.weights.settle()
-        with self.clock("eval"):
-            if self.config.algorithm.kind == "reward":
-                tokenizer = self.setup.tokenizer
-                pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
-                return accuracy(scores_of(pairs, await self.roles.scores(pairs)))
-            assert self.meshes.generators is not None
-            return await self.setup.heldout.score(self.meshes.generators)

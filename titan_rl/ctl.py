@@ -1,6 +1,6 @@
-"""`python -m titan_rl.ctl RUN COMMAND`: ask a run under way how it is, or steer it. RUN is its dump folder.
+"""`python -m titan_rl.ctl RUN COMMAND`: show the state of a run, or control it. RUN is its dump folder.
 
-Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or no such run is under way here.
+Exit codes: 0 done, 1 the run refused or did not answer in time, 2 bad usage, or no run is active there on this host.
 """
 
 import argparse
@@ -15,21 +15,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.control.client import DONE, REFUSED, Endpoint, Failed
+from titan_rl.control.client import DONE, REFUSED, Endpoint, RequestFailed
 from titan_rl.record.plan_view import labelled
 from titan_rl.record.terminal import duration, open_console, visible
 
 COMMANDS = {
-    "status": "where the run is, who is up, who waits on whom",
-    "checkpoint": "save the step in hand, and say so when it is on disk",
-    "pause": "save the step in hand and train nothing after it, until `resume` or `stop`",
-    "resume": "go on training, or take back a pause that is yet to come",
-    "stop": "save the step in hand, however long it takes, and end; the same command line goes on from there",
-    "scale": "bring a role to so many replicas: generators=3",
+    "status": "show the step, the ranks and their states, and the calls that are being waited for",
+    "checkpoint": "save the current step; answers once it is on disk",
+    "pause": "save the current step, then wait for `resume` or `stop`",
+    "resume": "continue training, or cancel a pause that has not started",
+    "stop": "save the current step, however long that takes, and end; the same command line resumes the run",
+    "scale": "set the number of replicas of a role: generators=3",
 }
 AT_ONCE = ("status", "resume", "stop")
-ANSWER_SECONDS, WORK_SECONDS = 10.0, 600.0  # for an answer at once; for one after a step, a save, a start or an end
-WIDTH = 200  # of a cell
+ANSWER_SECONDS, WORK_SECONDS = 10.0, 600.0  # for an immediate answer; for one after a step, a save, a start or the end
+WIDTH = 200  # characters of a table cell
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,11 +40,11 @@ def main(argv: Sequence[str]) -> int:
         answer = endpoint.ask(options.command, dict(options.arguments), seconds)
         if options.wait:
             endpoint.wait(options.timeout or WORK_SECONDS)
-    except Failed as error:
+    except RequestFailed as error:
         print(f"titan_rl.ctl: {error}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
-        print(f"titan_rl.ctl: no longer waiting for {options.command}; what was asked still stands", file=sys.stderr)
+        print(f"titan_rl.ctl: no longer waiting for {options.command}; the request remains in effect", file=sys.stderr)
         return REFUSED
     if options.json:
         print(json.dumps(answer))
@@ -57,23 +57,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.ctl",
-        description="Ask a run under way how it is, or steer it.",
+        description="Show the state of a run, or control it, while it runs.",
         epilog="\n".join(["commands:", *(f"  {name:<{width}}  {doc}" for name, doc in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="its dump folder")
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of those below")
+    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands below")
     parser.add_argument(
-        "arguments", metavar="NAME=VALUE", nargs="*", default=[], type=argument, help="of scale: generators=3"
+        "arguments", metavar="NAME=VALUE", nargs="*", default=[], type=argument, help="argument of scale: generators=3"
     )
-    parser.add_argument("--json", action="store_true", help="print the answer as it came")
-    parser.add_argument("--wait", action="store_true", help="stop: until the run has ended")
-    waits = f"how long to wait; {ANSWER_SECONDS:g} for {', '.join(AT_ONCE)}, else {WORK_SECONDS:g}"
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--wait", action="store_true", help="with stop: wait until the run has ended")
+    waits = f"how long to wait; default {ANSWER_SECONDS:g} for {', '.join(AT_ONCE)}, {WORK_SECONDS:g} for the others"
     parser.add_argument("--timeout", metavar="SECONDS", type=positive, help=waits)
     options = parser.parse_intermixed_args(argv)
     if options.wait and options.command != "stop":
-        parser.error("--wait belongs to stop")
+        parser.error("--wait is only for the command stop")
     return options
 
 
@@ -93,11 +93,11 @@ def positive(text: str) -> float:
     return seconds
 
 
-# -- what a person sees ----------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------------------
 
 
 def view(answer: Any) -> RenderableType:
-    """Facts beside their names, one part below the other; a list of things is a table with a line each."""
+    """Return names and values, one part below the other. A list of objects is a table with one row each."""
     if not isinstance(answer, dict):
         return Text(cell("", answer))
     facts = {name: value for name, value in answer.items() if not isinstance(value, dict | list)}

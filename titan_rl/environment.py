@@ -1,4 +1,4 @@
-"""What must be in the controller's environment before Monarch is imported, for Monarch reads it then."""
+"""Sets the controller's environment before Monarch is imported, which reads it at import."""
 
 import getpass
 import os
@@ -14,7 +14,7 @@ CONTROLLER_ENV = {
 
 
 def prepare_environment(detect_seconds: float = 2.0) -> None:
-    """`detect_seconds`: how soon a dead process is to be known."""
+    """`detect_seconds` bounds how late a dead process is noticed."""
     poll = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": f"{max(1, round(500 * detect_seconds))}ms"}  # default 10 s
     for name, value in {**CONTROLLER_ENV, **poll}.items():
         os.environ.setdefault(name, value)
@@ -22,8 +22,8 @@ def prepare_environment(detect_seconds: float = 2.0) -> None:
 
 @contextmanager
 def socket_folder() -> Iterator[None]:
-    """Monarch leaves socket directories in TMPDIR when a process dies. A run gets a TMPDIR of its own, named after the
-    controller, which goes with it; what a killed controller left behind is removed by the next run."""
+    """Give the run a TMPDIR of its own, named after the controller's pid, and remove it at the end. Monarch leaves
+    socket directories there when a process dies; the next run removes what a killed controller left behind."""
     base = Path(tempfile.gettempdir())
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / f"torchinductor_{getpass.getuser()}"))  # outlives a run
     for left in base.glob("titan_rl-*"):
@@ -31,7 +31,7 @@ def socket_folder() -> Iterator[None]:
         if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
             shutil.rmtree(left, ignore_errors=True)
     folder = base / f"titan_rl-{os.getpid()}"
-    folder.mkdir(mode=0o700)  # one that is there already is somebody else's: ours was removed above
+    folder.mkdir(mode=0o700)  # fails if another user owns that name: ours was removed above
     os.environ["TMPDIR"] = str(folder)
     try:
         yield

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.preflight import checks
+from titan_rl.preflight.checks.host import visible_gpus
 from titan_rl.preflight.cli import parse
 from titan_rl.preflight.describe import describe
-from titan_rl.preflight.setup import Resume, Setup, prepare
+from titan_rl.preflight.setup import Setup, prepare
+from titan_rl.record.run_folder import Resume
 from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
@@ -25,18 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     invocation = parse(sys.argv[1:] if argv is None else argv)
     config = invocation.config
     terminal = Terminal()
-    device = "cuda" if checks.visible_gpus() and config.hosts.device != "cpu" else "cpu"
+    device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
     if invocation.dry_run:
         with tempfile.TemporaryDirectory() as scratch:
             setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))
             terminal.plan(describe(setup, invocation.warnings))
-        terminal.note("dry run: everything is checked, nothing was started")
+        terminal.note("dry run: everything was checked, nothing was started")
         return FINISHED
     setup = prepare(invocation.config_name, config, device=device)
     terminal.plan(describe(setup, invocation.warnings))
     if setup.finished:
         terminal.note(
-            f"nothing is left to train in {setup.folder}: raise training.steps, or begin anew with --job.fresh"
+            f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
         )
         return FINISHED
     return run(setup, terminal)
@@ -64,17 +65,17 @@ def run(setup: Setup, terminal: Terminal) -> int:
 
 def resume_hint(setup: Setup) -> str:
     if at := str(Resume.find(setup.folder, setup.config)):
-        return f"the same command goes on from {at}, in {setup.folder}"
-    return "no checkpoint was written yet: the same command begins anew"
+        return f"the same command resumes from {at} in {setup.folder}"
+    return "no checkpoint was written yet: the same command starts over"
 
 
 def entry() -> None:
-    """Leave without waiting for anybody: worker processes die with the controller."""
+    """Exit without waiting for threads or workers: worker processes die with the controller."""
     try:
         code = main()
     except SystemExit:
         raise
-    except BaseException:  # ours to mend; Monarch's threads would abort an interpreter that ends by an exception
+    except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
         traceback.print_exc()
         code = FAILED
     sys.stdout.flush()

@@ -1,18 +1,17 @@
-"""The generator's side of a weight sync: bring a publication within reach, write it into vLLM's parameters, and make
-sure that they hold it.
+"""The generator's side of a weight sync: fetch a publication, write it into vLLM's parameters, and verify that they
+hold it.
 
-    read  -> layout, slot and (verify = "transfer") every byte are those of the manifests    beside the sampling
-    write -> in place; (verify = "live") the parameters are gathered back and compared       between two engine steps
+    fetch_weights -> check layout, slot and (verify = "transfer") every byte against the manifests   during sampling
+    write_weights -> in place; (verify = "live") gather the parameters back and compare              between two steps
 
-Whatever is wrong is fetched and written a second time, and then refused by name. Replicated engines, tensor-parallel
-ranks and restarted processes all land alike: a Landing knows one rank's parameters and the runs that it reads.
+A wrong block is fetched and written a second time, and then refused by name. Replicas, tensor-parallel ranks and
+restarted processes all use the same code: a Landing knows one rank's parameters and the runs that it reads.
 """
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import xxhash
@@ -23,22 +22,20 @@ from titan_rl.actors.sync.transport import Offer, choose
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
 from titan_rl.wire import failpoints
+from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
+from titan_rl.wire.types import ReaderCost
 from titan_rl.wire.weight_plan import Copy
-
-
-class WeightsRefused(RuntimeError):
-    """These weights are not those that were announced: nobody may be served them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one trainer rank offers to one reader, and what lies in it in which order."""
+    """What one trainer rank offers to one reader, and the order of its contents."""
 
     trainer_rank: int
     offer: Offer
     copies: tuple[Copy, ...]
-    dtype: str  # torch's name of it, "bfloat16"
+    dtype: str  # torch's name, such as "bfloat16"
     block_bytes: int
 
     @property
@@ -50,20 +47,9 @@ class Source:
         return self.elements * getattr(torch, self.dtype).itemsize
 
 
-class Read(NamedTuple):
-    bytes: int  # brought within reach
-    changed: int  # blocks of all that the publication has
-    blocks: int
-    verify: float  # seconds
-
-
-class Written(NamedTuple):
-    write: float  # seconds
-    verify: float
-
-
 class Landing:
-    """Makes the parameters of one rank those of a publication. read() may overlap with sampling; write() must not."""
+    """Brings a publication into the parameters of one rank. fetch_weights() may overlap with sampling; write_weights()
+    must not."""
 
     def __init__(
         self,
@@ -76,18 +62,18 @@ class Landing:
         self._sync = sync or WeightSyncSection()
         self._reader = reader
         self._runs = [_Run(params, source, self._sync) for source in sources]
-        self._announced: list[Manifest] | None = None  # read completely, to be written
-        self._wanted: list[list[int]] = []  # of each run, the blocks that differ from what the parameters hold
-        self._held: list[tuple[int, ...]] | None = None  # checksums of what they hold; None is unknown
+        self._announced: list[Manifest] | None = None  # fetched completely, to be written
+        self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
+        self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
 
     @property
     def transports(self) -> list[str]:
         """By source."""
         return [run.transport.name for run in self._runs]
 
-    async def read(self, manifests: Sequence[Manifest], timeout: float) -> Read:
-        """Bring every run within reach. Fails within `timeout` seconds if a source is gone."""
-        self._announced = None
+    async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float) -> ReaderCost:
+        """Fetch every run. Fails within `timeout` seconds if a source is gone."""
+        began, self._announced = time.perf_counter(), None
         await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
@@ -97,17 +83,18 @@ class Landing:
         await self._fetch(manifests, self._wanted, timeout)
         verify = await self._verify_transfer(manifests, timeout) if self._sync.verify == "transfer" else 0.0
         self._announced = list(manifests)
-        return Read(
+        return ReaderCost(
+            read=time.perf_counter() - began - verify,
+            verify=verify,
             bytes=sum(run.nbytes(wanted) for run, wanted in zip(self._runs, self._wanted, strict=True)),
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
-            verify=verify,
         )
 
-    async def write(self, timeout: float) -> Written:
-        """Overwrite the live parameters with what was read. Until this returns they hold no version."""
+    async def write_weights(self, timeout: float) -> ReaderCost:
+        """Overwrite the live parameters with what was fetched. Until this returns they hold no version."""
         if self._announced is None:
-            raise RuntimeError("expected a completed read() before write(): there is no whole version at hand")
+            raise RuntimeError("expected a completed fetch_weights() before write_weights(), found none")
         manifests, self._announced, self._held = self._announced, None, None
         began = time.perf_counter()
         self._put(manifests, self._wanted)
@@ -117,10 +104,10 @@ class Landing:
             self._put(manifests, wrong)
             self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
-        return Written(written - began, time.perf_counter() - written)
+        return ReaderCost(write=written - began, verify=time.perf_counter() - written)
 
     async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
-        """The seconds it took. On another thread: hashing lets go of the interpreter, which goes on sampling."""
+        """Return the seconds it took. Hashes on another thread: hashing releases the GIL, so sampling continues."""
         began = time.perf_counter()
         if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
             await self._fetch(manifests, wrong, timeout)
@@ -128,7 +115,7 @@ class Landing:
         return time.perf_counter() - began
 
     def _changed(self, manifests: Sequence[Manifest]) -> list[list[int]]:
-        """Of each run, the blocks to bring over: all of them, if the parameters hold nothing known or most changed."""
+        """Return the blocks to fetch, by run: all of them if what the parameters hold is unknown, or most changed."""
         everything = [list(range(len(run.blocks))) for run in self._runs]
         if not self._sync.delta or self._held is None:
             return everything
@@ -147,7 +134,7 @@ class Landing:
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
         for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
             run.put(manifest.slot, indices)
-        self._check_stamps(manifests, wanted)  # mapped memory is read by writing: its stamp vouches for that only now
+        self._check_stamps(manifests, wanted)  # mapped memory was read just now, by the write: check its stamp again
 
     def _check_stamps(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
         for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
@@ -158,14 +145,14 @@ class Landing:
                 )
 
     def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
-        """Of each run, those of the wanted blocks that are not what was packed."""
+        """Return, by run, which of the wanted blocks differ from what was packed."""
         return [
             [i for i in indices if run.transferred(manifest.slot, i) != manifest.checksums[i]]
             for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
         ]
 
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
-        """Of each run, the blocks that the live parameters do not hold as packed, be they written now or long ago."""
+        """Return, by run, the blocks whose live bytes differ from the manifest, whether or not this sync wrote them."""
         return [
             [i for i, expected in enumerate(manifest.checksums) if run.live(i) != expected]
             for run, manifest in zip(self._runs, manifests, strict=True)
@@ -182,7 +169,7 @@ class Landing:
 
 
 class _Run:
-    """One source's run, its transport, and the live parameters' places that it fills."""
+    """One source's run, its transport, and the places in the live parameters that it fills."""
 
     def __init__(self, params: Mapping[str, Tensor], source: Source, sync: WeightSyncSection) -> None:
         _check_fit(params, source)
@@ -205,19 +192,19 @@ class _Run:
         ]
 
     def check(self, manifest: Manifest, *, sums: bool) -> None:
-        who = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
+        where = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
         if not manifest.intact:
-            raise WeightsRefused(f"{who}: expected a manifest with digest {manifest.digest:016x}, found another one")
+            raise WeightsRefused(f"{where}: expected a manifest with digest {manifest.digest:016x}, found another one")
         if manifest.layout != self._layout:
-            raise WeightsRefused(f"{who}: expected layout {self._layout:016x}, found {manifest.layout:016x}")
+            raise WeightsRefused(f"{where}: expected layout {self._layout:016x}, found {manifest.layout:016x}")
         if sums and len(manifest.checksums) != len(self.blocks):
             raise WeightsRefused(
-                f"{who}: expected checksums of {len(self.blocks)} blocks, found {len(manifest.checksums)}"
+                f"{where}: expected checksums of {len(self.blocks)} blocks, found {len(manifest.checksums)}"
             )
 
     async def fetch(self, manifest: Manifest, wanted: Sequence[int], timeout: float) -> None:
         spans = None if len(wanted) == len(self.blocks) else [self._span(i) for i in wanted]
-        await self.transport.read(manifest.slot, spans, timeout)
+        await self.transport.fetch_bytes(manifest.slot, spans, timeout)
 
     def put(self, slot: int, wanted: Sequence[int]) -> None:
         for i in wanted:
@@ -230,7 +217,7 @@ class _Run:
         return checksum(octets(self._runs[slot], self.blocks[block]))
 
     def live(self, block: int) -> int:
-        """The checksum of what the parameters hold, hashed where it lies if that is host memory in one piece."""
+        """Return the checksum of what the parameters hold, hashed in place where that is contiguous host memory."""
         hashed = xxhash.xxh3_64()
         for place in self._places[block]:
             hashed.update(place.contiguous().cpu().view(torch.uint8).numpy().data)
@@ -244,13 +231,13 @@ class _Run:
         return f"bytes {start} to {end - 1} of its run: {self.blocks[block].params}"
 
     def _span(self, block: int) -> tuple[int, int]:
-        """Its bytes in the run, [start, end)."""
+        """Return the block's bytes in the run, [start, end)."""
         start = self.blocks[block].start * self._runs[0].itemsize
         return start, start + self.nbytes([block])
 
 
 def _parts(run: Tensor, block: Block) -> list[Tensor]:
-    """Where a block's copies lie in the run.  # [blocks, rows, cols] each"""
+    """Return a view of each of a block's copies in the run.  # [blocks, rows, cols] each"""
     parts = run[block.start : block.start + block.elements].split([copy.elements for copy in block.copies])
     return [part.view(copy.blocks, copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
 

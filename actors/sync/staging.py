@@ -1,10 +1,10 @@
 """The trainer's side of a weight sync: what this rank holds, and its bytes packed for its readers.
 
     parameters -> shards_of -> (plan) -> Staging.offer, once: where each reader finds its run
-    every version:                       Staging.pack: cast, undo the rotary order, lay out and sum up each run
+    every version:                       Staging.pack: cast, undo the rotary order, lay out and hash each run
 
-There are two slots: a version is packed into one while readers may still be busy with the other. Nobody may read the
-slot that pack() is given; who does is known to titan_rl.train.weight_sync alone.
+There are two slots: a version is packed into one while readers may still use the other. No reader may use the slot that
+pack() is given; titan_rl.train.weight_sync alone keeps track of the readers.
 """
 
 import math
@@ -26,7 +26,8 @@ from titan_rl.wire.weight_plan import Copy, Shard
 def shards_of(
     named_parameters: Iterable[tuple[str, Tensor]], hf_names: Mapping[str, str], rope_head_dim: Mapping[str, int]
 ) -> list[Shard]:
-    """The rectangle of each Hugging Face tensor that this rank holds. Both mappings are keyed by TorchTitan's names."""
+    """Return the rectangle of each Hugging Face tensor that this rank holds. Both mappings are keyed by TorchTitan's
+    names."""
     shards = []
     for name, param in named_parameters:
         if name not in hf_names:
@@ -40,7 +41,7 @@ def shards_of(
 
 
 def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
-    """(first index, size) of the local part of a dimension, by torch.chunk's arithmetic.
+    """Return (first index, size) of the local part of a dimension, by torch.chunk's arithmetic.
 
     FSDP2 cuts what tensor parallelism has already cut, though its mesh dimension comes first: that is what
     StridedShard says. DTensor's own offsets emulate it by striding, which is off where tensor parallelism is uneven
@@ -74,7 +75,7 @@ def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
 class Staging:
     """Host memory with a contiguous run for every reader in each of two slots, rewritten by pack().
 
-    Parameters are keyed by Hugging Face names; sharded ones are looked up anew at every pack, because FSDP may swap
+    Parameters are keyed by Hugging Face names. Sharded ones are looked up again at every pack, because FSDP may swap
     their storage.
     """
 
@@ -115,7 +116,7 @@ class Staging:
         most = max((local[name].numel() for name in self._broken), default=0)
         self._casts = [torch.empty(most, dtype=dtype) for _ in range(2)]  # a block may begin in one and end in another
         order = {name: i for i, name in enumerate(dict.fromkeys(copy.name for copy in every))}
-        self._order = sorted(  # what is read of one parameter is packed together
+        self._order = sorted(  # blocks that read the same parameter are packed one after the other
             ((reader, i, block) for reader, found in self._blocks.items() for i, block in enumerate(found)),
             key=lambda each: order[each[2].copies[0].name],
         )
@@ -123,7 +124,7 @@ class Staging:
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
-        """Bring the parameters' present values into a slot; answers with what each run now holds."""
+        """Pack the parameters' current values into a slot. Return a manifest of each run."""
         self._memory.stamps[slot] = PACKING
         local, runs = self._local(), self.runs[slot]
         if self._on_gpu:
@@ -146,7 +147,8 @@ class Staging:
         return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
 
     def offer(self, *, remote: bool) -> dict[int, Offer]:
-        """Where each reader finds its run; registered for one-sided reads, once, if somebody is `remote`."""
+        """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is
+        `remote`."""
         if remote and not self._registered:
             stamps = RDMABuffer(self._memory.stamps.view(torch.uint8))
             self._registered = {
@@ -161,7 +163,8 @@ class Staging:
         }
 
     async def drop(self) -> None:
-        """Make the memory unreachable. Who has mapped it keeps it; a remote read under way fails within its timeout."""
+        """Make the memory unreachable. Processes that have mapped it keep it; a remote read in progress fails within
+        its timeout."""
         for registered in self._registered.values():
             for buffer in (buffer for slices in registered.slices for buffer in slices):
                 await buffer.drop()
@@ -175,5 +178,5 @@ class Staging:
 
 
 def octets(run: Tensor, block: Block) -> memoryview:
-    """A block's bytes in a run on the host, to be hashed without a copy."""
+    """Return a block's bytes in a run on the host, to be hashed without a copy."""
     return run[block.start : block.start + block.elements].view(torch.uint8).numpy().data

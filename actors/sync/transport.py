@@ -1,15 +1,15 @@
 """How the bytes that a trainer rank packed reach a reader, chosen for each pair of them.
 
     same host                Shared: the reader maps the trainer's memory, and writes from there into its parameters
-    anywhere else            Remote: one-sided RDMABuffer reads into memory of the reader's own
+    anywhere else            Remote: one-sided RDMABuffer reads into the reader's own memory
 
 A trainer rank's memory holds two slots, so that a version can be packed while its predecessor is read:
 
     [ stamps | slot 0: a run for every reader | slot 1: a run for every reader ]
 
 A slot's stamp is the serial number of the publication that it holds, and PACKING while it changes. Bytes that were
-read belong to a publication if its stamp stands there afterwards. The memory is anonymous (memfd): readers find it
-through /proc, nothing has a name in /dev/shm, and nothing is left behind by any end of any process.
+read belong to a publication if the slot has its stamp afterwards. The memory is anonymous (memfd): readers find it
+through /proc, nothing has a name in /dev/shm, and nothing is left behind however a process ends.
 """
 
 import math
@@ -29,11 +29,12 @@ How = Literal["auto", "shm", "rdma"]
 
 SLOTS = 2
 PACKING = 0  # serial numbers count from 1
-PAGE = 4096  # runs begin on one; the stamps have one to themselves
+PAGE = 4096  # runs are aligned to it; the stamps have a page of their own
 
 
 def here() -> str:
-    """Equal for processes that can map each other's memory: one boot of one host, and one PID namespace."""
+    """Return a string that is equal for processes that can map each other's memory: it names the boot of the host and
+    the PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -57,14 +58,14 @@ class Offer:
     starts: tuple[int, ...]  # by slot: the run's first byte
     nbytes: int  # of the run
     layout: int  # of what is packed there, see manifest.layout()
-    registered: Registered | None  # only where somebody reads from afar
+    registered: Registered | None  # only if a reader is remote
 
 
 class Memory:
-    """A trainer rank's: the stamps and both slots."""
+    """Memory of a trainer rank: the stamps and both slots."""
 
     def __init__(self, runs: Sequence[int], pinned: bool) -> None:
-        """`runs` are the bytes of each."""
+        """`runs` is the size of each run in bytes."""
         ends = PAGE
         self.starts: list[tuple[int, ...]] = [()] * len(runs)
         for _ in range(SLOTS):
@@ -83,7 +84,7 @@ class Memory:
         return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered)
 
     def close(self) -> None:
-        """Nobody new may map it; it is freed when the last who did is gone."""
+        """Let no other process map the memory. It is freed when the last process that mapped it has ended."""
         self._close()
 
 
@@ -92,20 +93,20 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def run(self, slot: int) -> Tensor:
-        """The run's bytes, as the last read() left them.  # [nbytes]"""
+        """Return the run's bytes, as the last fetch_bytes() left them.  # [nbytes]"""
         ...
 
-    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
-        """Bring the bytes over, or at least those `wanted` [start, end)."""
+    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+        """Fetch the bytes, or at least the `wanted` spans [start, end)."""
         ...
 
     def stamp(self, slot: int) -> int:
-        """What the slot held after read(), or holds now if its bytes are still the trainer's own."""
+        """Return the slot's stamp right after fetch_bytes(), or the current one if the bytes are the trainer's own."""
         ...
 
 
 class Shared:
-    """The trainer's memory itself. There is nothing to read: the first touch is the write into the parameters."""
+    """The trainer's memory itself. There is nothing to fetch: writing the parameters reads it first."""
 
     name = "shared memory"
 
@@ -132,7 +133,7 @@ class Shared:
     def run(self, slot: int) -> Tensor:
         return self._runs[slot]
 
-    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
         pass
 
     def stamp(self, slot: int) -> int:
@@ -157,7 +158,7 @@ class Remote:
     def run(self, slot: int) -> Tensor:
         return self._bytes
 
-    async def read(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
         reads = self._whole[slot] if wanted is None else _reads(self._touching(slot, wanted))
         await reads.submit(timeout=math.ceil(timeout))
         await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
@@ -166,7 +167,7 @@ class Remote:
         return int(self._stamps[slot])
 
     def _touching(self, slot: int, wanted: Sequence[tuple[int, int]]) -> list[tuple[RDMABuffer, Tensor]]:
-        """The slices that hold any of these bytes. Both are sorted."""
+        """Return the slices that hold any of these bytes. Both are sorted."""
         found, start, left = [], 0, list(reversed(wanted))
         for slice, part in self._parts[slot]:
             end = start + len(part)
@@ -179,7 +180,7 @@ class Remote:
 
 
 def is_remote(place: str, how: How) -> bool:
-    """Whether processes here and there have to copy each other's memory."""
+    """Return True if processes here and at `place` must copy each other's memory instead of mapping it."""
     if how == "shm" and place != here():
         raise ValueError('weight_sync.transport: expected "auto" or "rdma" for meshes on different hosts, found "shm"')
     return how == "rdma" or place != here()
@@ -201,7 +202,7 @@ def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
 
 
 def mapped(fd: int, size: int, *, write: bool) -> Tensor:
-    """The file's bytes, whose mapping lives as long as the tensor.  # [size]"""
+    """Map a file's bytes. The mapping lives as long as the tensor.  # [size]"""
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
         return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
@@ -212,7 +213,7 @@ def _stamps(memory: Tensor) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """So that copies between it and a GPU are DMA."""
+    """Page-lock memory so that copies between it and a GPU are DMA."""
     cuda: Any = torch.cuda.cudart()
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise RuntimeError(f"expected to pin {memory.nbytes} bytes for CUDA, found cudaHostRegister error {error}")

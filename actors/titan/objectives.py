@@ -1,4 +1,4 @@
-"""What a model is trained to do, one function a kind: forward, then a loss from kernels/."""
+"""Training objectives, one function per kind: a forward, then a loss from kernels/."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Loss = tuple[torch.Tensor, Statistics]
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """The losses of one model under one config."""
+    """Computes the losses of one model under one config."""
 
     model: TitanModel
     config: Config
@@ -30,6 +30,7 @@ class Objectives:
             "rl": self.policy,
             "preference": self.preference,
             "reward": self.reward,
+            "value": self.value,
         }[kind]
 
     def supervised(self, rows: DeviceRows, batch: Batch) -> Loss:

@@ -1,4 +1,4 @@
-"""A stretch of optimization of one model: optimizer, schedule, checkpoints, snapshots; and how one step of it goes."""
+"""A phase of one model's optimization: optimizer, schedule, checkpoints, snapshots, and the step itself."""
 
 import math
 import time
@@ -22,7 +22,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
-from titan_rl.actors.busy import busy_seconds
+from titan_rl.actors.endpoint import busy_seconds
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
@@ -38,7 +38,7 @@ Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
 
 @dataclass(slots=True)
 class TrainState:
-    """Saved inside each checkpoint, so that the controller's part can never disagree with the weights."""
+    """Is saved inside each checkpoint, so that the controller's part can never disagree with the weights."""
 
     step: int = 0
     controller: str = "{}"  # JSON: data cursors
@@ -52,7 +52,7 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A learning rate over a phase's steps. It moves once a step, however many updates the step has."""
+    """A learning rate over a phase's steps. It changes once per step, not once per update."""
 
     lr: float
     steps: int
@@ -69,14 +69,13 @@ class Phase:
         schedule: Schedule,
         *,
         folder: str,
-        at: int | None = None,
-        part: SnapshotPart | None = None,
+        at: int | SnapshotPart,
     ) -> None:
-        """Resumes from this rank's part of a snapshot; else from the latest checkpoint in `folder`, or from step `at`;
-        0 does not look."""
+        """Resume from the checkpoint of step `at` in `folder`, or from this rank's part of a snapshot; 0 starts from
+        scratch."""
         self._model = model
         self._folder = Path(model.config.job.dump_folder, folder)
-        model.model.zero_grad()  # what a phase cut short had accumulated
+        model.model.zero_grad()  # an interrupted phase may have accumulated some
         config = model.config
         self._optimizers = self._optimizer(schedule.lr)
         self._schedulers = LRSchedulersContainer.Config(
@@ -85,7 +84,7 @@ class Phase:
             decay_type=schedule.decay_type,
             min_lr_factor=schedule.min_lr_factor,
         ).build(optimizers=self._optimizers, training_steps=max(schedule.steps, 1))
-        self._statistics: list[Statistics] = []  # of what has been accumulated
+        self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
         self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
         self._checkpoints = CheckpointManager.Config(
@@ -104,7 +103,7 @@ class Phase:
             sd_adapter=adapter(model.spec, config.model.hf_assets_path or None),
             base_folder=config.job.dump_folder,
         )
-        # What the manager's checkpoints hold; it has no states of its own where checkpoint.enable is off.
+        # The same states as in a checkpoint. The manager has none where checkpoint.enable is off.
         self._copies = StateCopy(
             {
                 MODEL: ModelWrapper([model.model]),
@@ -113,16 +112,14 @@ class Phase:
                 TRAIN_STATE: self.state,
             }
         )
-        if part is not None:
-            self._copies.restore(part)
-        elif at is None:
-            self._checkpoints.load()
+        if isinstance(at, SnapshotPart):
+            self._copies.restore(at)
         elif at > 0:
             self._checkpoints.load(step=at)
         self._instruments = Instruments(model, folder, self.state.step)
 
     def step(self, batches: Sequence[Batch], objective: Objective) -> StepStats:
-        """One optimizer update a batch, in order."""
+        """Take one optimizer update per batch, in order."""
         updates = []
         with span("step", step=self.state.step + 1):
             for batch in batches:
@@ -131,22 +128,20 @@ class Phase:
         return self._end(updates)
 
     def update(self, whole: Batch, divisor: float) -> StepStats:
-        """A step whose one update was accumulated part by part, of losses yet to be divided. `whole` has its counts."""
+        """Take a step of one update, which was accumulated in parts. Their losses are still to be divided by `divisor`;
+        `whole` has the counts of all parts."""
         with span("step", step=self.state.step + 1):
             return self._end([self._update(whole, 1 / divisor)])
 
     def accumulate(self, batch: Batch, objective: Objective) -> None:
         with self._timed():
-            self._accumulate(batch, objective)
-
-    def _accumulate(self, batch: Batch, objective: Objective) -> None:
-        for rows in batch.microbatches:
-            self._instruments.tokens += rows.tokens.size
-            with span("forward"):
-                loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
-            with span("backward"), self._model.context():
-                loss.backward()
-            self._statistics.append(measured)
+            for rows in batch.microbatches:
+                self._instruments.tokens += rows.tokens.size
+                with span("forward"):
+                    loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)
+                with span("backward"), self._model.context():
+                    loss.backward()
+                self._statistics.append(measured)
 
     def _end(self, updates: Sequence[Reduction]) -> StepStats:
         lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
@@ -166,54 +161,51 @@ class Phase:
 
     def _update(self, batch: Batch, scale: float) -> Reduction:
         with self._timed():
-            return self._updated(batch, scale)
-
-    def _updated(self, batch: Batch, scale: float) -> Reduction:
-        with span("reduce"):
-            if scale != 1:
-                for parameter in self._model.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(scale)
-            mesh = self._model.dims.get_optional_mesh("loss")
-            reduction = Reduction.of(self._statistics, batch, mesh, scale)
-            self._statistics = []
-            grad_norm = float(
-                dist_utils.clip_grad_norm_(
-                    list(self._model.model.parameters()),
-                    self._model.config.training.max_norm,
-                    foreach=True,
-                    pp_mesh=self._model.dims.get_optional_mesh("pp"),
-                    ep_enabled=self._model.dims.ep_enabled,
+            with span("reduce"):
+                if scale != 1:
+                    for parameter in self._model.model.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(scale)
+                mesh = self._model.dims.get_optional_mesh("loss")
+                reduction = Reduction.of(self._statistics, batch, mesh, scale)
+                self._statistics = []
+                grad_norm = float(
+                    dist_utils.clip_grad_norm_(
+                        list(self._model.model.parameters()),
+                        self._model.config.training.max_norm,
+                        foreach=True,
+                        pp_mesh=self._model.dims.get_optional_mesh("pp"),
+                        ep_enabled=self._model.dims.ep_enabled,
+                    )
                 )
-            )
-        with span("optimizer"):
-            self.settle()
-            if math.isfinite(grad_norm):  # the mesh's, so all ranks agree; anything else would stay in the weights
-                self._optimizers.step()
-            self._optimizers.zero_grad()
+            with span("optimizer"):
+                self.settle()
+                if math.isfinite(grad_norm):  # it is the mesh's, so all ranks agree; else the weights would be spoilt
+                    self._optimizers.step()
+                self._optimizers.zero_grad()
         return reduction.with_grad_norm(grad_norm)
 
     def save(self, step: int, controller: str) -> None:
-        """Atomic: a checkpoint without DCP's .metadata, written last, does not count."""
+        """Write a checkpoint. It is atomic: one without DCP's .metadata, which is written last, does not count."""
         self._stands_at(step, controller)
-        if dist.get_rank() == 0:  # who went back to an older step may write this one anew: until then it is half a one
+        if dist.get_rank() == 0:  # after a rewind this step may be written again, and does not count until it is whole
             (self._folder / f"step-{step}" / ".metadata").unlink(missing_ok=True)
         self._checkpoints.save(step)
 
     def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
-        """Begin to copy what a checkpoint would hold, whose bytes this answers with. Forward and backward of the next
-        step go on beside it."""
+        """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next
+        step may run during the copy."""
         self._stands_at(step, controller)
         return self._copies.begin(part)
 
     def settle(self) -> None:
-        """Wait until a snapshot or checkpoint is copied: before anything changes the model or its optimizer."""
+        """Wait until a snapshot or checkpoint is copied. Call it before anything changes the model or its optimizer."""
         self._checkpoints.maybe_wait_for_staging()
         self._copies.wait()
 
     def _stands_at(self, step: int, controller: str) -> None:
         if self.state.step != step:
-            raise RuntimeError(f"asked to save step {step}, but the optimizer has taken {self.state.step}")
+            raise RuntimeError(f"expected to save step {self.state.step}, which the optimizer has taken, found {step}")
         self.state.controller = controller
 
     def wait_for_saving(self) -> None:
@@ -232,7 +224,7 @@ class Phase:
         optimizers = OptimizersContainer.Config(param_groups=[group], implementation=o.implementation).build(
             model_parts=[self._model.model]
         )
-        # Else the first who asks for the state makes it, by a step of zeros, which the bias correction would count.
+        # Otherwise the first state_dict() creates the state by a step of zeros, which the bias correction would count.
         for optimizer in optimizers:
             init_optim_state(optimizer)
             for state in optimizer.state.values():

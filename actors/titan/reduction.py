@@ -1,4 +1,4 @@
-"""Statistics of microbatches, ranks and updates, added up into a step's metrics. Two all-reduces an update in all."""
+"""Reduces the statistics of microbatches, ranks and updates to a step's metrics, with two all-reduces per update."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from titan_rl.wire.types import Batch, StepStats
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One optimizer update over the whole mesh: means, extrema, histograms, by metric name."""
+    """Statistics of one optimizer update over the whole mesh: means, extrema, histograms, by metric name."""
 
     means: dict[str, float]
     maxima: dict[str, float]
@@ -28,14 +28,14 @@ class Reduction:
     def of(
         cls, statistics: Sequence[Statistics], batch: Batch, mesh: DeviceMesh | None, scale: float = 1.0
     ) -> "Reduction":
-        """Of this rank's microbatches, all of which tell the same names. `scale` is what their losses lack."""
+        """Reduce this rank's microbatches, which all have the same metrics. `scale` is a factor on their losses."""
         first = statistics[0]
         summed = {
             (kind, name): torch.stack([getattr(s, kind)[name].double() for s in statistics]).sum(0)
             for kind in ("tokens", "sequences", "sums", "counts")
             for name in getattr(first, kind)
         }
-        # Minima as maxima of the negated: one all-reduce for both.
+        # Minima are maxima of the negated values: one all-reduce for both.
         most = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
         most |= {("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima}
         if mesh is not None:
@@ -59,8 +59,8 @@ class Reduction:
 
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
-    """A step's updates as one: means averaged, extrema kept, histograms added. The gap to the generator is that of the
-    first update: later ones have moved away from the weights that sampled, which is what the ratio tells."""
+    """Join a step's updates: means are averaged, extrema kept, histograms added. The log-prob gap to the generator is
+    that of the first update: later ones train weights other than those that sampled, which the ratio measures."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -88,7 +88,7 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:
-    """Quotients of moments, which only make sense once the moments are whole."""
+    """Replace moments by their quotients, which can only be taken once the moments are complete."""
     metrics = dict(metrics)
     if "off_policy/weight_square" in metrics:
         square, mean = metrics.pop("off_policy/weight_square"), metrics["off_policy/weight_mean"]
@@ -101,7 +101,7 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def _finite(value: float) -> float:
-    """Nothing was trained on: an extremum over nothing is 0 in the log, not an infinity."""
+    """Return 0 for an infinity: an extremum over no token at all."""
     return value if abs(value) != float("inf") else 0.0
 
 

@@ -1,11 +1,11 @@
-"""A rank's trained state, copied into memory that outlives the process, and back from it.
+"""Copies a rank's trained state into memory that outlives the process, and restores it from there.
 
-    begin     [ WRITING | tensors <─ on a thread, beside the next step | the rest, as JSON ] then the stamp
+    begin     [ WRITING | tensors <─ on a thread, during the next step | the rest, as JSON ] then the stamp
     wait      before anything changes a tensor
-    restore   what a new process has built takes the same bytes
+    restore   into the state that a new process has built, to the last bit
 
-The memory is a file of the controller's without a name, found through /proc. Tensors are copied as they lie on this
-rank: only a mesh of the same layout can take them back, and it goes on from them as if it had never been another.
+The memory is an anonymous file of the controller, found through /proc. Tensors are copied as this rank shards them, so
+only a mesh of the same layout can restore them.
 """
 
 import json
@@ -26,21 +26,21 @@ from titan_rl.actors.titan.model import local
 from titan_rl.wire.snapshot import HEAD, KEPT, WRITING, SnapshotPart, head
 from titan_rl.wire.spans import Span, span
 
-ALIGNMENT = 64  # of a tensor in a part: a cache line
+ALIGNMENT = 64  # bytes, of each tensor in a part: a cache line
 
 
 class StateCopy:
-    """Of `states`, by name: what a checkpoint saves. Nothing may change their tensors between `begin` and `wait`."""
+    """Copies `states`, by name: what a checkpoint saves. Their tensors must not change between `begin` and `wait`."""
 
     def __init__(self, states: Mapping[str, Stateful]) -> None:
         self._states = states
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._copying: Future[Span] | None = None
-        self._mapped: dict[int, Tensor] = {}  # parts, by inode; the one used last comes last
+        self._mapped: dict[int, Tensor] = {}  # parts by inode, the most recently used last
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, part: SnapshotPart) -> int:
-        """Answers with the bytes of the tensors."""
+        """Start copying into `part`; return the bytes of the tensors."""
         self.wait()
         began, held = span.now(), HeldState.of(self._state_dicts())
         fd = _open(part)
@@ -52,13 +52,12 @@ class StateCopy:
             raise
         if held.on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())  # what the step launched may not have run yet
+            self._stream.wait_stream(torch.cuda.current_stream())  # kernels that the step launched may not have run yet
         self._copying = self._thread.submit(_copy, held, targets, fd, part.serial, self._stream, began)
         return held.nbytes
 
     def wait(self) -> None:
-        """Until the copy that was begun is whole. One that failed is not, and says so: training needs it no more than a
-        checkpoint that could not be written."""
+        """Block until the pending copy is whole. A failed one is printed and dropped; training does not need it."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             try:
@@ -86,7 +85,7 @@ class StateCopy:
             self._states[name].load_state_dict({key: _as(live, values[key]) for key, live in state.items()})
 
     def close(self) -> None:
-        """After a copy under way, which may still become whole."""
+        """Release the memory, after the pending copy, which may still become whole."""
         self._thread.shutdown()
         while self._mapped:
             self._release(next(iter(self._mapped)))
@@ -95,7 +94,7 @@ class StateCopy:
         return {name: state.state_dict() for name, state in self._states.items()}
 
     def _memory(self, fd: int, held: "HeldState") -> Tensor:
-        """The part's bytes, mapped once. [nbytes]"""
+        """Return the part's bytes, mapped at its first use. [nbytes]"""
         inode, nbytes = os.fstat(fd).st_ino, held.starts[-1]
         memory = self._mapped.pop(inode, None)
         if memory is None:
@@ -118,9 +117,9 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What the states hold."""
+    """What the states hold, as tensors and as values."""
 
-    tensors: dict[str, Tensor]  # this rank's part of each
+    tensors: dict[str, Tensor]  # this rank's shard of each
     values: dict[str, Any]  # numbers, strings and tuples of them
 
     @classmethod
@@ -143,14 +142,14 @@ class HeldState:
 
     @property
     def starts(self) -> list[int]:
-        """Of each tensor in a part; behind the last one comes the rest."""
+        """Return where each tensor starts in a part, and where the JSON after the last one starts."""
         starts = [PAGE]
         for tensor in self.tensors.values():
             starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
         return starts
 
     def places(self, memory: Tensor) -> list[Tensor]:
-        """Of the tensors in a part's bytes."""
+        """Return each tensor's view of a part's bytes."""
         return [
             memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(self.starts, self.tensors.values(), strict=False)
@@ -163,14 +162,14 @@ def _open(part: SnapshotPart) -> int:
     except OSError as error:
         raise RuntimeError(
             f"expected the controller's memory for snapshots at {part.path}, found {error.strerror}; "
-            "fault.snapshot_interval = 0 does without"
+            "fault.snapshot_interval = 0 turns snapshots off"
         ) from None
 
 
 def _copy(
     held: HeldState, targets: list[Tensor], fd: int, serial: int, stream: torch.cuda.Stream | None, began: int
 ) -> Span:
-    """On the thread. torch gives the interpreter back for the whole of the one call that moves bytes."""
+    """Run on the thread. torch releases the GIL during the one call that moves all bytes."""
     try:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
             torch.ops.aten._foreach_copy_(targets, list(held.tensors.values()), non_blocking=stream is not None)
@@ -189,12 +188,12 @@ def _refuse_other(saved: Mapping[str, list[Any]], live: Mapping[str, list[Any]],
         key = next(key for key in (*saved, *live) if saved.get(key) != live.get(key))
         raise RuntimeError(
             f"{part.path}: expected {key} as {live.get(key, 'no tensor')}, found {saved.get(key, 'none')}: "
-            "a snapshot goes back to the mesh that it was taken of"
+            "a snapshot can only be restored on a mesh of the same layout"
         )
 
 
 def _as(live: Any, saved: Any) -> Any:
-    """A value in the type that JSON may have taken from it; a tensor has its values already."""
+    """Restore a type that JSON does not have. Tensors are returned as they are: their values are restored already."""
     if isinstance(live, Tensor):
         return live
     return tuple(saved) if isinstance(live, tuple) else saved

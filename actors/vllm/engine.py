@@ -1,14 +1,14 @@
 """One rank of a vLLM engine, in this process, stepped by its owner.
 
     add(requests) -> step() ... step() -> [Done, ...]
-    withdraw(samples) -> what there is of them, for another engine to go on with
+    withdraw(samples) -> partial samples, which another engine can resume
     params() <- written in place by a weight sync, between suspend() and set_version(v)
 
 Every sample of a request is an engine request of its own, with its own seed: what it samples depends on its context,
-its seed and the weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines, given equal
-requests and stepped together.
+its seed and the weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are
+given equal requests and stepped together.
 
-Importing this module imports neither torch nor vLLM: the controller does so for the types alone.
+Importing this module imports neither torch nor vLLM: the controller imports it for its types.
 """
 
 import gc
@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Completion, EngineStats, Request, Sampling
+from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
+from titan_rl.config.sections import GeneratorSection
+from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,38 +34,31 @@ ENV: dict[str, str] = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    # vLLM's own use of torch; and the sweeping-up after a process that was ended, as most of them are.
+    # Warnings about vLLM's use of torch, and about resources left over by a process that was killed, as most are.
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
 }
-"""Launch environment of a generator: vLLM reads it when it is imported."""
+"""Launch environment of a generator. vLLM reads it when it is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class EngineSettings(GeneratorSection):
+    """The keys of [generator] (max_model_len resolved, never 0) and what a run derives for its engines."""
+
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
-    max_model_len: int
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    max_num_seqs: int = 256
-    tensor_parallel_degree: int = 1
-    kv_cache_memory_mb: int = 256  # 0: sized by gpu_memory_utilization
-    gpu_memory_utilization: float = 0.9
-    block_size: int = 32
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = True
-    sleeps: bool = False  # shares its devices with somebody else: gives their memory back when told to
+    sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
-    load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync, unless "auto" reads the folder's
+    load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What start-up came to."""
+    """Facts about a started engine."""
 
     pid: int
     vllm: str  # version
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
-    nbytes: int  # of those
-    kv_tokens: int  # that the KV cache holds
+    nbytes: int  # of these parameters
+    kv_tokens: int  # capacity of the KV cache
     import_seconds: float
     build_seconds: float
 
@@ -74,34 +68,34 @@ class Done:
     """A request whose last sample has finished."""
 
     id: str
-    completions: list[Completion]  # in the order of the request's seeds; those withdrawn have finish "abort"
+    completions: list[Completion]  # in the order of the request's seeds; withdrawn ones have finish "abort"
 
 
 class SampleId(NamedTuple):
     request: str
-    nth: int  # of its seeds
+    nth: int  # index into the request's seeds
 
 
 class Withdrawn(NamedTuple):
-    """A sample that was taken out unfinished."""
+    """A sample that was removed unfinished."""
 
     sample: SampleId
     begun: Completion
 
 
 class EngineReport(NamedTuple):
-    """How far an engine has come, since start-up and with what is open."""
+    """Progress of an engine: totals since start-up, and the lengths of its unfinished samples."""
 
     steps: int = 0
     seconds: float = 0.0  # in add and step
-    read: int = 0  # tokens that the steps computed: prompts that were not cached, then one a sample
+    read: int = 0  # tokens computed by the steps: uncached prompt tokens, then one per sample and step
     tokens: int = 0  # sampled
-    lengths: Mapping[str, Mapping[int, int]] = {}  # tokens so far, by request and index, of unfinished samples
+    lengths: Mapping[str, Mapping[int, int]] = {}  # tokens so far of unfinished samples, by request and index
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request under way: its samples' lists grow with every step."""
+    """An unfinished request: its samples' lists grow with every step."""
 
     samples: list[Completion]
     context: int  # tokens
@@ -123,7 +117,7 @@ class Engine:
             if on_cpu:
                 vllm_cpu.patch()
         imported = time.perf_counter()
-        args = _engine_args(settings)
+        args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         built = time.perf_counter()
@@ -133,7 +127,7 @@ class Engine:
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._open: dict[str, _Open] = {}
-        self._ended: list[Done] = []  # the next step answers with them
+        self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
         self._read = 0
         self.version: int | None = None
@@ -155,7 +149,7 @@ class Engine:
         return bool(self._open or self._ended)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise unless each of these can be sampled exactly as asked."""
+        """Raise unless every request can be sampled exactly as specified."""
         self._serving()
         taken = set(self._open)
         for request in requests:
@@ -166,7 +160,7 @@ class Engine:
                 raise ValueError(f"request {request.id}: {problem}")
 
     def add(self, requests: Sequence[Request]) -> None:
-        """All of these enter the batch before the next step, as far as max_num_seqs and the KV cache allow."""
+        """Put requests into the batch before the next step, as far as max_num_seqs and the KV cache allow."""
         began = time.perf_counter()
         self.check(requests)
         for request in requests:
@@ -175,13 +169,13 @@ class Engine:
             self._open[request.id] = _Open(samples, len(request.tokens), unfinished)
             for i in sorted(unfinished):
                 prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *samples[i].tokens]}
-                params = _sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
+                params = sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
                 self._llm.add_request(f"{request.id}#{i}", prompt, params)
             self._end(request.id)
         self._stats.seconds += time.perf_counter() - began
 
     def step(self) -> list[Done]:
-        """Sample a token for every sample in the batch; answer with the requests whose last sample this finished."""
+        """Sample one token for every sample in the batch. Return the requests whose last sample finished."""
         version = self._serving()
         began = time.perf_counter()
         outputs = self._llm.step() if self._open else []
@@ -196,8 +190,8 @@ class Engine:
         return done
 
     def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        """Take samples out as they stand; those that have finished meanwhile stay. Their requests are done once their
-        other samples are."""
+        """Remove unfinished samples and return them; finished ones are left alone. A request is done when its remaining
+        samples are."""
         taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
         self._llm.abort_request([f"{id}#{i}" for id, i in taken])
         withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
@@ -206,46 +200,39 @@ class Engine:
             self._end(id)
         return withdrawn
 
-    def abort_all(self) -> list[str]:
-        """Forget every unfinished request; answers with their ids."""
-        aborted, self._open, self._ended = self._open, {}, []
-        self._llm.abort_request([f"{id}#{i}" for id, r in aborted.items() for i in r.unfinished])
-        return list(aborted)
-
     def report(self) -> EngineReport:
         lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
         return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
 
     def params(self) -> "dict[str, Tensor]":
-        """The memory of the live parameters, to be overwritten between suspend and set_version."""
+        """Return the live parameters, to be overwritten in place between suspend and set_version."""
         model = self._llm.model_executor.driver_worker.get_model()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def sleep(self) -> None:
-        """Nobody samples before the next `set_version`. On a GPU weights move to the host and the KV cache goes."""
+        """Stop sampling until the next `set_version`. On a GPU, move the weights to the host and free the KV cache."""
         self.asleep = True
         if self._offloads:
             self._llm.sleep(level=1)
 
     def wake(self) -> None:
-        """The memory of the parameters is there again, and may be written."""
+        """Bring back the parameters' memory, so that it can be written."""
         if self.asleep and self._offloads:
             self._llm.wake_up()
         self.asleep = False
 
     def suspend(self) -> None:
-        """The parameters are about to change: nobody samples before set_version."""
+        """Refuse to sample until set_version, because the parameters are about to change."""
         self.version = None
 
     def set_version(self, version: int) -> None:
-        """The weights are now those of `version`. Keys and values computed with older weights go, those of unfinished
-        samples too: the next step computes them anew, and the samples go on from where they stood.
-        """
+        """Serve the weights as `version`. Drop all keys and values of older weights, also those of unfinished samples:
+        the next step recomputes them, and the samples continue from their last token."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
-        """SHA-256 of every live parameter's bytes."""
+        """Return the SHA-256 of every live parameter's bytes."""
         return {name: _sha256(parameter) for name, parameter in self.params().items()}
 
     def stats(self) -> EngineStats:
@@ -279,14 +266,14 @@ class Engine:
         return None
 
     def _end(self, id: str) -> None:
-        """Of a request, if its last sample has come to an end."""
+        """End a request if its last sample has finished."""
         if not self._open[id].unfinished:
             self._ended.append(Done(id, self._open.pop(id).samples))
 
     def _extend(self, request: _Open, index: int, output: Any, version: int) -> None:
-        """Append what a step sampled for one sample."""
+        """Append the tokens of one step to a sample."""
         sample, delta = request.samples[index], output.outputs[0]
-        prefilled = request.context + len(sample.tokens) == len(output.prompt_token_ids)  # by this very step
+        prefilled = request.context + len(sample.tokens) == len(output.prompt_token_ids)  # in this step
         self._read += len(output.prompt_token_ids) - (output.num_cached_tokens or 0) if prefilled else 1
         sample.tokens.extend(delta.token_ids)
         sample.logprobs.extend(delta.logprobs.logprobs)
@@ -301,59 +288,11 @@ class Engine:
             self._stats.cached_tokens += output.num_cached_tokens or 0
 
 
-def _engine_args(settings: EngineSettings) -> dict[str, Any]:
-    return {
-        "model": settings.model_dir,
-        "skip_tokenizer_init": True,
-        "load_format": settings.load_format,
-        "use_tqdm_on_load": False,
-        "dtype": settings.dtype,
-        "seed": settings.seed,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel_degree,
-        # The processes exist already: each rank builds its own engine, and finds its peers by RANK and MASTER_ADDR.
-        "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
-        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "block_size": settings.block_size,
-        "enable_prefix_caching": settings.enable_prefix_caching,
-        "enforce_eager": settings.enforce_eager,
-        "async_scheduling": False,  # a step returns what it sampled, so that its version is known
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-    }
-
-
 def _begun(request: Request) -> list[Completion]:
-    """A request's samples as they stand, in lists that may grow."""
+    """Return a request's samples so far, in lists that may grow."""
     if not request.begun:
         return [Completion([], [], [], "abort") for _ in request.seeds]
     return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish) for s in request.begun]
-
-
-def _sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
-    """vLLM's parameters for what is left of one sample. Only the request's own stop tokens stop it: `ignore_eos`
-    switches off those that vLLM finds in the model's folder. A sample that goes on draws from a stream of its own: with
-    the first one from its start, token after token would depend on the noise that chose the earlier ones.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens - begun,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=derive(seed, "go on", begun) % 2**31 if begun else seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,
-        logprobs=0,  # the sampled token's only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        skip_clone=True,
-    )
 
 
 def _sha256(tensor: "Tensor") -> str:
@@ -363,18 +302,16 @@ def _sha256(tensor: "Tensor") -> str:
 
 
 def _quiet_logging() -> None:
-    """Nothing below vLLM's configured level, which it only minds once it has loaded its logging configuration; and no
-    dump of the whole batch before an error, whose traceback reaches the controller anyway.
-    """
+    """Log nothing below vLLM's configured level, which vLLM ignores until it has loaded its logging configuration; and
+    do not dump the whole batch before an error, since its traceback reaches the controller anyway."""
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
 
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """For imports: they allocate a million objects that live on, and scanning those again and again is a quarter of the
-    time. Freezing them afterwards saves the engine another second, which vLLM spends on collecting.
-    """
+    """Disable garbage collection during imports. They allocate a million objects that stay alive, and scanning those
+    again and again takes a quarter of the time. Freezing them afterwards saves another second of collections."""
     gc.disable()
     try:
         yield

@@ -2,11 +2,11 @@
 
     submit ──> requests ─┐                         ┌─> step ─> done ─> take
     withdraw ─> samples ─┼─ decide ── broadcast ───┤
-    switch ──> version ──┘  rank 0     all ranks   └─> write the landed weights, verify, agree, serve the version
+    switch ──> version ──┘  rank 0     all ranks   └─> write the fetched weights, verify, agree, serve the version
 
-Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps: so all of them add
-and withdraw the same samples and change weights before the same step, or none serves the new ones. Only reading weights
-(`read`) needs no such agreement. Refused weights leave an engine that samples nothing until good ones come.
+Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps. So all ranks add
+and withdraw the same samples, and change weights before the same step, or none of them serves the new weights. Only
+`fetch_weights` needs no such agreement. After refused weights an engine samples nothing until good ones come.
 
 The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
 """
@@ -27,9 +27,10 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineReport, EngineSettings, SampleId, Withdrawn
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded, Stretch, span
-from titan_rl.wire.types import EngineStats, Request
+from titan_rl.wire.types import EngineStats, ReaderCost, Request
 
 if TYPE_CHECKING:
     from titan_rl.actors.sync.landing import Source
@@ -37,28 +38,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Arrived(NamedTuple):
-    """What reading cost one rank."""
-
-    seconds: float
-    verify: float  # of those
-    bytes: int
-    changed: int  # blocks
-    blocks: int  # of all
-
-
 class News(NamedTuple):
     done: list[Done]
-    report: EngineReport  # of now
-
-
-class Switched(NamedTuple):
-    """What a switch cost one engine: seconds of its slowest rank."""
-
-    write: float
-    verify: float
-    pause: float  # between two steps
-    engine: EngineStats  # what it did since the switch before
+    report: EngineReport  # the engine's current one
 
 
 @dataclass(slots=True)
@@ -67,9 +49,9 @@ class Decision:
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
     samples: list[SampleId] = field(default_factory=list)  # leave it
-    version: int | None = None  # the landed weights become this version,
-    timeout: float = 0.0  # fetched anew within so many seconds, should they be damaged
-    sleep: bool = False  # the others' turn on these devices, until the next switch
+    version: int | None = None  # the fetched weights become this version
+    timeout: float = 0.0  # seconds to fetch damaged blocks again
+    sleep: bool = False  # leave the devices to the trainers until the next switch
     close: bool = False
 
 
@@ -77,39 +59,39 @@ class Generator(Actor):
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._rank = current_rank().rank
-        self._next = Decision()  # rank 0's, collecting until the engine is between steps
-        self._wake = asyncio.Event()  # there is something to decide
+        self._next = Decision()  # rank 0's, collected until the engine is between steps
+        self._wake = asyncio.Event()  # set when there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
         self._withdrawn: asyncio.Future[list[Withdrawn]] | None = None
-        self._switched: asyncio.Future[Switched] | None = None
+        self._switched: asyncio.Future[ReaderCost] | None = None
         self._slept: asyncio.Future[None] | None = None
         self._drains = False  # running requests finish before a switch
-        self._told = EngineStats()  # the engine's, up to the last switch
+        self._reported = EngineStats()  # the engine's, up to the last switch
         self._sampling = Stretch(span, "sampling", self._sampled)
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
 
     @concurrent_endpoint
     async def start(self) -> EngineInfo:
-        """Build the engine, with weights that nobody may sample from yet."""
+        """Build the engine. It does not sample before its first switch."""
         with _fatal():
             self._engine = Engine(self._settings)
             if self._settings.tensor_parallel_degree > 1:
                 from torch import distributed as dist
 
-                # A rank waits for the next decision as long as the engine idles, be it for days.
+                # A rank waits for the next decision as long as the engine idles, possibly for days.
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        atexit.register(os._exit, 0)  # taking a million objects apart costs seconds, and saves nothing
+        atexit.register(os._exit, 0)  # destroying a million objects takes seconds, to no effect
         self._loop = asyncio.create_task(self._run())
         return self._engine.info
 
     @concurrent_endpoint
     async def watch(self) -> None:
-        """Returns once this rank is closed, and raises what ends it before: the controller holds this call."""
+        """Return once this rank is closed, or raise what ends it earlier. The controller keeps this call open."""
         await asyncio.shield(self._loop)
 
     @concurrent_endpoint
     async def submit(self, requests: list[Request]) -> None:
-        """Rank 0. All of these enter the engine before its next step."""
+        """Rank 0. Let all of these enter the engine before its next step."""
         if self._loop.done():
             raise self._end()
         self._engine.check(requests)
@@ -118,8 +100,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        """Rank 0, one call at a time. Takes what is unfinished of these out of the engine between two steps; an engine
-        that drains keeps it."""
+        """Rank 0, one call at a time. Take the unfinished ones of these samples out of the engine between two steps. An
+        engine that drains for a switch finishes them first."""
         self._withdrawn = asyncio.get_running_loop().create_future()
         self._next.samples += samples
         self._wake.set()
@@ -127,7 +109,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def take(self, within: float | None = None) -> News:
-        """Rank 0. Waits until a request is done, `within` seconds at most; answers with all that are."""
+        """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done."""
         done = await self._or_end(drain(self._done, within))
         return News(done, self._engine.report())
 
@@ -139,9 +121,9 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def connect(self, sources: "list[Source]", sync: WeightSyncSection) -> list[str]:
-        """Where this rank's weights are read from; any memory to read them into is allocated here. Answers with the
+        """Connect this rank to the sources of its weights, and allocate any memory to read them into. Return the
         transport of each source."""
-        from titan_rl.actors.quiet import quiet_rdma
+        from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
         with quiet_rdma():
@@ -150,17 +132,15 @@ class Generator(Actor):
         return self._landing.transports
 
     @concurrent_endpoint
-    async def read(self, manifests: list[Manifest], timeout: float) -> Arrived:
-        """Bring this rank's weights within reach, beside the sampling."""
-        began = time.perf_counter()
+    async def fetch_weights(self, manifests: list[Manifest], timeout: float) -> ReaderCost:
+        """Fetch this rank's weights while sampling continues."""
         with span("read", lane="weights"):
-            read = await self._landing.read(manifests, timeout)
-        return Arrived(time.perf_counter() - began, read.verify, read.bytes, read.changed, read.blocks)
+            return await self._landing.fetch_weights(manifests, timeout)
 
     @concurrent_endpoint
-    async def switch(self, version: int, timeout: float) -> Switched:
-        """Rank 0, once every rank has read: all of them write what they read between the same two steps, verify it, and
-        serve it as `version`; or this raises, and they serve nothing."""
+    async def switch(self, version: int, timeout: float) -> ReaderCost:
+        """Rank 0, once every rank has fetched. All ranks write what they fetched between the same two steps, verify it,
+        and serve it as `version`; or this raises, and they serve nothing. Returns seconds of the slowest rank."""
         self._switched = asyncio.get_running_loop().create_future()
         self._next.version, self._next.timeout = version, timeout
         self._wake.set()
@@ -168,7 +148,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def sleep(self) -> None:
-        """Rank 0. Every rank stops sampling until the next switch; what is unfinished waits."""
+        """Rank 0. Stop sampling on every rank until the next switch. Unfinished samples wait."""
         if not self._engine.asleep:
             self._slept = asyncio.get_running_loop().create_future()
             self._next.sleep = True
@@ -185,12 +165,12 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def spans(self) -> Recorded:
-        """What this process recorded since it was asked before."""
+        """Return what this process recorded since the last call."""
         return span.take()
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Every rank: end between two steps, whatever is unfinished."""
+        """Every rank. End between two steps, whatever is unfinished."""
         self._next.close = True
         self._wake.set()
         await self._loop
@@ -221,11 +201,11 @@ class Generator(Actor):
                             self._done.put_nowait(request)
                 if not self._samples:
                     self._sampling.cut()
-                await asyncio.sleep(0)  # the other endpoints' turn
+                await asyncio.sleep(0)  # let the other endpoints run
 
     @property
     def _samples(self) -> bool:
-        """There is something to sample, and weights to sample it with."""
+        """True if there is something to sample, and weights to sample it with."""
         return self._engine.busy and self._engine.version is not None and not self._engine.asleep
 
     def _sampled(self) -> dict[str, int]:
@@ -233,7 +213,7 @@ class Generator(Actor):
         return {"steps": stats.steps, "tokens": stats.tokens}
 
     async def _decide(self) -> Decision:
-        """Rank 0 waits for something to do; the other ranks wait for rank 0."""
+        """Wait for something to do (rank 0), or for rank 0's decision (the other ranks)."""
         if self._rank == 0:
             while not self._samples and self._next == Decision():
                 self._wake.clear()
@@ -244,13 +224,13 @@ class Generator(Actor):
 
             if self._samples:
                 dist.broadcast_object_list(box, 0, self._group)
-            else:  # may last as long as the engine idles: the rank must go on answering its endpoints
+            else:  # may last as long as the engine idles, while the rank must still answer its endpoints
                 await asyncio.to_thread(dist.broadcast_object_list, box, 0, self._group)
         return box[0]
 
     def _due(self) -> Decision:
-        """What has come together. A switch that drains waits for the running requests, those that begin here in their
-        midst among them, and new ones wait for it."""
+        """Return what has been collected. A switch that drains waits for the running requests, including those that
+        another replica began; new requests wait for the switch."""
         if self._next.version is not None and self._drains and self._samples and not self._next.close:
             due = Decision(requests=[request for request in self._next.requests if request.begun])
             self._next.requests = [request for request in self._next.requests if not request.begun]
@@ -264,14 +244,12 @@ class Generator(Actor):
             self._withdrawn.set_result(withdrawn)
 
     async def _switch(self, version: int, timeout: float) -> None:
-        from titan_rl.actors.sync.landing import WeightsRefused, Written
-
         began = time.perf_counter()
         self._engine.wake()
         self._engine.suspend()
         landing = span.now()
         try:
-            outcome: Written | WeightsRefused = await self._landing.write(timeout)
+            outcome: ReaderCost | WeightsRefused = await self._landing.write_weights(timeout)
             span.parts(landing, write=outcome.write, verify=outcome.verify)
         except WeightsRefused as error:
             outcome = error
@@ -279,19 +257,20 @@ class Generator(Actor):
         refusal = next((outcome for outcome in outcomes if isinstance(outcome, WeightsRefused)), None)
         if refusal is None:
             self._engine.set_version(version)
-        if self._switched is None or self._switched.done():  # another rank's to answer, or nobody waits any more
+        if self._switched is None or self._switched.done():  # another rank answers, or the caller gave up
             return
         if refusal is not None:
             self._switched.set_exception(refusal)
             return
-        written = [outcome for outcome in outcomes if isinstance(outcome, Written)]
+        written = [outcome for outcome in outcomes if isinstance(outcome, ReaderCost)]
         now = self._engine.stats()
-        engine, self._told = now.since(self._told), now
+        engine, self._reported = now.since(self._reported), now
         write, verify = max(each.write for each in written), max(each.verify for each in written)
-        self._switched.set_result(Switched(write, verify, time.perf_counter() - began, engine))
+        pause = time.perf_counter() - began
+        self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, engine=engine))
 
     def _gather(self, outcome: T) -> list[T]:
-        """Every rank's outcome, on every rank."""
+        """Return every rank's outcome, on every rank."""
         if self._group is None:
             return [outcome]
         from torch import distributed as dist
@@ -301,7 +280,7 @@ class Generator(Actor):
         return outcomes
 
     async def _or_end(self, outcome: Awaitable[T]) -> T:
-        """Await an outcome that the loop brings about, or raise what ended the loop: nobody waits on a dead engine."""
+        """Await an outcome that the loop sets, or raise what ended the loop: no call may wait on a dead engine."""
         waiting = asyncio.ensure_future(outcome)
         await asyncio.wait({waiting, self._loop}, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
@@ -314,7 +293,7 @@ class Generator(Actor):
 
 
 async def drain(queue: "asyncio.Queue[T]", within: float | None = None) -> list[T]:
-    """Everything in the queue, once there is something, or nothing after so many seconds."""
+    """Wait for an item, at most `within` seconds. Return everything in the queue."""
     try:
         items = [await asyncio.wait_for(queue.get(), within)]
     except TimeoutError:
@@ -326,7 +305,7 @@ async def drain(queue: "asyncio.Queue[T]", within: float | None = None) -> list[
 
 @contextmanager
 def _fatal() -> Iterator[None]:
-    """Whatever would fail the actor instead of the call ends the process: calling a failed actor in a live process ends
+    """End the process on what would fail the actor instead of the call: calling a failed actor in a live process ends
     the caller (Monarch 0.7)."""
     try:
         yield

@@ -1,27 +1,27 @@
-"""What vLLM needs on a machine without a GPU, and nothing else does."""
+"""Settings and patches that vLLM needs on a machine without a GPU."""
 
 from typing import Any
 
 ENV: dict[str, str] = {
-    "TORCHDYNAMO_DISABLE": "1",  # else the first log-prob waits 20 s for Inductor to compile one comparison
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
 }
 """Launch environment of a CPU generator, on top of engine.ENV."""
 
 ENGINE_ARGS: dict[str, Any] = {
-    # After a partial prefill vLLM rewinds the sample's random generator, which raises for a CPU generator. Prefills
-    # then wait until they fit into a step as a whole.
+    # After a partial prefill vLLM rewinds the sample's random generator, which raises for a CPU generator. Without
+    # chunks a prefill waits until it fits into one step.
     "enable_chunked_prefill": False,
 }
 
 
 def patch() -> None:
-    """Call before the first model is built."""
+    """Apply all patches. Call this before the first model is built."""
     keep_linear_weights()
     reduce_over_gloo()
 
 
 def check_head_size(size: int) -> None:
-    """vLLM itself finds out at the first step."""
+    """Raise unless vLLM's CPU attention supports this head size. vLLM itself checks at the first step only."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
@@ -30,8 +30,10 @@ def check_head_size(size: int) -> None:
 
 
 def keep_linear_weights() -> None:
-    """vLLM repacks every linear layer's weight for oneDNN or AMX and then drops or ignores the parameter, so that an
-    in-place write reaches nothing (lm_head: silently). A plain linear reads the parameter at every call.
+    """Make every linear layer read its parameter at every call.
+
+    vLLM repacks linear weights for oneDNN or AMX and then drops or ignores the parameter, so that an in-place write has
+    no effect (for lm_head silently).
     """
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
@@ -43,8 +45,10 @@ def keep_linear_weights() -> None:
 
 
 def reduce_over_gloo() -> None:
-    """Tensor-parallel ranks would reduce in shared memory, spinning: on a peer that died for ever, on busy cores for
-    long; under one name for all engines of the host; and they leave it behind in /dev/shm. Gloo has none of this.
+    """Make tensor-parallel ranks reduce over gloo instead of vLLM's shared memory.
+
+    In shared memory ranks spin: forever on a dead peer, and for long on busy cores. All engines of a host use one name
+    for it, and it is left behind in /dev/shm.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 

@@ -1,11 +1,11 @@
-"""Golden vectors out of TRL's own functions.
+"""Make golden vectors with TRL's own functions.
 
     python3.11 -m venv peers && peers/bin/pip install torch==2.13.0 trl==1.16.0
     peers/bin/python tests/golden/make_trl.py
 
-The trainers are made without their constructors, which want a model, a tokenizer and a data set. What they then lack is
-what surrounds the arithmetic: `_generate`, `_calculate_rewards` and the forward pass give fixed numbers. From there on
-all is TRL's: rewards to advantages, importance ratios, loss, and autograd through it. Float64 throughout.
+The trainers are made without their constructors, which need a model, a tokenizer and a data set. `_generate`,
+`_calculate_rewards` and the forward pass are replaced and return fixed numbers. All other arithmetic is TRL's: rewards
+to advantages, importance ratios, loss, and autograd through it. Float64 throughout.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -26,9 +26,40 @@ from vectors import LENGTHS, answers, case, rewards, write
 GROUP = 4
 SCORE, LOSS = "_generate_and_score_completions", "_compute_loss"
 
+DEFAULTS: dict[str, Any] = {
+    "beta": 0.0,
+    "current_gradient_accumulation_steps": 1,
+    "entropy_coef": 0.0,
+    "environment_factories": None,
+    "environments": None,
+    "epsilon_high": 0.2,
+    "epsilon_low": 0.2,
+    "importance_sampling_level": "token",
+    "log_multimodal": False,
+    "loss_type": "dapo",
+    "mask_truncated_completions": False,
+    "max_completion_length": max(LENGTHS),
+    "multi_objective_aggregation": "sum_then_normalize",
+    "normalize_advantages": False,
+    "num_generations": GROUP,
+    "num_iterations": 2,  # so that the old log-probs are not replaced by the current ones
+    "off_policy_mask_threshold": None,
+    "pad_to_multiple_of": None,
+    "reward_clip_range": None,
+    "reward_func_names": ["reward"],
+    "scale_rewards": "group",
+    "tools": [],
+    "top_entropy_quantile": 1.0,
+    "use_adaptive_entropy": False,
+    "vllm_importance_sampling_clip_max": None,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_correction": True,
+}
+"""Attributes that the trainers' constructors would set."""
+
 
 class Model(torch.nn.Module):
-    """Answers every call with what it was given."""
+    """Return the argument of every call."""
 
     is_gradient_checkpointing = False
 
@@ -51,7 +82,7 @@ def bare(trainer: type, **attributes: Any) -> Any:
 
 
 def policy_trainer(trainer: type, x: dict[str, torch.Tensor], **settings: Any) -> Any:
-    """GRPO or RLOO, whose policy, proximal policy, reference and sampler have the log-probs of `x`."""
+    """Return a GRPO or RLOO trainer whose policy, proximal policy, reference and sampler have the log-probs of `x`."""
     model, reference = Model(), Model()
     ids = [list(range(1, length + 1)) for length in LENGTHS]
     rows = list(zip(x["mask"].tolist(), x["behaviour"].tolist(), LENGTHS, strict=True))
@@ -68,7 +99,7 @@ def policy_trainer(trainer: type, x: dict[str, torch.Tensor], **settings: Any) -
             return x["logprob"], x["entropy"], None
         return (x["reference"] if model is reference else x["old"]), None, None
 
-    defaults = {
+    given = {
         "model": model,
         "ref_model": reference,
         "_generate": generate,
@@ -78,35 +109,8 @@ def policy_trainer(trainer: type, x: dict[str, torch.Tensor], **settings: Any) -
         "_pending_extra_logs": {},
         "_pending_metrics": {},
         "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        "beta": 0.0,
-        "current_gradient_accumulation_steps": 1,
-        "entropy_coef": 0.0,
-        "environment_factories": None,
-        "environments": None,
-        "epsilon_high": 0.2,
-        "epsilon_low": 0.2,
-        "importance_sampling_level": "token",
-        "log_multimodal": False,
-        "loss_type": "dapo",
-        "mask_truncated_completions": False,
-        "max_completion_length": max(LENGTHS),
-        "multi_objective_aggregation": "sum_then_normalize",
-        "normalize_advantages": False,
-        "num_generations": GROUP,
-        "num_iterations": 2,  # so that the old log-probs are not taken to be the current ones
-        "off_policy_mask_threshold": None,
-        "pad_to_multiple_of": None,
-        "reward_clip_range": None,
-        "reward_func_names": ["reward"],
         "reward_weights": torch.ones(1),
-        "scale_rewards": "group",
-        "tools": [],
-        "top_entropy_quantile": 1.0,
-        "use_adaptive_entropy": False,
         "use_vllm": "vllm_importance_sampling_mode" in settings,
-        "vllm_importance_sampling_clip_max": None,
-        "vllm_importance_sampling_clip_min": None,
-        "vllm_importance_sampling_correction": True,
     }
     args = SimpleNamespace(
         delta=settings.get("delta"),
@@ -118,7 +122,7 @@ def policy_trainer(trainer: type, x: dict[str, torch.Tensor], **settings: Any) -
     )
     chosen = {key: value for key, value in settings.items() if key != "delta"}
     bonus = settings.get("entropy_coef", 0.0) != 0
-    return bare(trainer, args=args, _entropy_bonus_enabled=bonus, **{**defaults, **chosen})
+    return bare(trainer, args=args, _entropy_bonus_enabled=bonus, **{**DEFAULTS, **given, **chosen})
 
 
 def policy_case(

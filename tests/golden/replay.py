@@ -1,4 +1,4 @@
-"""A golden case through our own code: what test_golden.py and test_planted_bugs.py share.
+"""Take a golden case through our own code, for test_golden_trl.py, test_golden_verl.py and test_planted_bugs.py.
 
 case -> samples -> packed microbatches (`Placed`) -> loss of each, summed -> compared
 """
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_rl.batch.advantages import group_relative
+from titan_rl.batch.advantages import group_relative, soft_overlong_punishment
 from titan_rl.batch.packing import Aggregation, pack
-from titan_rl.kernels.off_policy import OffPolicy
+from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
 from titan_rl.kernels.policy_loss import Surrogate, Tokens
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.wire.types import Rows, Sample
@@ -23,7 +23,7 @@ from titan_rl.wire.types import Rows, Sample
 PROMPT = 2  # tokens before each answer
 GROUP = 4  # answers to a prompt
 TOLERANCE = 1e-6
-NO_DUAL_CLIP = 1e9  # verl's setting where it is meant to be off
+NO_DUAL_CLIP = 1e9  # verl's setting if it is meant to be off
 
 Case = dict[str, Any]
 Told = tuple[torch.Tensor, Statistics]
@@ -55,8 +55,34 @@ def compare_gradients(x: Columns, case: Case, scale: float = 1.0) -> None:
         compare(scale * gradient, theirs)
 
 
+def compare_off_policy(case: Case, made: OffPolicy) -> None:
+    inputs, theirs = case["inputs"], case["outputs"]
+    on = tensor(inputs["mask"]) > 0
+    owner = torch.arange(len(on))[:, None].expand_as(on)
+    weights, _ = off_policy_weights(tensor(inputs["old"]) - tensor(inputs["behaviour"]), on, owner, len(on), made)
+    kept = tensor(theirs.get("kept", inputs["mask"]))
+    compare(weights * on, tensor(theirs["importance_ratio"]) * kept if "importance_ratio" in theirs else kept)
+    bound = made.high if made.weight.endswith("tis") else 0.0  # 0 of a mask or a rejection
+    assert 0 < int((weights[on] == bound).sum()) < int(on.sum())
+
+
+def compare_overlong(case: Case) -> float:
+    """Compare up to the longest answer that a generator makes. Return the peer's reward of the longest case."""
+    lengths, theirs = case["inputs"]["length"], case["outputs"]["reward"]
+    ours = [soft_overlong_punishment(n, longest=20, buffer=6) for n in lengths]
+    longest = lengths.index(20)
+    compare(ours[: longest + 1], theirs[: longest + 1])
+    assert ours[longest] == ours[-1] == -1
+    return theirs[-1]
+
+
+def trained(inputs: Case) -> int:
+    """Count the tokens that are trained on."""
+    return int(np.sum(inputs["mask"]))
+
+
 class Placed:
-    """One packed microbatch, and where the answers' values go in it."""
+    """One packed microbatch, and the places of the answers' values in it."""
 
     def __init__(self, rows: Rows) -> None:
         column = rows.positions + 1 - PROMPT
@@ -67,7 +93,7 @@ class Placed:
         self.sequence, self.sequences = torch.from_numpy(rows.sequences), len(rows.samples)
 
     def __call__(self, values_NL: torch.Tensor) -> torch.Tensor:
-        """[B, L]: the answers' values at their places, -1 elsewhere."""
+        """Return [B, L]: the answers' values at their places, -1 elsewhere."""
         elsewhere = torch.full(self.answer.shape, -1.0, dtype=values_NL.dtype)
         return elsewhere.masked_scatter(self.answer, values_NL[self.owner, self.column])
 
@@ -78,7 +104,7 @@ def samples(inputs: Case) -> list[Sample]:
 
 
 def placed(packed: list[Sample], aggregation: Aggregation, length: int = 1, together: int = 1) -> list[Placed]:
-    """Two shards of several microbatches each."""
+    """Pack into two shards of several microbatches each."""
     batches = pack(
         packed,
         shards=2,
@@ -93,7 +119,7 @@ def placed(packed: list[Sample], aggregation: Aggregation, length: int = 1, toge
 
 
 def summed(microbatches: list[Placed], terms: Terms) -> tuple[torch.Tensor, Counter[str]]:
-    """The step's loss, and its statistics that are sums over tokens or sequences."""
+    """Return the step's loss, and its statistics that are sums over tokens or sequences."""
     losses: list[torch.Tensor] = []
     sums: Counter[str] = Counter()
     for at in microbatches:
@@ -121,7 +147,7 @@ def policy_terms(loss_of: Loss, surrogate: Surrogate, x: Columns) -> Terms:
 
 
 def columns(inputs: Case, advantages: Any) -> Columns:
-    """The log-prob and the entropy are leaves."""
+    """Return the inputs of the loss. Log-prob and entropy are leaves."""
     x = {name: tensor(inputs[name]) for name in ("behaviour", "old", "reference", "logprob", "entropy")}
     x["advantage"] = tensor(advantages).reshape(len(x["old"]), -1).expand_as(x["old"])
     x["logprob"].requires_grad_()
@@ -134,7 +160,7 @@ def by_group(inputs: Case, of: Callable[[list[float]], list[float]]) -> list[flo
     return [a for start in range(0, len(rewards), GROUP) for a in of(rewards[start : start + GROUP])]
 
 
-# TRL's settings in our words ----------------------------------------------------------------------------------------
+# TRL's settings as ours ---------------------------------------------------------------------------------------------
 
 
 def trl_advantages(case: Case) -> list[float]:
@@ -158,21 +184,21 @@ def trl_setup(settings: Case) -> tuple[Surrogate, Aggregation]:
             high=settings.get("vllm_importance_sampling_clip_max", float("inf")),
         ),
     )
-    if loss_type == "cispo":  # its bound is of the ratio itself, and it has no lower one
+    if loss_type == "cispo":  # its bound is on the ratio itself, and there is no lower one
         surrogate = replace(surrogate, clip="cispo", clip_low=1.0, clip_high=settings["epsilon_high"] - 1)
     aggregations: dict[str, Aggregation] = {"grpo": "sequence_mean", "dr_grpo": "sequence_sum"}
     return surrogate, aggregations.get(loss_type, "token_mean")
 
 
 def trl_loss(case: Case, loss_of: Loss) -> tuple[torch.Tensor, Counter[str], Columns]:
-    """From rewards on. The length is what make_trl.py sets max_completion_length to."""
+    """Compute the loss from rewards on. The length is max_completion_length as make_trl.py sets it."""
     surrogate, aggregation = trl_setup(case["settings"])
     x = columns(case["inputs"], trl_advantages(case))
     microbatches = placed(samples(case["inputs"]), aggregation, max(case["inputs"]["length"]))
     return *summed(microbatches, policy_terms(loss_of, surrogate, x)), x
 
 
-# verl's settings in our words ---------------------------------------------------------------------------------------
+# verl's settings as ours --------------------------------------------------------------------------------------------
 
 
 def verl_setup(settings: Case) -> tuple[Surrogate, Aggregation]:
@@ -218,7 +244,7 @@ def verl_loss(case: Case, loss_of: Loss) -> tuple[torch.Tensor, Counter[str], Co
 
 
 def verl_gae_inputs(inputs: Case) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rewards, values and mask of each answer."""
+    """Return rewards, values and mask of each answer."""
     arrays = (np.array(inputs[name]) for name in ("reward", "old_value", "mask"))
     return list(zip(*arrays, strict=True))
 

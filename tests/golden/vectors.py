@@ -1,4 +1,4 @@
-"""What the two scripts share: the random inputs, and the files' form."""
+"""Random inputs and file format of the golden vectors."""
 
 import json
 from collections.abc import Iterable
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-LENGTHS = (8, 5, 7, 3, 6, 8, 4, 2)  # of the answers; two prompts with four each
-HOLES = ((0, 2), (0, 3), (2, 3), (4, 0), (5, 4), (5, 5), (6, 1))  # tokens that a tool wrote: (sequence, place)
-EMPTY = 3  # the sequence without a trained token, in the inputs that have one
+LENGTHS = (8, 5, 7, 3, 6, 8, 4, 2)  # of the answers: two prompts with four each
+HOLES = ((0, 2), (0, 3), (2, 3), (4, 0), (5, 4), (5, 5), (6, 1))  # tokens written by a tool: (sequence, place)
+EMPTY = 3  # the sequence without a trained token, with `empty`
 
 
 def answers(seed: int, *, empty: bool, spread: float = 0.3) -> dict[str, torch.Tensor]:
-    """Log-probs and the like of ragged answers, [N, L], 0 behind an answer's end; `spread` moves the policies apart."""
+    """Draw log-probs etc. of ragged answers, [N, L], 0 after an answer's end; `spread` moves the policies apart."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
@@ -62,7 +62,7 @@ def case(
     outputs: dict[str, torch.Tensor],
     leaves: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """`leaves` are the inputs that hold a gradient by now."""
+    """Return a case as JSON. `leaves` are the inputs that hold a gradient."""
 
     def plain(tensors: dict[str, Any]) -> dict[str, Any]:
         return {key: values.detach().tolist() for key, values in tensors.items()}
@@ -78,7 +78,7 @@ def case(
 
 
 def write(file: str, *, peer: str, version: str, made_by: str, cases: Iterable[dict[str, Any]]) -> None:
-    """One case a line: a change of one case is a change of one line."""
+    """Write one case per line, so that a change of one case changes one line."""
     head = {"peer": peer, "version": version, "made_by": made_by, "torch": torch.__version__}
     start = json.dumps(head)[:-1]
     lines = ",\n".join(json.dumps(case, allow_nan=False) for case in cases)

@@ -1,4 +1,4 @@
-"""Started generator meshes of a tiny model, and a trainer rank that feeds them."""
+"""Started generator meshes of a tiny model, and a trainer rank that publishes weights to them."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
@@ -12,8 +12,12 @@ from monarch.actor import this_host
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
-from titan_rl.meshes.generators import GeneratorMesh
+from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
 from titan_rl.wire.manifest import Publication
+from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Request, Sampling
 from titan_rl.wire.weight_plan import Shard
 
@@ -28,7 +32,7 @@ class Running:
         return self.runner.run(asyncio.wait_for(work, 120))
 
     def generate(self, *requests: Request) -> list[list[Completion]]:
-        """All in one tick."""
+        """Sample all requests, submitted in one event-loop tick."""
 
         async def work() -> list[list[Completion]]:
             return await asyncio.gather(*map(self.mesh.generate, requests))
@@ -38,20 +42,20 @@ class Running:
 
 @contextmanager
 def started(
-    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, steal: bool = False, **how: Any
+    model: Any, folder: Path, *, replicas: int, tp: int, longest: int, policy: GeneratorPolicy = POLICY
 ) -> Iterator[Running]:
     model.save_pretrained(folder)
     settings = EngineSettings(
         model_dir=str(folder),
         max_model_len=longest,
-        max_num_seqs=64 if steal else 256,
+        max_num_seqs=64 if policy.steals else 256,
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",
     )
 
     async def start() -> tuple[GeneratorMesh, list[int]]:
-        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, steal=steal, **how)
+        mesh = await GeneratorMesh.spawn(this_host(), settings, replicas=replicas, env=vllm_cpu.ENV, policy=policy)
         pids = [info.pid for info in await mesh.start()]
         await mesh.connect([[] for _ in range(tp)])
         await mesh.pull(0)
@@ -72,7 +76,7 @@ def requests(n: int, sampling: Sampling, samples: int = 2) -> list[Request]:
 
 
 def greedy(model: Any, context: Sequence[int], completion: Completion) -> list[int]:
-    """What the model would have said at each position of a completion."""
+    """Return the model's argmax at each position of a completion."""
     import torch
 
     with torch.no_grad():
@@ -109,3 +113,21 @@ class OneTrainer:
     def corrupt(self, slot: int) -> None:
         run = self.staging.runs[slot][max(self.staging.runs[slot])]
         run[1000] += 1
+
+
+async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any) -> tuple[OneTrainer, WeightSync]:
+    trainer: Any = OneTrainer(model)
+    tp = len(running.pids) // len(running.mesh.replicas)
+    config = c.Config(
+        generator=c.GeneratorSection(tensor_parallel_degree=tp),
+        weight_sync=c.WeightSyncSection(block_kb=1, **sync),
+        comm=c.CommSection(train_timeout_seconds=seconds),
+    )
+    weights = WeightSync(trainer, running.mesh, Clock())
+    await weights.connect(config, shape_of_folder(str(running.folder), "model"))
+    assert weights.transports == "shared memory"
+    return trainer, weights
+
+
+def versions(done: Sequence[Sequence[Completion]]) -> list[set[int]]:
+    return [set(completion.versions) for completions in done for completion in completions]

@@ -1,4 +1,4 @@
-"""Microbatches and settings at which two policy losses are compared."""
+"""Microbatches and settings to compare two policy losses at."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -41,7 +41,7 @@ class Case:
     tokens: Tokens
 
     def columns(self) -> dict[str, torch.Tensor]:
-        """The token columns that are floats, mask aside."""
+        """Return the token columns that are floats, without the mask."""
         named = {f.name: getattr(self.tokens, f.name) for f in fields(Tokens)}
         return {k: v for k, v in named.items() if isinstance(v, torch.Tensor) and k not in ("mask", "sequence")}
 
@@ -57,8 +57,8 @@ def case(
     spread: float = 0.4,
     far: float = 30.0,
 ) -> Case:
-    """Sequences of 1 to 12 tokens packed into rows with holes in the mask and padding behind. One token in 16 lies
-    `far` off, by default beyond the clamp of every log-ratio."""
+    """Return sequences of 1 to 12 tokens packed into rows, with holes in the mask and padding at the end. One token in
+    16 is `far` off, by default beyond the clamp of every log-ratio."""
     g = torch.Generator().manual_seed(seed)
     shape = (rows, length)
 
@@ -88,7 +88,7 @@ def case(
 
 
 def soiled(clean: Case, dirt: float) -> Case:
-    """The same microbatch with dirt under the mask, in every column and in what the policy answers."""
+    """Return the same microbatch with `dirt` at masked positions, in every column and in the policy's outputs."""
     off = clean.tokens.mask == 0
 
     def dirty(values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Loss(Protocol):
 
 
 def outcome(loss_of: Loss, at: Case, surrogate: Surrogate, incoming: float = 3.0) -> Outcome:
-    """Value and gradients of `incoming` times the loss. A gradient that autograd leaves out is zero."""
+    """Return value and gradients of `incoming` times the loss. A gradient that autograd leaves out is zero."""
     logprob, entropy = at.logprob.clone().requires_grad_(), at.entropy.clone().requires_grad_()
     loss, statistics = loss_of(logprob, entropy, at.tokens, surrogate)
     (incoming * loss).backward()
@@ -122,7 +122,7 @@ def outcome(loss_of: Loss, at: Case, surrogate: Surrogate, incoming: float = 3.0
 
 
 def assert_same(got: Outcome, want: Outcome, tolerance: float) -> None:
-    """Relative and absolute; a sum over tokens may be off by every term's rounding."""
+    """Compare relatively and absolutely; a sum over tokens may differ by every term's rounding."""
 
     def same(what: str, mine: torch.Tensor, theirs: torch.Tensor, terms: int = 1) -> None:
         torch.testing.assert_close(

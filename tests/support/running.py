@@ -1,4 +1,4 @@
-"""Real runs in real processes, as a user starts them."""
+"""Start real runs in real processes, as a user does."""
 
 import json
 import os
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SMALL = {  # the loop in seconds: two trainer ranks, a generator, an easy start
+import psutil
+
+SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
     "model.dim": 64,
     "model.n_layers": 2,
     "model.n_heads": 2,
@@ -61,33 +63,32 @@ class Run:
         )
 
     def workers(self) -> dict[str, int]:
-        """The ranks' processes, by name."""
+        """Return the ranks' processes, by name."""
         return {name: pid for pid, name, command in self.processes() if "monarch" in command}
 
     def processes(self) -> list[tuple[int, str, str]]:
-        """What lives of this run beside the controller: pid, the rank that it belongs to, command line."""
+        """Return this run's live processes besides the controller: pid, rank name, command line."""
         found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                pairs = (pair.split("=", 1) for pair in (entry / "environ").read_text().split("\0") if "=" in pair)
-                environment = dict(pairs)
-                command = (entry / "cmdline").read_text().replace("\0", " ")
-                running = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-            except (OSError, UnicodeDecodeError):
-                continue
-            if running and environment.get("TITAN_RL_TEST_RUN") == str(self.folder) and "TITAN_RL_PROC" in environment:
-                found.append((int(entry.name), environment["TITAN_RL_PROC"], command))
+        for process in psutil.process_iter(["environ", "cmdline", "status"]):
+            environment = process.info["environ"] or {}  # None: not readable
+            ended = process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            if (
+                environment.get("TITAN_RL_TEST_RUN") == str(self.folder)
+                and "TITAN_RL_PROC" in environment
+                and not ended
+            ):
+                found.append((process.pid, environment["TITAN_RL_PROC"], " ".join(process.info["cmdline"] or ())))
         return found
 
 
 class Runs:
-    """Starts runs; whatever still runs when the test is over is killed."""
+    """Starts runs. The fixture kills those that still run after the test."""
 
     def __init__(self) -> None:
         self.started: list[Run] = []
 
     def start(self, folder: Path, config: str = "grpo_llama", small: bool = True, **overrides: object) -> Run:
-        """Overrides with a double underscore for the dot: training__steps=3."""
+        """Start a run. Overrides have a double underscore for the dot: training__steps=3."""
         keys = dict(SMALL) if small else {}
         keys |= {key.replace("__", "."): value for key, value in overrides.items()}
         flags = [part for key, value in keys.items() for part in (f"--{key}", str(value).lower())]

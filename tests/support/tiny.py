@@ -1,10 +1,10 @@
-"""A model small enough to build anew in every test file that wants one."""
+"""A model small enough to be built in every test file that needs one."""
 
 from typing import Any
 
 
 def tiny_llama(**overrides: Any) -> Any:
-    """Random weights, large enough that the distributions are far from flat."""
+    """Return a model with random weights, large enough that its distributions are far from flat."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""Trainer meshes, configs and samples that system tests train on."""
+"""Configs, mesh layouts and samples that system tests train on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ def config(folder: Path, parallelism: ParallelismSection, **model: object) -> Co
 
 
 def samples(step: int) -> list[Sample]:
-    """Ragged, with prompts and everything that roles say of them."""
+    """Return samples of different lengths, with prompts and every role's columns."""
     random = np.random.default_rng(step)
     made = []
     for _ in range(12):

@@ -44,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def language_model(runs: Runs, folder: Path) -> Run:
-    """What an sft run leaves behind: somebody's teacher."""
+    """The export of an sft run: a teacher for others."""
     return runs.finish(folder / "sft", "sft_llama", cold_start__steps=0, training__global_batch_size=8, **STEPS)
 
 
 @pytest.fixture(scope="module")
 def reward_model(runs: Runs, folder: Path, language_model: Run) -> Run:
-    """From the sft run's policy, as the config has it, on two FSDP2 ranks."""
+    """Trained from the sft run's policy, as the config has it, on two FSDP2 ranks."""
     keys: dict[str, Any] = STEPS | {"training__steps": 4, "eval__interval": 2, "checkpoint__interval": 2}
     start: dict[str, Any] = {
         "model__hf_assets_path": language_model.folder / "hf",
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_ends_the_run_if_it_
     assert "fault.max_bad_steps" in out
     lines = run.lines("metrics.jsonl")
     assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
-    # The weights are good: another reward goes on from the checkpoint, and its log-probs are the generator's.
+    # The weights are good: another reward continues from the checkpoint, and its log-probs are the generator's.
     keys["training__steps"] = lines[-1]["step"] + 1
     resumed = runs.finish(run.folder, **DENSE, **keys)
     assert steps(resumed)[-1]["logprob_gap/mean"] <= TIGHT
@@ -200,28 +200,33 @@ import numpy as np
 with socket.socket() as s:
     s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-from titan_rl.actors.titan.policy import Policy
+from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.actors.titan.model import local
-from titan_rl.config.sections import Algorithm, Checkpoint, Config, Job, Model, Optimizer, Training
+from titan_rl.config import sections as c
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.batch.packing import pack
 from titan_rl.wire.types import Sample
 
-config = Config(job=Job(dump_folder=sys.argv[1]), checkpoint=Checkpoint(enable=False),
-                model=Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=96),
-                training=Training(steps=4, seq_len=32), optimizer=Optimizer(lr=1e-2), algorithm=Algorithm(kl_coef=0.1))
-policy = Policy(config, shape_of(config.model))
-policy.begin("rl")
+config = c.Config(
+    job=c.JobSection(dump_folder=sys.argv[1]),
+    checkpoint=c.CheckpointSection(enable=False),
+    model=c.ModelSection(dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=96),
+    training=c.TrainingSection(steps=4, seq_len=32),
+    optimizer=c.OptimizerSection(lr=1e-2),
+    algorithm=c.AlgorithmSection(kl_coef=0.1),
+)
+policy = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
+policy.begin_phase("rl", 0)
 policy.export(sys.argv[1] + "/start")
-policy.freeze("reference", sys.argv[1] + "/start")
+policy.load_weights(sys.argv[1] + "/start", "reference")
 if sys.argv[2] == "planted":  # a reference that the optimizer moves: its tensors are the policy's
-    policy._frozen["reference"]._shards = [local(p) for p in policy.model.parameters()]
+    policy._lent["reference"]._shards = [local(p) for p in policy.model.parameters()]
 ones = [1.0] * 8
 sample = Sample(list(range(3, 11)), [1] * 8, {"behaviour": [-4.0] * 8, "reference": [-4.0] * 8, "advantage": ones})
 batches = pack([sample], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
 for _ in range(3):
-    (reference,), checksum = policy.scores(batches[0], "reference", 1.0)
-    (own,), _ = policy.scores(batches[0], "policy", 1.0)
+    (reference,), checksum = policy.scores(batches[0], 1.0, "reference")
+    (own,), _ = policy.scores(batches[0], 1.0)
     print("SAW", checksum, float(reference.sum()), float(own.sum()))
     policy.step(batches)
 """

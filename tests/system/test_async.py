@@ -27,7 +27,7 @@ def ages(run: Run) -> Counter[int]:
 
 
 def trained_prompts(run: Run, steps: int, groups: int = 4, size: int = 4) -> list[int]:
-    """Checked to be whole groups, one step each."""
+    """Return the prompts that were trained on, after checking that each is a whole group of one step."""
     found = Counter((line["step"], line["prompt_id"]) for line in rollouts(run))
     assert set(found.values()) == {size}
     assert Counter(step for step, _ in found) == dict.fromkeys(range(1, steps + 1), groups)
@@ -36,7 +36,7 @@ def trained_prompts(run: Run, steps: int, groups: int = 4, size: int = 4) -> lis
 
 @pytest.fixture(scope="module")
 def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Long answers without a stop: a sync finds them half done."""
+    """A run of long answers that never stop early, so that a sync happens in their middle."""
     return runs.finish(
         tmp_path_factory.mktemp("lagging") / "run",
         rollout__lag=2,
@@ -63,7 +63,7 @@ def test_a_rollout_may_span_versions_and_they_only_rise(lagging: Run) -> None:
 
 
 def test_a_lag_is_corrected_by_default(lagging: Run) -> None:
-    """And the weights that do so are 1 only as long as nothing is stale."""
+    """And the correcting weights are 1 only while nothing is stale."""
     resolved = (lagging.folder / "config.toml").read_text()
     assert 'correction = "token_tis"' in resolved
     assert 'proximal = "trainer"' in resolved
@@ -111,7 +111,7 @@ def test_a_streamed_update_is_the_same_one(runs: Runs, tmp_path: Path, aggregati
 
 
 def test_colocated_meshes_train_as_disaggregated_ones(runs: Runs, tmp_path: Path) -> None:
-    """Without a lag, to the last bit; with one they take turns too."""
+    """Without a lag, to the last bit; with a lag they take turns, too."""
     keys: dict[str, Any] = {**LAGGING, "training__steps": 4}
     apart = runs.finish(tmp_path / "apart", **keys)
     together = runs.finish(tmp_path / "together", placement__kind="colocated", **keys)
@@ -151,7 +151,7 @@ def _resident_mb(pid: int) -> float:
 
 
 def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
-    """The generators then sample nothing more: waiting for rollouts would be forever."""
+    """The generators sample nothing after that: a wait for rollouts would never end."""
 
     class Failing(WeightSync):
         async def publish(self, version: int) -> Any:
@@ -165,7 +165,7 @@ def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
         nobody: Any = None
         weights = Failing(nobody, nobody, Clock())
         weights._last = SyncStats(0, 0, 0, 0, 0, 0)
-        await weights.begin(1)
+        await weights.begin_sync(1)
         with pytest.raises(ValueError, match="refused"):
             await weights.beside(asyncio.sleep(60))
         with pytest.raises(ValueError, match="refused"):  # nor is it forgotten

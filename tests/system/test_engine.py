@@ -51,7 +51,15 @@ def engine(loaded: Engine) -> Iterator[Engine]:
     """Idle, with an empty prefix cache."""
     loaded.set_version(0)
     yield loaded
-    loaded.abort_all()
+    withdraw_all(loaded)
+
+
+def withdraw_all(engine: Engine) -> list[str]:
+    """Return the ids of the requests that were unfinished."""
+    lengths = engine.report().lengths
+    engine.withdraw([SampleId(id, i) for id, samples in lengths.items() for i in samples])
+    assert [done.id for done in engine.step()] == list(lengths)
+    return list(lengths)
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[Completion]]:
@@ -188,7 +196,7 @@ def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any)
 
 
 def overwrite(engine: Engine, model: Any) -> None:
-    """In place, fused as vLLM has them."""
+    """Write the weights in place, fused as vLLM has them."""
     import torch
 
     state = model.state_dict()
@@ -202,7 +210,7 @@ def overwrite(engine: Engine, model: Any) -> None:
 
 
 def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> None:
-    """2048 to a step. Prefills, and the ones that a new version repeats, come in several steps, none in parts."""
+    """A step takes 2048. Prefills, also those that a new version repeats, take several steps; none is split."""
     contexts = [[1, 4 + i % 60, *range(60)] for i in range(60)]
     engine.add([Request(f"r{i}", context, [i], Sampling(12)) for i, context in enumerate(contexts)])
     for _ in range(6):
@@ -216,7 +224,7 @@ def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> No
 
 
 def halves(engine: Engine, asked: Request, steps: int, *taken: int) -> tuple[dict[int, Completion], list[Completion]]:
-    """What is there of the taken samples after so many steps, and how the others end."""
+    """Return the `taken` samples as withdrawn after `steps` steps, and the request's final completions."""
     engine.add([asked])
     for _ in range(steps):
         engine.step()
@@ -302,10 +310,10 @@ def check_a_report_tells_how_far_samples_are_and_what_steps_have_read(engine: En
     assert engine.report().lengths == {"a": {0: 2}}
 
 
-def check_abort_forgets(engine: Engine) -> None:
+def check_the_id_of_a_withdrawn_request_can_be_used_again(engine: Engine) -> None:
     engine.add([Request(id, CONTEXT, [0, 1], Sampling(24)) for id in "ab"])
     engine.step()
-    assert engine.abort_all() == ["a", "b"]
+    assert withdraw_all(engine) == ["a", "b"]
     assert not engine.busy
     assert len(run(engine, Request("a", CONTEXT, [0, 1], Sampling(4)))["a"]) == 2
 

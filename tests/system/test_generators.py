@@ -4,21 +4,18 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.generator_meshes import OneTrainer, Running, greedy, requests, started
+from support.generator_meshes import Running, greedy, requests, started
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import SampleId, Withdrawn
 from titan_rl.config import sections as c
-from titan_rl.train.weight_sync import Slots, WeightSync
-from titan_rl.wire.clock import Clock
+from titan_rl.train.weight_sync import Slots
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.manifest import Publication
-from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Request, Sampling
 
 LAYOUTS = {"replicas2": (2, 1), "tp2": (1, 2)}
@@ -31,15 +28,9 @@ def model() -> Any:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Serving version 0: the weights in the model's folder, for there is no trainer to read any from."""
+    """A mesh that serves version 0: the weights in the model's folder, because there is no trainer to read from."""
     replicas, tp = LAYOUTS[request.param]
     with started(model, tmp_path_factory.mktemp("model"), replicas=replicas, tp=tp, longest=256) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def stealing(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with started(model, tmp_path_factory.mktemp("model"), replicas=2, tp=1, longest=1024, steal=True) as running:
         yield running
 
 
@@ -127,181 +118,6 @@ def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) ->
         assert (one[name] == other[name]) == shared, name
 
 
-async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any) -> tuple[OneTrainer, WeightSync]:
-    trainer: Any = OneTrainer(model)
-    tp = len(running.pids) // len(running.mesh.replicas)
-    config = c.Config(
-        generator=c.GeneratorSection(tensor_parallel_degree=tp),
-        weight_sync=c.WeightSyncSection(block_kb=1, **sync),
-        comm=c.CommSection(train_timeout_seconds=seconds),
-    )
-    weights = WeightSync(trainer, running.mesh, Clock())
-    await weights.connect(config, shape_of_folder(str(running.folder), "model"))
-    assert weights.transports == "shared memory"
-    return trainer, weights
-
-
-def versions(done: Sequence[Sequence[Completion]]) -> list[set[int]]:
-    return [set(completion.versions) for completions in done for completion in completions]
-
-
-def test_swap_goes_on_with_the_new_weights_and_drain_finishes_on_the_old(running: Running, model: Any) -> None:
-    async def work(how: str) -> tuple[list[set[int]], list[set[int]]]:
-        _, weights = await connected(running, model, in_flight=how)
-        await weights.sync(10)
-        early = asyncio.gather(*map(running.mesh.generate, requests(4, Sampling(150, 0.0), samples=1)))
-        await asyncio.sleep(0.05)
-        syncing, late = asyncio.create_task(weights.sync(11)), []
-        while not syncing.done():  # short ones that join: a drain must not wait for them, nor may they straddle it
-            late.append(await running.mesh.generate(Request(f"late{len(late)}", [1, 5], [0], Sampling(4))))
-        stats = await syncing
-        assert 0 < stats.write + stats.verify <= stats.pause < stats.seconds
-        return versions(await early), versions(late)
-
-    early, late = running(work("drain"))
-    assert early == [{10}] * 4
-    assert set(map(frozenset, late)) <= {frozenset({10}), frozenset({11})}
-    early, late = running(work("swap"))
-    assert early == [{10, 11}] * 4
-
-
-def test_refused_weights_sample_nothing_until_good_ones_come(running: Running, model: Any) -> None:
-    async def work() -> list[Completion]:
-        trainer, weights = await connected(running, model)
-        await weights.sync(20)
-        sampling = asyncio.create_task(running.mesh.generate(Request("across", [1, 5], [0], Sampling(200, 0.0))))
-        await asyncio.sleep(0.05)
-        bad = await weights.publish(21)
-        trainer.corrupt(bad.slot)
-        with pytest.raises(RunError, match=r"generator\d\[tp=0\] failed in switch: Refused") as refused:
-            await weights.pull(bad)
-        assert "trainer rank 0 -> generator rank" in refused.value.details
-        assert "version 21: expected checksum" in refused.value.details
-        await asyncio.sleep(0.5)
-        assert not sampling.done()
-        await weights.sync(22)
-        return await sampling
-
-    (completion,) = running(work())
-    assert set(completion.versions) == {20, 22}
-    assert completion.tokens == greedy(model, [1, 5], completion)
-
-
-@pytest.mark.parametrize("running", ["replicas2"], indirect=True)
-def test_a_publisher_two_versions_ahead_waits_for_a_slow_reader(running: Running, model: Any) -> None:
-    async def work() -> None:
-        trainer, weights = await connected(running, model, seconds=5, verify="off")
-        await weights.sync(30)
-        before = (await running.mesh.fingerprint())[0]
-        slow, trainer.scale = running.pids[1], 1.5
-        first = await weights.publish(31)
-        os.kill(slow, signal.SIGSTOP)
-        try:
-            pulling = asyncio.create_task(weights.pull(first))
-            await asyncio.sleep(0.2)
-            trainer.scale = 1.0
-            await weights.publish(32)
-            with pytest.raises(
-                DeadlinePassed, match=r"^weights.publish waits on .*generator1, which still reads version 31$"
-            ):
-                await weights.publish(33)
-            assert not pulling.done()
-        finally:
-            os.kill(slow, signal.SIGCONT)
-        await pulling
-        one, other = await running.mesh.fingerprint()
-        assert one == other
-        assert all(one[name] != before[name] for name in before), "what was published as 31, not what came after"
-        await weights.sync(33)
-        assert (await running.mesh.fingerprint())[1] == before
-
-    running(work())
-
-
-@asynccontextmanager
-async def slowed(pid: int) -> AsyncIterator[None]:
-    """A process that runs an eighth of the time."""
-
-    async def bursts() -> None:
-        while True:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(0.35)
-            os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(0.05)
-
-    slowing = asyncio.create_task(bursts())
-    try:
-        yield
-    finally:
-        slowing.cancel()
-        os.kill(pid, signal.SIGCONT)
-
-
-def logprob_gap(model: Any, context: Sequence[int], completion: Completion) -> float:
-    import torch
-
-    with torch.no_grad():
-        logits = model(torch.tensor([[*context, *completion.tokens]])).logits[0, len(context) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
-    return (expected - torch.tensor(completion.logprobs)).abs().max().item()
-
-
-def test_a_slow_replica_is_relieved_and_its_groups_are_complete_and_in_order(stealing: Running, model: Any) -> None:
-    asked = [Request(f"r{i}", [1, 4 + i], list(range(8 * i, 8 * i + 8)), Sampling(900)) for i in range(4)]
-    undisturbed = stealing.generate(*asked)
-    before = stealing.mesh.loads()
-
-    async def work() -> list[list[Completion]]:
-        async with slowed(stealing.pids[0]):
-            return await asyncio.gather(*map(stealing.mesh.generate, asked))
-
-    done = stealing(work())
-    slow, quick = stealing.mesh.loads().values()
-    assert quick.stolen - before[1].stolen >= 8
-    assert slow.sampled - before[0].sampled + quick.sampled - before[1].sampled == 4 * 8 * 900, "none twice"
-    assert slow.sampled - before[0].sampled < quick.sampled - before[1].sampled
-    assert slow[:2] == quick[:2] == (0, 0)
-    for request, completions, others in zip(asked, done, undisturbed, strict=True):
-        for completion, other in zip(completions, others, strict=True):
-            assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 900
-            assert completion.tokens[:3] == other.tokens[:3]
-            assert logprob_gap(model, request.tokens, completion) < 1e-4
-
-
-def test_what_moves_keeps_to_the_weights_that_a_drain_finishes_on(stealing: Running, model: Any) -> None:
-    async def work() -> list[list[Completion]]:
-        _, weights = await connected(stealing, model, in_flight="drain")
-        await weights.sync(40)
-        asked = [Request(f"r{i}", [1, 4 + i], list(range(8)), Sampling(600)) for i in range(4)]
-        sampling, before = asyncio.gather(*map(stealing.mesh.generate, asked)), stealing.mesh.loads()[0].stolen
-        async with slowed(stealing.pids[1]):
-            while stealing.mesh.loads()[0].stolen == before:
-                await asyncio.sleep(0.001)
-            await weights.sync(41)  # overtakes what moves, unless it waits for that
-        return await sampling
-
-    assert versions(stealing(work())) == [{40}] * 4 * 8
-
-
-def test_a_replica_that_dies_before_it_could_be_relieved_fails_what_it_held(stealing: Running) -> None:
-    async def work() -> None:
-        waiting = [
-            asyncio.create_task(stealing.mesh.generate(request)) for request in requests(2, Sampling(600), samples=8)
-        ]
-        await asyncio.sleep(0.05)
-        os.kill(stealing.pids[0], signal.SIGSTOP)
-        relieved, _ = await asyncio.gather(waiting[1], asyncio.sleep(3))
-        assert len(relieved) == 8
-        os.kill(stealing.pids[0], signal.SIGKILL)
-        with pytest.raises(RunError, match=r"^generator0\[tp=0\] died"):
-            await waiting[0]
-        for call in (stealing.mesh.generate(requests(1, Sampling(4))[0]), stealing.mesh.pull(50)):
-            with pytest.raises(RunError, match="generator0"):
-                await call
-
-    stealing(work())
-
-
 @pytest.mark.parametrize("running", ["replicas2"], indirect=True)
 def test_an_error_between_steps_fails_every_call(running: Running) -> None:
     replica, late = running.mesh.replicas[0], Request("late", [1], [0], Sampling(4))
@@ -312,7 +128,7 @@ def test_an_error_between_steps_fails_every_call(running: Running) -> None:
         await running.mesh.connect([[]])
         with pytest.raises(RunError, match="failed in switch: RuntimeError") as failure:
             await replica.head("switch", 1, 5, seconds=5)
-        assert "expected a completed read() before write()" in failure.value.details
+        assert "expected a completed fetch_weights() before write_weights()" in failure.value.details
         with pytest.raises(RunError, match="RuntimeError"):
             await waiting
         for verb, arguments in {"submit": [[late]], "take": [], "switch": [2, 5], "watch": []}.items():
@@ -339,7 +155,7 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
 
         async def read() -> None:
             with slots.reading(reading, name):
-                await replica.read(None, 60)
+                await replica.fetch_weights(None, 60)
 
         waiting.append(asyncio.create_task(read()))
         await asyncio.sleep(0.05)

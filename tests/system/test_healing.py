@@ -14,7 +14,7 @@ from support.generator_meshes import OneTrainer, Running, greedy, requests, star
 from support.tiny import tiny_llama
 from titan_rl.config import sections as c
 from titan_rl.meshes import deaths
-from titan_rl.meshes.generators import Healing
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -22,14 +22,14 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Sampling
 
-HANG_SECONDS = 8.0  # a new engine's start takes both cores of a small machine for seconds
+HANG_SECONDS = 8.0  # starting an engine takes both cores of a small machine for seconds
 SOON = 8.0  # milliseconds, and what a loaded machine makes of them; far below any deadline of the mesh
 FAULT = c.FaultSection(hang_seconds=HANG_SECONDS, max_restarts=20)
 
 
 @dataclass
 class Tended:
-    """A mesh whose lost replicas are replaced, and what was told of them."""
+    """A mesh whose lost replicas are replaced, and the incidents that were recorded."""
 
     running: Running
     incidents: Incidents
@@ -74,9 +74,10 @@ def tending(
     def whole() -> Iterator[Tended]:
         folder = folders.mktemp("model")
         incidents = Incidents(folder, fault, print)
-        healing = Healing(incidents, fault.min_replicas)
-        how = {"healing": healing, "hang_seconds": fault.hang_seconds, "steal": steal}
-        with started(model, folder, replicas=replicas, tp=tp, longest=1024, **how) as running:
+        policy = GeneratorPolicy(
+            hang_seconds=fault.hang_seconds, steals=steal, incidents=incidents, min_replicas=fault.min_replicas
+        )
+        with started(model, folder, replicas=replicas, tp=tp, longest=1024, policy=policy) as running:
 
             async def connect() -> tuple[Any, WeightSync]:
                 trainer: Any = OneTrainer(model)
@@ -94,7 +95,7 @@ def tending(
 
 
 async def sampled(tended: Tended, n: int, length: int, harm: Callable[[], None]) -> list[list[Completion]]:
-    """Greedy samples, harmed in their midst."""
+    """Sample greedily, and call `harm` meanwhile."""
     asked = requests(n, Sampling(length, 0.0))
     sampling = asyncio.gather(*map(tended.mesh.generate, asked))
     await asyncio.sleep(0.1)
@@ -152,8 +153,8 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     done, killed = tended(work())
     all_are_whole(model, 8, 300, done)
     incident = tended.incidents.all[-1]
-    assert incident.who == f"generator{last}"
-    assert "died: its process" in incident.why
+    assert incident.role == f"generator{last}"
+    assert "died: its process" in incident.reason
     assert incident.time - killed < SOON
     tended(tended.healed())
     assert incident.outcome == "back"
@@ -199,7 +200,7 @@ def test_a_replica_that_stands_still_is_replaced_within_its_deadline(tended: Ten
     done, stopped = tended(work())
     all_are_whole(model, 6, 300, done)
     (incident,) = tended.incidents.all[count:]
-    assert "did not answer within" in incident.why
+    assert "did not answer within" in incident.reason
     assert incident.time - stopped < 2 * HANG_SECONDS + SOON
 
 
@@ -208,7 +209,7 @@ def test_a_replica_that_fails_is_replaced(tended: Tended, model: Any) -> None:
         first = tended.mesh.replicas[min(tended.mesh.replicas)]
         failing: list[asyncio.Task[Any]] = []
 
-        def fail() -> None:  # a switch to weights that nobody has read
+        def fail() -> None:  # a switch to weights that were never fetched
             failing.append(asyncio.create_task(first.head("switch", 9, 5, seconds=5)))
 
         done = await sampled(tended, 6, 200, fail)
@@ -218,7 +219,7 @@ def test_a_replica_that_fails_is_replaced(tended: Tended, model: Any) -> None:
 
     done = tended(work())
     all_are_whole(model, 6, 200, done)
-    assert "RuntimeError" in tended.incidents.all[-1].why
+    assert "RuntimeError" in tended.incidents.all[-1].reason
 
 
 @pytest.mark.parametrize("tended", ["two replicas", "stealing"], indirect=True)

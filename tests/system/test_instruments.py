@@ -6,26 +6,22 @@ from pathlib import Path
 
 from support.trainer_cases import LAYOUTS, batches, config, samples
 from titan_rl.config.sections import CheckpointSection, Config, ProfilingSection
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.types import StepStats
-
-
-async def steps(mesh: TrainerMesh, first: int, last: int) -> list[StepStats]:
-    return [await mesh.step([batches(samples(step), mesh)]) for step in range(first, last)]
 
 
 async def run(config: Config, *, resumed_at: int, last: int) -> tuple[list[float], set[str]]:
     """Losses, and the names of all spans; saves after step 2."""
     from monarch.actor import this_host
 
-    mesh = await TrainerMesh.spawn(this_host(), config, shape_of(config.model), {})
+    mesh = ModelMesh(this_host(), "trainer", config, shape_of(config.model), {})
     try:
         await mesh.start()
-        assert await mesh.begin("rl") == (resumed_at, '{"next": 7}' if resumed_at else "{}")
-        stats = []
+        assert await mesh.begin_phase("rl", resumed_at) == (resumed_at, '{"next": 7}' if resumed_at else "{}")
+        stats: list[StepStats] = []
         for step in range(resumed_at, last):
-            stats += await steps(mesh, step, step + 1)
+            stats.append(await mesh.step([batches(samples(step), mesh)]))
             if step == 1:
                 await mesh.save(2, '{"next": 7}')
         assert all(each.hardware["throughput/tflops"] > 0 for each in stats)

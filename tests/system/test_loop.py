@@ -101,7 +101,7 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     out = run.finish(timeout=15)
     assert time.monotonic() - began < 10
     assert run.code == 130, out
-    assert "the same command goes on from RL step" in out
+    assert "the same command resumes from RL step" in out
     assert not run.processes()
     resumed = runs.finish(folder, training__steps=8, checkpoint__interval=100)
     assert losses(resumed) == losses(whole)
@@ -164,7 +164,7 @@ def test_an_interrupted_cold_start_goes_on_where_it_was(runs: Runs, tmp_path: Pa
     run.process.send_signal(signal.SIGINT)
     out = run.finish(timeout=15)
     assert run.code == 130, out
-    assert "goes on from cold start step" in out
+    assert "resumes from cold start step" in out
     resumed = runs.finish(run.folder, **keys)
     for kind in ("cold_start", "rl"):
         assert losses(resumed, kind) == losses(straight, kind)

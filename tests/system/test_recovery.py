@@ -139,7 +139,7 @@ def test_beyond_its_budget_a_run_ends_by_name_and_can_be_resumed(runs: Runs, tmp
     assert run.code == 1, out
     assert "trainer[dp=1 tp=0] died" in out
     assert "trainer was respawned 1 time within 600 s already" in out
-    assert "the same command goes on from RL step" in out
+    assert "the same command resumes from RL step" in out
     assert not run.processes()
     runs.finish(run.folder, training__steps=step_of(run) + 1, **keys)
     assert not audit(run.folder)[0]

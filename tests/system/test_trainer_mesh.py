@@ -18,10 +18,9 @@ from titan_rl.config.sections import (
     CriticSection,
     ModelSection,
     ParallelismSection,
+    ReferenceSection,
 )
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.roles import CriticMesh, FrozenMesh
-from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.types import StepStats
@@ -33,10 +32,10 @@ TINY = ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=96)
 async def run(config: Config) -> list[StepStats]:
     from monarch.actor import this_host
 
-    mesh = await TrainerMesh.spawn(this_host(), config, shape_of(config.model), {})
+    mesh = ModelMesh(this_host(), "trainer", config, shape_of(config.model), {})
     try:
         await mesh.start()
-        assert await mesh.begin("rl") == (0, "{}")
+        assert await mesh.begin_phase("rl", 0) == (0, "{}")
         return [await mesh.step([batches(samples(step), mesh)]) for step in range(STEPS)]
     finally:
         await mesh.stop()
@@ -96,18 +95,18 @@ async def roles(
         config(folder, parallelism),
         model=replace(TINY, hf_assets_path=str(weights)),
         critic=CriticSection(lr=1e-3, **role),
+        reference=ReferenceSection(**role),
         checkpoint=replace(config(folder, parallelism).checkpoint, enable=False),
     )
     judging = replace(base, algorithm=AlgorithmSection(name="reward_model"))
-    critic, reward_model, reference = await asyncio.gather(
-        CriticMesh.spawn(host, base, shape, {}),
-        TrainerMesh.spawn(host, judging, shape.with_value_head(), {}),
-        FrozenMesh.spawn(host, "reference", parallelism, base, shape, {}),
-    )
-    meshes: list[ModelMesh] = [critic, reward_model, reference]
+    critic = ModelMesh(host, "critic", base, shape.with_value_head(), {})
+    reward_model = ModelMesh(host, "trainer", judging, shape.with_value_head(), {})
+    reference = ModelMesh(host, "reference", base, shape, {})
+    meshes = [critic, reward_model, reference]
     try:
         await asyncio.gather(*(mesh.start() for mesh in meshes))
-        await asyncio.gather(critic.begin(str(weights), 0), reward_model.begin("rl"), reference.load(str(weights)))
+        await asyncio.gather(critic.load_weights(str(weights)), reference.load_weights(str(weights)))
+        await asyncio.gather(critic.begin_phase("rl", 0), reward_model.begin_phase("rl", 0))
         stats = []
         for step in range(ROLE_STEPS):
             stats.append(await critic.step([batches(samples(step), critic)]))

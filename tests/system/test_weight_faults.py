@@ -1,8 +1,8 @@
-"""Ranks killed in the midst of a weight sync: who it was, how soon it is known, and what is left.
+"""Ranks killed during a weight sync: which one is named, how soon, and what is left behind.
 
-Where a rank stands is read off what the kernel shows of it: a slot's stamp in the trainer's memory says that it is
-being packed, and the bytes that a trainer has sent since (over Monarch's TCP fallback) say how far a reader has come. A
-rank that stands where it should is stopped, looked at again, and killed there.
+The progress of a rank is read from the kernel: a slot's stamp in the trainer's memory shows that it is being packed,
+and the bytes that a trainer has sent since (over Monarch's TCP fallback) show how far a reader has come. A rank at the
+right point is stopped, checked again, and killed there.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.meshes.deaths import PROC_NAME
-from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.train.weight_sync import WeightSync
@@ -45,7 +45,7 @@ SECONDS = 60.0
 
 
 def stamps(pid: int) -> memoryview:
-    """A trainer rank's, by slot: the publication that lies there."""
+    """Return a trainer rank's stamps: the publication in each slot."""
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if "titan_rl weights" in os.readlink(fd):
@@ -57,7 +57,7 @@ def stamps(pid: int) -> memoryview:
 
 
 def sent(pid: int) -> int:
-    """Bytes that a process has written, to sockets too."""
+    """Return the bytes that a process has written, including to sockets."""
     counters = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(counters["wchar"])
 
@@ -69,7 +69,7 @@ def stop(pid: int) -> None:
 
 
 def stop_while_packing(pid: int) -> None:
-    """Returns with the process stopped where one of its slots is neither the old nor the new publication."""
+    """Return with the process stopped while one of its slots is neither the old nor the new publication."""
     slots, deadline = stamps(pid), time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         if PACKING in slots:
@@ -81,7 +81,7 @@ def stop_while_packing(pid: int) -> None:
 
 
 def stop_while_reading(reader: int, trainers: list[int], whole: int) -> None:
-    """Returns with the reader stopped after some of a publication's `whole` bytes were sent, and before all were."""
+    """Return with the reader stopped after some of a publication's `whole` bytes were sent, and before all were."""
     slots, deadline = [stamps(pid) for pid in trainers], time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         old = max(slots[0])
@@ -146,10 +146,10 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
         shape = shape_of(config.model)
         write_model_folder(tmp_path / "model", shape)
         settings = EngineSettings(model_dir=str(tmp_path / "model"), max_model_len=64, kv_cache_memory_mb=16)
-        trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
+        trainers = ModelMesh(this_host(), "trainer", config, shape, {})
         generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
         (engine, *_), _ = await asyncio.gather(generators.start(), trainers.start())
-        await trainers.begin("rl")
+        await trainers.begin_phase("rl", 0)
         weights = WeightSync(trainers, generators, Clock())
         await weights.connect(config, shape)
         assert weights.transports == "RDMABuffer (TCP fallback)"
@@ -188,7 +188,7 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
 
 
 def pid_of(name: str) -> int:
-    """The process of a rank of this test's own."""
+    """Return the process id of a rank that this test started."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             with suppress(OSError):  # gone meanwhile

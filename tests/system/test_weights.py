@@ -13,8 +13,8 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
-from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.meshes.trainers import TrainerMesh
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -81,7 +81,7 @@ def batches(shards: int) -> list[Sample]:
 
 
 def made_by_transformers(folder: Path, model: c.ModelSection) -> c.ModelSection:
-    """The same model as a Hugging Face folder with weights, which the trainer then starts from."""
+    """Write the model as a Hugging Face folder with weights, which the trainer then starts from."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -92,7 +92,7 @@ def made_by_transformers(folder: Path, model: c.ModelSection) -> c.ModelSection:
 
 
 async def of_a_fresh_engine(config: c.Config, folder: str) -> list[dict[str, str]]:
-    """What vLLM's own loader makes of a folder."""
+    """Return the fingerprints of an engine that vLLM's own loader has filled from a folder."""
     mesh = await generators(config, folder, load=True)
     found = await mesh.fingerprint()
     await mesh.close()
@@ -101,18 +101,18 @@ async def of_a_fresh_engine(config: c.Config, folder: str) -> list[dict[str, str
 
 
 async def fingerprints(folder: Path, case: str) -> list[list[dict[str, str]]]:
-    """Of an engine that loads the trainer's first weights (if those come from a folder), of the live engine after the
-    first sync, of it after training and more syncs, and of an engine that loads the trainer's export."""
+    """Return the fingerprints of an engine that loads the trainer's first weights (if those come from a folder), of the
+    live engine after the first sync, of it after training and more syncs, and of an engine that loads the export."""
     model, parallelism, tp, dtype = CASES[case]
     if case in STARTS_FROM_A_FOLDER:
         model = made_by_transformers(folder / "assets", model)
     config = run_config(folder, model, parallelism, tp, dtype)
     shape, clock = shape_of(model), Clock()
-    trainers = await TrainerMesh.spawn(this_host(), config, shape, {})
+    trainers = ModelMesh(this_host(), "trainer", config, shape, {})
     live, _ = await asyncio.gather(
         generators(config, model_folder(folder / "model", shape), load=False), trainers.start()
     )
-    await trainers.begin("rl")
+    await trainers.begin_phase("rl", 0)
     weights = WeightSync(trainers, live, clock)
     await weights.connect(config, shape)
 
@@ -144,9 +144,9 @@ WAYS = (
 
 
 async def by_other_ways(
-    config: c.Config, shape: ModelShape, trainers: TrainerMesh, live: GeneratorMesh, held: list[dict[str, str]]
+    config: c.Config, shape: ModelShape, trainers: ModelMesh, live: GeneratorMesh, held: list[dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Each way brings the weights of one more step, and the usual way finds nothing to add."""
+    """Sync one more step by each way; a sync by the usual way must then change nothing."""
     for version, way in enumerate(WAYS, start=2):
         samples = batches(trainers.dp)
         await trainers.step([pack(samples, shards=trainers.dp, seq_len=64, rows_per_microbatch=2, pad_id=0)])
@@ -167,8 +167,8 @@ async def by_other_ways(
 
 
 def shape_bytes(shape: ModelShape, tp: int, dtype: str) -> list[int]:
-    """What each generator rank must read: its parameters, less the rows that pad the vocabulary."""
-    from titan_rl.wire.weight_plan import pieces
+    """Return the bytes that each generator rank must read: its parameters, less the rows that pad the vocabulary."""
+    from titan_rl.wire.vllm_params import pieces
 
     return [
         sum(p.rows * p.cols for p in pieces(shape, tp=tp, rank=rank)) * (2 if dtype == "bfloat16" else 4)
@@ -185,5 +185,5 @@ def test_live_parameters_are_the_exported_ones(case: str, tmp_path: Path) -> Non
 
 
 def different(one: list[dict[str, str]], other: list[dict[str, str]]) -> set[str]:
-    """The parameters that differ on any rank."""
+    """Return the parameters that differ on any rank."""
     return {name for a, b in zip(one, other, strict=True) for name in a if a[name] != b[name]}

@@ -10,16 +10,13 @@ lie at place i. So a document's first token is read, but is nobody's target.
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal
 
 import numpy as np
 
+from titan_rl.config.sections import Aggregation
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
 ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
-
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 
 def pack(
@@ -80,12 +77,6 @@ def unpack(
             owner = rows.samples[rows.sequences[filled]]
             flat[begins[owner] + rows.positions[filled] + 1] = values[filled]
     return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
-
-
-def fill(batches: Iterable[Batch]) -> float:
-    """The share of places that hold a document."""
-    rows = list(chain.from_iterable(batch.microbatches for batch in batches))
-    return sum(int((r.sequences >= 0).sum()) for r in rows) / max(sum(r.sequences.size for r in rows), 1)
 
 
 def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:

@@ -1,1 +1,1 @@
-"""Harms a run on purpose and audits what is left of it."""
+"""Injects faults into a run and audits the result."""

@@ -1,9 +1,9 @@
-"""`python -m titan_rl.chaos --config NAME --kills N --seed S`: start a run, make things fail in it, and see it through.
+"""`python -m titan_rl.chaos --config NAME --kills N --seed S`: start a run, inject faults into it, and audit it.
 
-    schedule (of the seed) ── step reached, nothing under repair ──> inflict ──> detected ──> recovered ──> the next
-                                                                                 the run's end ──> audits, report
+    schedule (from the seed) ── step reached, run healthy ──> inflict ──> detected ──> recovered ──> next fault
+                                                                          end of the run ──> audits, report
 
-Exit codes: 0 everything held, 1 something did not and is named, 2 bad usage, 130 Ctrl-C.
+Exit codes: 0 everything held, 1 something did not hold and is named, 2 bad usage, 130 stopped by Ctrl-C.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import datetime
 import math
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,16 +22,17 @@ from rich.console import Console
 
 from titan_rl.chaos.inflict import Outcome, inflict
 from titan_rl.chaos.schedule import DOCS, KINDS, Fault, cases, problems, role_of, schedule
-from titan_rl.chaos.subject import ChaosRun, Over, Stuck
+from titan_rl.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.chaos.table import Findings, show, write
 from titan_rl.chaos.verdict import audits, shared_memory, summary
 from titan_rl.preflight import cli
 from titan_rl.preflight.cli import Invocation
+from titan_rl.record.provenance import git_commit
 from titan_rl.record.terminal import open_console
 from titan_rl.wire.failpoints import FaultOrder, give
 
 HELD, BROKEN, USAGE, STOPPED = 0, 1, 2, 130
-DEFAULTS = {  # of the run; what is given on the command line comes after these
+DEFAULTS = {  # of the run; the command line overrides them
     "job.fresh": "true",
     "fault.max_restarts": "1000000",
     "fault.max_failed_saves": "1000000",
@@ -42,7 +42,7 @@ DEFAULTS = {  # of the run; what is given on the command line comes after these
     "algorithm.max_dead_steps": "0",
 }
 PATIENCE = 180.0
-LAST_LINES = 20  # of the run's output, shown if it failed
+LAST_LINES = 20  # of the run's output, shown if the run failed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
     invocation = cli.parse(["--config", options.config, *flags, *rest])
     console = open_console(sys.stdout)
     chaos = Chaos(options, ["--config", options.config, *flags, *rest], invocation, console)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run is ended in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the run
     try:
         return chaos.run()
     except KeyboardInterrupt:
         show(chaos.findings, console)
-        console.print("chaos: stopped, and the run with it")
+        console.print("chaos: stopped, together with the run")
         return STOPPED
 
 
@@ -64,13 +64,13 @@ def parser() -> argparse.ArgumentParser:
     width = max(map(len, KINDS))
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.chaos",
-        description="Start a run, make things fail in it at random, and see whether it comes through.",
+        description="Start a run, inject random faults into it, and check that it survives them.",
         epilog="\n".join(
             [
                 "faults:",
                 *(f"  {kind:<{width}}  {doc}" for kind, doc in DOCS.items()),
                 "",
-                "everything else, such as --training.steps 200, goes to the run, after these:",
+                "All other flags, such as --training.steps 200, are passed to the run, after these defaults:",
                 "  " + " ".join(f"--{key} {value}" for key, value in DEFAULTS.items()),
             ]
         ),
@@ -78,27 +78,29 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
-    parser.add_argument("--kills", metavar="N", type=int, default=20, help="how many faults; 20")
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what happens to whom and when; 0")
-    parser.add_argument("--run", metavar="FOLDER", default="outputs/chaos", help="dump folder; outputs/chaos")
-    parser.add_argument("--only", metavar="KIND[:ROLE],...", default="", help="these faults alone, of these roles")
-    parser.add_argument("--overlap", action="store_true", help="do not wait for the end of a repair")
-    parser.add_argument("--baseline", action="store_true", help="the same run without faults first, to compare with")
-    parser.add_argument("--pace", metavar="SECONDS", type=seconds, default=0.0, help="no step is to be shorter; 0")
+    parser.add_argument("--kills", metavar="N", type=int, default=20, help="number of faults; default 20")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the schedule of faults; default 0")
+    parser.add_argument("--run", metavar="FOLDER", default="outputs/chaos", help="dump folder; default outputs/chaos")
+    parser.add_argument("--only", metavar="KIND[:ROLE],...", default="", help="only these faults, of these roles")
+    parser.add_argument("--overlap", action="store_true", help="inject the next fault before the run has recovered")
+    parser.add_argument("--baseline", action="store_true", help="first do the same run without faults, to compare")
+    parser.add_argument(
+        "--pace", metavar="SECONDS", type=seconds, default=0.0, help="minimum duration of a step; default 0"
+    )
     parser.add_argument(
         "--patience",
         metavar="SECONDS",
         type=seconds,
         default=PATIENCE,
-        help=f"how long the run may come no step further before it is given up; {PATIENCE:g}",
+        help=f"longest time without a new step before the run counts as stuck; default {PATIENCE:g}",
     )
-    parser.add_argument("--csv", metavar="FILE", type=Path, help="append the rows by class of fault")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="append a row per class of fault")
     return parser
 
 
 def seconds(text: str) -> float:
     if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds, found {text}")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds of at least 0, found {text}")
     return value
 
 
@@ -108,7 +110,7 @@ class Chaos:
     def __init__(self, options: argparse.Namespace, argv: list[str], invocation: Invocation, console: Console) -> None:
         self._options, self._argv, self._config, self._console = options, argv, invocation.config, console
         self._only = [part for part in options.only.split(",") if part]
-        if invocation.config.weight_sync.verify != "live":  # nobody would know of damage
+        if invocation.config.weight_sync.verify != "live":  # damage would not be detected
             self._only = [part for part in self._only or KINDS if not part.startswith("corrupt")]
         self._folder = Path(self._config.job.dump_folder).absolute()
         roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
@@ -119,48 +121,49 @@ class Chaos:
     def run(self) -> int:
         findings, options = self.findings, self._options
         if options.baseline:
-            self._say("the same run without faults")
+            self._say("baseline: the same run without faults")
             folder = self._folder.with_name(f"{self._folder.name}.baseline")
-            if ended := self._one(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
+            if ended := self._do_run(folder, [*self._argv, "--job.dump_folder", str(folder)], 0):
                 self._say(ended)
                 return BROKEN
             findings.facts["baseline held-out score"] = summary(folder).get("final_eval")
             findings.facts["baseline seconds"] = round(summary(folder).get("wall_seconds", 0.0), 1)
-        findings.ended = self._one(self._folder, self._argv, options.kills)
-        told = summary(self._folder)
-        findings.facts["held-out score"] = told.get("final_eval")
-        findings.facts["seconds"] = round(told.get("wall_seconds", 0.0), 1)
-        if options.baseline and told:
+        findings.ended = self._do_run(self._folder, self._argv, options.kills)
+        done = summary(self._folder)
+        findings.facts["held-out score"] = done.get("final_eval")
+        findings.facts["seconds"] = round(done.get("wall_seconds", 0.0), 1)
+        if options.baseline and done:
             goodput = findings.facts["baseline seconds"] / findings.facts["seconds"]
             findings.facts["goodput"] = f"{goodput:.3f} of the baseline's"
         show(findings, self._console)
-        machine, versions = told.get("machine", {}), told.get("versions", {})
+        machine, versions = done.get("machine", {}), done.get("versions", {})
         facts = {
             "date": str(datetime.date.today()),
-            "commit": _commit(),
+            "commit": git_commit()[:12],
             "config": options.config,
             "seed": options.seed,
             "machine": f"{machine.get('cores')} x {machine.get('cpu')}",
             "engines": ", ".join(f"{name} {version}" for name, version in versions.items() if name != "python"),
         }
         write(findings, self._folder, options.csv, facts)
-        self._say(f"everything is in {self._folder}: chaos.json, chaos.log")
+        self._say(f"results are in {self._folder}: chaos.json, chaos.log")
         return BROKEN if findings.problems else HELD
 
-    def _one(self, folder: Path, argv: list[str], count: int) -> str:
-        """A run, with so many faults. Answers with what cut it short; without any it is not audited."""
+    def _do_run(self, folder: Path, argv: list[str], count: int) -> str:
+        """Start a run, inject `count` faults and audit it; with 0 faults it is not audited. Return why it ended early,
+        or ""."""
         shared = shared_memory()
         with tempfile.TemporaryDirectory(prefix="titan_rl-chaos-") as orders:
             run = ChaosRun(argv, folder, Path(orders), self._options.patience)
             try:
-                ended = asyncio.run(self._through(run, count))
-                failed = run.over and run.process.returncode != 0
+                ended = asyncio.run(self._follow_run(run, count))
+                failed = run.ended and run.process.returncode != 0
             finally:
                 left = run.end()
                 if folder.is_dir():
                     shutil.copy(run.log, folder / "chaos.log")
             if failed:
-                self._say("the run's last words:\n" + "\n".join(w.text for w in run.words[-LAST_LINES:]))
+                self._say("the run's last output:\n" + "\n".join(line.text for line in run.output[-LAST_LINES:]))
                 if run.process.returncode == USAGE:
                     raise SystemExit(USAGE)
             if count:
@@ -169,43 +172,43 @@ class Chaos:
                 ended = f"the run without faults failed: exit code {run.process.returncode}"
             return ended
 
-    async def _through(self, run: ChaosRun, count: int) -> str:
-        """From the first step to the end of the run."""
+    async def _follow_run(self, run: ChaosRun, count: int) -> str:
+        """Inject the faults and wait for the end of the run. Return why the run or the faults ended early, or ""."""
         following = asyncio.create_task(run.follow())
         ended = ""
         try:
-            await run.until("the first step", lambda: run.whole)
+            await run.until("the first step", lambda: run.healthy)
             if self._options.pace:
                 first = next(rank for rank in sorted(run.ranks) if role_of(rank) == "trainer")
                 give(run.orders, first, "step", FaultOrder("wait", self._options.pace, keep=True))
-            await self._faults(run, count)
-            await run.until("the end of the run", lambda: run.over)
-        except Stuck as stuck:
+            await self._inject_all(run, count)
+            await run.until("the end of the run", lambda: run.ended)
+        except RunStuck as stuck:
             ended = str(stuck)
-        except Over:
+        except RunEnded:
             pass
         finally:
             following.cancel()
             with suppress(asyncio.CancelledError):
                 await following
-        run.look()
+        run.read_files()
         reached = len(self.findings.outcomes)
         if not ended and run.process.returncode == 0 and count and reached < count:
-            ended = f"the run was over after {reached} of {count} faults: raise --training.steps or --pace"
+            ended = f"the run ended after {reached} of {count} faults: raise --training.steps or --pace"
         return ended
 
-    async def _faults(self, run: ChaosRun, count: int) -> None:
+    async def _inject_all(self, run: ChaosRun, count: int) -> None:
         if not count:
             return
         every = cases(run.ranks, self._only)
-        self._say(f"{count} faults among {len(every)} cases over {self._config.training.steps} steps")
+        self._say(f"{count} faults from {len(every)} cases over {self._config.training.steps} steps")
         last, tasks = 0, list[asyncio.Task[None]]()
         try:
             for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
                 await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))
                 await asyncio.sleep(fault.delay)
-                last = run.top
-                tasks.append(asyncio.create_task(self._fault(run, fault)))
+                last = run.highest
+                tasks.append(asyncio.create_task(self._inject(run, fault)))
                 if not self._options.overlap:
                     await tasks[-1]
             await asyncio.gather(*tasks)
@@ -215,25 +218,26 @@ class Chaos:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _due(self, run: ChaosRun, fault: Fault, after: int) -> bool:
-        """An exception twice at one step is taken for a bug by the run: every fault has a step of its own."""
-        ready = fault.victim in run.ranks if self._options.overlap else run.whole
+        """Return True if the fault may be injected now. Every fault has its own step, because the run takes a second
+        exception at the same step for a bug."""
+        ready = fault.victim in run.ranks if self._options.overlap else run.healthy
         return ready and run.step > after and run.step >= fault.step
 
-    async def _fault(self, run: ChaosRun, fault: Fault) -> None:
+    async def _inject(self, run: ChaosRun, fault: Fault) -> None:
         outcome = Outcome(fault, run.step, alone=not self._options.overlap)
         self.findings.outcomes.append(outcome)
         number = len(self.findings.outcomes)
         self._say(f"{number:>3}  step {run.step}: {fault.what} of {fault.victim}")
         try:
             await inflict(fault, run, self._config.fault.hang_seconds, outcome)
-        except Over:
-            outcome.note = "the run was over first"
+        except RunEnded:
+            outcome.note = "the run ended first"
             raise
-        except Stuck as stuck:
+        except RunStuck as stuck:
             outcome.wrong.append(str(stuck))
             raise
-        except ProcessLookupError:  # of faults that overlap
-            outcome.note = f"{fault.victim} was gone already"
+        except ProcessLookupError:  # happens if faults overlap
+            outcome.note = f"{fault.victim} had already ended"
         detected = "" if outcome.detected is None else f"detected after {outcome.detected:.2f} s, "
         recovered = 0.0 if outcome.recovered is None else outcome.recovered
         self._say(
@@ -242,14 +246,6 @@ class Chaos:
 
     def _say(self, text: str) -> None:
         self._console.print(f"chaos: {text}", soft_wrap=True)
-
-
-def _commit() -> str:
-    """Of the checkout that this is run from, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    with suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return ""
 
 
 if __name__ == "__main__":

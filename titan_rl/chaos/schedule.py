@@ -1,4 +1,4 @@
-"""Which faults a run is to survive, and when: a pure function of a seed, the run's ranks and its steps."""
+"""Which faults are injected into a run, and when: a pure function of a seed, the run's ranks and its steps."""
 
 import random
 from collections.abc import Collection
@@ -11,32 +11,32 @@ Kind = Literal["kill", "stop", "slow", "error", "drop", "corrupt", "disk"]
 
 DOCS: dict[Kind, str] = {
     "kill": "SIGKILL",
-    "stop": "SIGSTOP, and nobody continues it",
-    "slow": "bursts of SIGSTOP and SIGCONT, too short for it to count as hung: nobody is replaced",
-    "error": "an exception in one of its verbs",
-    "drop": "weights that a generator reads never come",
-    "corrupt": "a generator's: weights damaged as they are written, once; a trainer's: in its staging memory, where a "
-    "second look finds the same",
-    "disk": "a trainer rank cannot write its part of a checkpoint, for some seconds",
+    "stop": "SIGSTOP without SIGCONT",
+    "slow": "bursts of SIGSTOP and SIGCONT, too short to count as a hang: no process may be replaced",
+    "error": "an exception in one of the rank's endpoints",
+    "drop": "a generator's read of the weights never returns",
+    "corrupt": "generator: weights are damaged once while they are written; trainer: they are damaged in its staging "
+    "memory, so that reading again does not help",
+    "disk": "a trainer rank cannot write its part of a checkpoint for some seconds",
 }
 KINDS = get_args(Kind)
 
 POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
 FROZEN_POINTS = ("scores",)
-"""Where an exception may be ordered, in every run. Not where a checkpoint is saved: that has a fault of its own."""
-FIRST, LAST = 0.05, 0.85  # of the steps: the last fault is to be over before the run is
-DELAY_SECONDS = 0.3  # at most, within the step
+"""Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""
+FIRST, LAST = 0.05, 0.85  # share of the steps: the run must recover from the last fault before it ends
+DELAY_SECONDS = 0.3  # longest delay within the step
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong at a step."""
+    """A fault of one rank at one step."""
 
     kind: Kind
     victim: str  # "trainer[dp=1 tp=0]"
-    step: int  # not before this one
-    delay: float  # seconds, within it
-    point: str = ""  # of an error: the verb
+    step: int  # earliest step
+    delay: float  # seconds, within the step
+    point: str = ""  # failpoint of an error
 
     @property
     def role(self) -> str:
@@ -44,7 +44,7 @@ class Fault:
 
     @property
     def mesh(self) -> str:
-        """As incidents name it: "generator1"."""
+        """Role of the victim as incidents name it: "generator1"."""
         return self.victim.partition("[")[0]
 
     @property
@@ -53,7 +53,7 @@ class Fault:
 
 
 def role_of(rank: str) -> str:
-    """ "generator1[tp=0]" -> "generator"."""
+    """Return the role of a rank: "generator" for "generator1[tp=0]"."""
     return rank.partition("[")[0].rstrip("0123456789")
 
 
@@ -68,14 +68,14 @@ def can_befall(kind: Kind, role: str) -> bool:
 
 
 def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind, str]]:
-    """Every fault of every role; of `only` these: "kill", or "kill:trainer"."""
+    """Return the possible faults of each role, or only those in `only`: "kill" or "kill:trainer"."""
     roles = sorted({role_of(rank) for rank in ranks})
     every = [(kind, role) for kind in KINDS for role in roles if can_befall(kind, role)]
     return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
 
 
 def problems(count: int, roles: Collection[str], steps: int, only: Collection[str] = ()) -> list[str]:
-    """Why so many faults cannot be scheduled, if so."""
+    """Return the reasons why `count` faults cannot be scheduled."""
     every, at = cases(roles), eligible(steps)
     known = list(dict.fromkeys([kind for kind, _ in every] + [f"{kind}:{role}" for kind, role in every]))
     found = [
@@ -92,12 +92,12 @@ def problems(count: int, roles: Collection[str], steps: int, only: Collection[st
 
 
 def eligible(steps: int) -> range:
-    """The steps at which faults may come."""
+    """Return the steps at which faults may be injected."""
     return range(max(2, round(FIRST * steps)), round(LAST * steps) + 1)
 
 
 def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Collection[str] = ()) -> list[Fault]:
-    """So many faults, spread over the steps; every case once before any comes twice."""
+    """Return `count` faults at different steps. Every case is drawn once before any is drawn again."""
     rng = random.Random(derive(seed, "chaos"))
     every, left, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
     at = sorted(rng.sample(eligible(steps), count))

@@ -1,7 +1,7 @@
-"""A run under chaos, seen from outside: its steps and ranks (its socket), incidents (faults.jsonl) and words (stdout).
+"""A run under chaos, observed from outside: steps and ranks (its socket), incidents (faults.jsonl) and output (stdout).
 
-Every wait is bounded: `until` gives up once the run has not come a step further for `patience` seconds. Steps that it
-makes again do not count, nor does a repair that follows a repair.
+Every wait is bounded: `until` gives up if the run has made no new step for `patience` seconds. Repeated steps do not
+count as progress, and neither does one repair after another.
 """
 
 import asyncio
@@ -18,43 +18,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_rl.control.client import Endpoint, Failed
-from titan_rl.record import incidents
+import psutil
+
+from titan_rl.control.client import Endpoint, RequestFailed
+from titan_rl.record.incidents import NAME, Incident
+from titan_rl.record.lines import whole_lines
 from titan_rl.wire import failpoints
 
 POLL_SECONDS = 0.03
 ASK_SECONDS = 5.0
-END_SECONDS = 10.0  # for what is left of a run to end
+END_SECONDS = 10.0  # for the run's processes to end after its controller
 UP = ("up", "serving")
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-class Over(Exception):
-    """The run ended while something was waited for."""
+class RunEnded(Exception):
+    """The run ended during a wait."""
 
 
-class Stuck(Exception):
-    """The run came no further for too long; str() says what was waited for."""
-
-
-class FaultLine(NamedTuple):
-    who: str
-    why: str
-    time: float
-    outcome: str
-    seconds: float
-    redone: int
-
-    @property
-    def open(self) -> bool:
-        return not self.outcome
-
-    @property
-    def end(self) -> float:
-        return self.time + self.seconds
+class RunStuck(Exception):
+    """The run made no progress for too long; str() says what was waited for."""
 
 
 class Hit(NamedTuple):
-    """A failpoint that obeyed its order."""
+    """A line of the hits file: a failpoint that carried out its order."""
 
     rank: str
     point: str
@@ -62,13 +49,13 @@ class Hit(NamedTuple):
     time: float
 
 
-class Words(NamedTuple):
+class OutputLine(NamedTuple):
     time: float
     text: str
 
 
 class ChaosRun:
-    """`python -m titan_rl.run` in a process of its own, whose failpoints are armed by `orders`, a folder."""
+    """`python -m titan_rl.run` in a process of its own, with failpoints armed by the folder `orders`."""
 
     def __init__(self, argv: Sequence[str], folder: Path, orders: Path, patience: float) -> None:
         self.folder, self.orders, self.patience = folder, orders, patience
@@ -79,30 +66,30 @@ class ChaosRun:
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env={**os.environ, failpoints.FOLDER: str(orders), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a Ctrl-C is ours to deal with
+            start_new_session=True,  # Ctrl-C goes to this process only
         )
         self.sockets = Path(tempfile.gettempdir(), f"titan_rl-{self.process.pid}")
-        self.killed = False  # by us: it would not end
+        self.killed = False  # by this process, because the run did not end
         self.status: dict[str, Any] = {}
-        self.incidents: list[FaultLine] = []
+        self.incidents: list[Incident] = []
         self.hits: list[Hit] = []
-        self.words: list[Words] = []
-        self.ranks: dict[str, int] = {}  # up, and their processes
-        self.top = 0  # the highest step of the algorithm that was ever begun
-        self._every: set[str] = set()  # ranks that ever were up
+        self.output: list[OutputLine] = []
+        self.ranks: dict[str, int] = {}  # process of each rank that is up
+        self.highest = 0  # highest step of the algorithm that was ever started
+        self._known: set[str] = set()  # ranks that were ever up
         self._moved = time.monotonic()
         self._read: dict[Path, int] = {}
         self._endpoint: Endpoint | None = None
 
-    # -- what there is to see ---------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         return self.process.poll() is not None
 
     @property
     def step(self) -> int:
-        """Of the algorithm: 0 before it, and while what was lost is being replaced."""
+        """Current step of the algorithm; 0 before its first one and while lost processes are being replaced."""
         run = self.status.get("run", {})
         return run["step"] if run.get("state") == "training" and run.get("phase") == "rl" else 0
 
@@ -111,96 +98,87 @@ class ChaosRun:
         return self.status.get("run", {}).get("saved") or 0
 
     @property
-    def whole(self) -> bool:
-        """Nothing is under repair, and everybody is up."""
-        return self.step > 0 and not any(i.open for i in self.incidents) and self._every <= self.ranks.keys()
+    def healthy(self) -> bool:
+        """Whether no incident is open and every known rank is up."""
+        return self.step > 0 and not any(i.open for i in self.incidents) and self._known <= self.ranks.keys()
 
     @property
     def _progress(self) -> tuple[int, int]:
-        """Until the first step it is what it says."""
-        return self.top, 0 if self.top else len(self.words)
+        """What must change within `patience` seconds: the highest step, or before the first step the output."""
+        return self.highest, 0 if self.highest else len(self.output)
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
     async def until(self, what: str, condition: Callable[[], Any]) -> float:
-        """The time at which `condition` held first."""
+        """Block until `condition` holds, and return the time. Raise RunEnded or RunStuck if it never does."""
         self._moved = time.monotonic()
         while not condition():
-            if self.over:
-                raise Over
+            if self.ended:
+                raise RunEnded
             if time.monotonic() - self._moved > self.patience:
-                raise Stuck(f"waited for {what}: the run came no further for {self.patience:g} s")
+                raise RunStuck(f"waited for {what}: the run made no progress for {self.patience:g} s")
             await asyncio.sleep(POLL_SECONDS)
         return time.time()
 
     async def follow(self) -> None:
-        """Keep looking, until the run is over."""
-        while not self.over:
+        """Update the state until the run ends."""
+        while not self.ended:
             before = self._progress
-            await self._ask()
-            self.look()
+            await self._ask_status()
+            self.read_files()
             if before != self._progress:
                 self._moved = time.monotonic()
             await asyncio.sleep(POLL_SECONDS)
-        self.look()
+        self.read_files()
 
-    def look(self) -> None:
-        """What it has written since."""
+    def read_files(self) -> None:
+        """Read what the run has written since the last call."""
         for line in self._lines(self.orders / failpoints.HITS):
             self.hits.append(Hit(**json.loads(line)))
-        self.words += [Words(time.time(), line.rstrip()) for line in self._lines(self.log)]
-        for line in self._lines(self.folder / incidents.NAME) if self.status else ():
-            fields = json.loads(line)
-            found = FaultLine(*(fields[name] for name in FaultLine._fields))
-            begun = [i for i, old in enumerate(self.incidents) if (old.who, old.time) == (found.who, found.time)]
-            if begun:
-                self.incidents[begun[0]] = found
-            else:
-                self.incidents.append(found)
+        self.output += [OutputLine(time.time(), line.rstrip()) for line in self._lines(self.log)]
+        known = {(incident.role, incident.time): incident for incident in self.incidents}
+        for line in self._lines(self.folder / NAME) if self.status else ():
+            incident = Incident.of(json.loads(line))
+            known[incident.role, incident.time] = incident
+        self.incidents = list(known.values())
 
-    async def _ask(self) -> None:
+    async def _ask_status(self) -> None:
         try:
             if self._endpoint is None:
                 self._endpoint = Endpoint.find(self.folder)
-                if self._endpoint.pid != self.process.pid:  # an older run's
+                if self._endpoint.pid != self.process.pid:  # of an older run
                     self._endpoint = None
                     return
             self.status = await asyncio.to_thread(self._endpoint.ask, "status", {}, ASK_SECONDS)
-        except (Failed, OSError):  # it is starting, or its event loop is busy, or it just ended
+        except (RequestFailed, OSError):  # the run is starting, or its event loop is busy, or it just ended
             return
         self.ranks = {rank["rank"]: rank["pid"] for rank in self.status["ranks"] if rank["state"] in UP}
-        self._every |= self.ranks.keys()
-        self.top = max(self.top, self.step)
+        self._known |= self.ranks.keys()
+        self.highest = max(self.highest, self.step)
 
     def _lines(self, path: Path) -> Iterator[str]:
-        """Whole ones that were not read yet."""
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(self._read.get(path, 0))
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._read[path] = self._read.get(path, 0) + len(line)
-                    yield line.decode(errors="replace")
+        """Yield the whole lines of a file that were not read yet."""
+        with suppress(FileNotFoundError):
+            for line in whole_lines(path, start=self._read.get(path, 0)):
+                self._read[path] = self._read.get(path, 0) + len(line)
+                yield line.decode(errors="replace")
 
-    # -- its end ----------------------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """All that live of it, with the ranks that they are or belong to."""
-        marker, found = f"{failpoints.FOLDER}={self.orders}", dict[int, str]()
-        for entry in Path("/proc").iterdir():
-            try:
-                environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:  # no process, or gone, or another user's
-                continue
-            if marker in environment and state not in "ZX":
-                names = [pair.partition("=")[2] for pair in environment if pair.startswith("TITAN_RL_PROC=")]
-                found[int(entry.name)] = (names or ["the controller"])[0]
+        """Return the run's live processes, each with the name of the rank that it is or belongs to."""
+        found = dict[int, str]()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):  # it just ended, or belongs to another user
+                environment = process.environ()
+                if environment.get(failpoints.FOLDER) == str(self.orders) and process.status() not in ENDED:
+                    found[process.pid] = environment.get("TITAN_RL_PROC", "the controller")
         return found
 
     def end(self) -> dict[int, str]:
-        """Kill what is left of it; answers with what outlived its controller for longer than it may."""
+        """Kill what is left of the run, and return the processes that outlived its controller by END_SECONDS."""
         deadline = time.monotonic() + END_SECONDS
-        if not self.over:
+        if not self.ended:
             self.killed = True
             self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""What chaos found: a row a fault, a row a class of faults, and what was audited; on a terminal, as JSON, as CSV."""
+"""The results: a row per fault, a row per class of faults, and the audits; on a terminal, as JSON, as CSV."""
 
 import csv
 import json
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.chaos.inflict import Outcome
+from titan_rl.record.lines import write_whole
 
 HEADERS = {
     "detected_s": "detected",
@@ -25,7 +26,7 @@ HEADERS = {
     "steps_again": "steps",
     "samples_anew": "samples",
 }
-"""On a terminal, where a column is no wider than it has to be."""
+"""Shorter column headers for the terminal."""
 
 
 @dataclass(slots=True)
@@ -34,12 +35,12 @@ class Findings:
     planned: int
     outcomes: list[Outcome] = field(default_factory=list)
     audits: dict[str, list[str]] = field(default_factory=dict)
-    ended: str = ""  # what cut the chaos short
+    ended: str = ""  # why the chaos ended early
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[str]:
-        """All that did not hold."""
+        """Everything that did not hold."""
         faults = [
             f"{o.fault.what} of {o.fault.victim} at step {o.step}: {wrong}" for o in self.outcomes for wrong in o.wrong
         ]
@@ -62,7 +63,7 @@ def rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, Any]]:
 
 
 def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """By kind of fault and role: how often, and median and most of the seconds."""
+    """Return a row per kind of fault and role: count, and median and maximum of the seconds."""
     found: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[outcome.fault.kind, outcome.fault.role].append(outcome)
@@ -76,7 +77,7 @@ def classes(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def show(findings: Findings, console: Console) -> None:
-    console.print(_table("faults: seconds, and what was made again", list(rows(findings.outcomes))))
+    console.print(_table("faults: seconds, and steps and samples repeated", list(rows(findings.outcomes))))
     console.print(_table("by class: medians", classes(findings.outcomes)))
     for what, problems in findings.audits.items():
         console.print(Text.assemble(("  ✗ ", "red") if problems else ("  ✓ ", "green"), what))
@@ -87,7 +88,7 @@ def show(findings: Findings, console: Console) -> None:
 
 
 def write(findings: Findings, folder: Path, path: Path | None, facts: Mapping[str, Any]) -> None:
-    """RUN/chaos.json; and the rows by class appended to a CSV."""
+    """Write RUN/chaos.json, and append the rows by class to the CSV file `path`."""
     whole = {
         "seed": findings.seed,
         "planned": findings.planned,
@@ -97,7 +98,7 @@ def write(findings: Findings, folder: Path, path: Path | None, facts: Mapping[st
         "problems": findings.problems,
         **findings.facts,
     }
-    (folder / "chaos.json").write_text(json.dumps(whole, indent=2) + "\n")
+    write_whole(folder / "chaos.json", json.dumps(whole, indent=2) + "\n")
     if path is not None and (lines := [{**row, **facts} for row in classes(findings.outcomes)]):
         new = not path.exists()
         with path.open("a", newline="") as file:

@@ -1,4 +1,4 @@
-"""What must hold once a run is over, whatever happened to it."""
+"""What must hold when a run has ended, whatever faults it had."""
 
 import json
 import statistics
@@ -11,37 +11,38 @@ from titan_rl.chaos.subject import ChaosRun
 from titan_rl.config.sections import Config
 from titan_rl.record.history import audit
 from titan_rl.record.ledger import Damaged, events
+from titan_rl.record.lines import whole_lines
 
 SHARED = Path("/dev/shm")
 Check = Callable[[], Iterator[str] | list[str]]
-OF_GAPS = 100.0  # the worst step's log-prob gap over the median's: served damage is off by orders of magnitude
+LARGEST_GAP = 100.0  # times the median log-prob gap: damaged weights that were served exceed it by orders of magnitude
 
 
 def shared_memory() -> set[Path]:
-    """Names, Python's own semaphores apart, which its resource tracker removes."""
+    """Return the names in shared memory, without Python's own semaphores, which its resource tracker removes."""
     return {path for path in SHARED.iterdir() if not path.name.startswith("sem.")}
 
 
 def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
-    """By what was looked at, all that is wrong. `shared` is what had a name in shared memory before, `left` are the
-    processes that outlived the run."""
+    """Return the problems found by each check. `shared` are the names in shared memory before the run, `left` the
+    processes that outlived it."""
     checks: dict[str, Check] = {
         "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
         "versions in order, none of an undone history": lambda: versions(run.folder, config),
         "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
     }
-    by_itself: dict[str, Check] = {
+    ended_by_itself: dict[str, Check] = {
         "the run ended well": lambda: _ended(run),
-        "every incident is closed": lambda: [f"{i.who} never came back: {i.why}" for i in run.incidents if i.open],
+        "every incident is closed": lambda: [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
         "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
         "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
         "no sockets are left": lambda: _sockets(run),
     }
-    return {what: list(check()) for what, check in (checks if run.killed else checks | by_itself).items()}
+    return {what: list(check()) for what, check in (checks if run.killed else checks | ended_by_itself).items()}
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The run's own; empty if it never wrote one."""
+    """Return the run's summary.json, or {} if it wrote none."""
     with suppress(OSError, ValueError):
         return json.loads((folder / "summary.json").read_text())
     return {}
@@ -53,8 +54,9 @@ def _ended(run: ChaosRun) -> Iterator[str]:
 
 
 def versions(folder: Path, config: Config) -> Iterator[str]:
-    """Of each history (what a run does between two rewinds): steps follow each other, no sample is of weights that are
-    yet to be made there, and a synchronous run never samples older weights after newer ones."""
+    """Check each history, the part of a run between two rewinds. Steps must follow each other, no sample may come from
+    a version that the history has not made yet, and a synchronous run must not sample older weights after newer ones.
+    """
     trained, newest, history = 0, 0, 0
     wrong = "history {}: prompt {} was sampled from version {} after {}"
     try:
@@ -77,17 +79,17 @@ def versions(folder: Path, config: Config) -> Iterator[str]:
 
 
 def _gaps(folder: Path) -> Iterator[str]:
-    """Damaged weights that were served would show: the trainer scores the same tokens with its own."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Check that no damaged weights were served: the trainer scores the same tokens with its own weights."""
+    lines = map(json.loads, whole_lines(folder / "metrics.jsonl"))
     gaps = {line["step"]: line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line}
     usual = statistics.median(gaps.values()) if gaps else 0.0
     for step, gap in gaps.items():
-        if not gap <= OF_GAPS * max(usual, 1e-7):
+        if not gap <= LARGEST_GAP * max(usual, 1e-7):
             yield f"step {step}: the log-prob gap is {gap:.2g}, the median {usual:.2g}"
 
 
 def _leaked(shared: set[Path]) -> set[Path]:
-    """New names that no process has mapped: those of others' runs on this host are."""
+    """Return new names that no process has mapped; other runs on this host have theirs mapped."""
     new = shared_memory() - shared
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if not new:

@@ -1,1 +1,1 @@
-"""Holds every key of a run's TOML, what a preset's name means, and the reader of TOML files."""
+"""Holds every key of a run, the presets of [algorithm], and the reader and writer of TOML files."""

@@ -1,8 +1,8 @@
-"""TOML files into a Config, and back.
+"""Read TOML files into a Config, and write a Config as TOML.
 
     find("grpo_llama") -> path    load(path, [("training.steps", "20")]) -> Config    to_toml(config) -> text
 
-A file and its overrides are read to the end: one ConfigError carries every problem found.
+Reading does not stop at the first problem: one ConfigError lists all of them.
 """
 
 import ast
@@ -30,7 +30,7 @@ SHIPPED = Path(__file__).parents[1] / "train_configs"
 
 
 class ConfigError(Exception):
-    """Everything that is wrong with a configuration, one line a problem."""
+    """Everything that is wrong with a configuration, one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__(problems)
@@ -42,7 +42,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of one section, as config.py declares it."""
+    """One key of one section, as sections.py declares it."""
 
     type: Any  # bool, int, float, str, list[int], or a Literal of strings
     default: Any
@@ -80,7 +80,7 @@ class Key:
         if get_origin(self.type) is list:
             return type(value) is list and all(type(item) in get_args(self.type) for item in value)
         return (
-            type(value) is self.type  # not isinstance: a bool is no int
+            type(value) is self.type  # not isinstance: bool is a subclass of int
             and (self.type is not float or math.isfinite(value))
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
@@ -88,7 +88,7 @@ class Key:
         )
 
     def parse(self, text: str) -> Any:
-        """A flag's text as this key's type. Text that does not parse stays text, which `accepts` then refuses."""
+        """Parse a flag's text as this key's type. Text that does not parse stays text, which `accepts` refuses."""
         with contextlib.suppress(KeyError, ValueError, RecursionError):
             if self.type is bool:
                 return {"true": True, "false": False}[text.lower()]
@@ -103,7 +103,7 @@ class Key:
 
 @functools.cache
 def schema() -> dict[str, dict[str, Key]]:
-    """Every section and key, in the order of config.py."""
+    """Return every section and key, in the order of Config."""
     described = docs()
     return {section: _keys(kind(), described[section]) for section, kind in get_type_hints(Config).items()}
 
@@ -118,7 +118,7 @@ def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
 
 
 def docs() -> dict[str, dict[str, str]]:
-    """Section -> key -> the string literal below the field. Python drops those, so they are read from the source."""
+    """Map section -> key -> the string literal below the field, read from the source because Python discards it."""
     classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
@@ -132,7 +132,7 @@ def docs() -> dict[str, dict[str, str]]:
 
 
 def find(name: str) -> Path:
-    """The file of that path, or the shipped config of that bare name."""
+    """Return the file at that path, or the shipped config of that name."""
     bare = Path(name).name == name
     for candidate in (Path(name), *((SHIPPED / name, SHIPPED / f"{name}.toml") if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
@@ -146,19 +146,19 @@ def find(name: str) -> Path:
 
 
 def shipped() -> list[str]:
-    """The names of the configs that come with the package."""
+    """Return the names of the configs shipped with the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """The file's values over the defaults and the preset, and the overrides ("training.steps", "20") over those."""
+    """Read a file over the defaults and its preset, then apply the overrides ("training.steps", "20")."""
     problems: list[str] = []
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
     def put(section: str, name: str, value: Any, label: str) -> None:
         key = schema()[section][name]
         if key.type is float and type(value) is int:
-            value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused, where float() would raise
+            value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused below; float() would raise
         if key.accepts(value):
             values[section][name] = value
         else:
@@ -187,7 +187,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """Every key of a resolved config with its line of docs; `load` reads it back to an equal Config."""
+    """Write every key of a resolved config with its docs; `load` reads it back to an equal Config."""
     blocks = []
     for section, keys in schema().items():
         lines = [f"{name} = {as_toml(getattr(getattr(config, section), name))}" for name in keys]
@@ -198,12 +198,12 @@ def to_toml(config: Config) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """JSON's spelling is TOML's for every type that a key has, save that TOML escapes DEL too."""
+    """Write a value as JSON, which is also TOML for every type that a key can have, once DEL is escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
-    """The end of a message that refuses a name, if a valid one is near."""
+    """Return the end of a message that refuses a name, if a similar valid name exists."""
     nearest = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
     return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
 
@@ -214,7 +214,7 @@ def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         line = error.doc.split("\n")[error.lineno - 1].strip()
         problems.append(f"{path.name}:{error.lineno}:{error.colno}: {error.msg}: {line}")
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or beyond Python's own limits
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply for Python
         problems.append(f"{path.name}: expected a TOML file, found {error}")
     return {}
 
@@ -224,11 +224,11 @@ def _homes(name: str) -> str:
 
 
 def _misplaced(section: str, table: Any) -> str:
-    """Of a top-level entry that is no section of ours."""
+    """Describe a top-level entry that is not one of our sections."""
     if section in schema():
         return f"[{section}]: expected a table, found {_shown(table)}"
     if homes := _homes(section):
-        return f"{section!r} stands outside its section; it is a key of {homes}"
+        return f"{section!r} is outside a section; it is a key of {homes}"
     return _unknown(section, "")
 
 

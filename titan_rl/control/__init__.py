@@ -1,1 +1,1 @@
-"""Steers a running run over a Unix socket."""
+"""Controls a run over a Unix socket while it runs."""

@@ -1,10 +1,10 @@
-"""Where a run is steered from outside: a Unix socket that only its user reaches, and nothing on a network.
+"""The socket over which a run is controlled: a Unix socket that only its user can open, and nothing on a network.
 
     ctl ── {"command": "scale", "arguments": {"generators": 3}} ──> Control ──> a coroutine of the run
         <──────────── {"answer": ...} or {"error": "..."} ───────────┘
 
-A connection is one line of JSON each way. RUN/control.json says where the socket is, while the run lasts. Whatever is
-asked, the answer is a line, and the run goes on.
+A connection carries one line of JSON each way. RUN/control.json says where the socket is while the run lasts. Every
+request is answered with one line, and no request can fail the run.
 """
 
 import asyncio
@@ -18,38 +18,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from titan_rl.record.run_log import encode, write_whole
+from titan_rl.record.lines import encode, write_whole
 
 ANNOUNCEMENT = "control.json"
-REQUEST_SECONDS = 10.0  # for a client to say what it wants, and to take the answer
-LAST_SECONDS = 1.0  # for the last answers of a run that is over
+REQUEST_SECONDS = 10.0  # for a client to send its request, and again to receive the answer
+LAST_SECONDS = 1.0  # for the last answers when a run has ended
 EXAMPLE = '{"command": "status", "arguments": {}}'
 
 Command = Callable[..., Coroutine[Any, Any, Any]]
-"""Takes JSON values by name, and answers with what JSON can hold."""
+"""Takes JSON values as keyword arguments, and returns a value that JSON can hold."""
 
 
 class RequestRefused(Exception):
-    """A command that cannot be; str() says why, to whoever asked."""
+    """A command that cannot be carried out; the client is sent str()."""
 
 
 class Control:
-    """Answers while its body runs. What is asked when it ends is answered with an error."""
+    """Answers requests while its body runs. Requests that are still open when it ends are answered with an error."""
 
-    def __init__(self, folder: Path, path: Path, *, told: Callable[[str], object]) -> None:
-        """`told` hears of each command that is more than a question."""
-        self._announcement, self._path, self._told = folder / ANNOUNCEMENT, path, told
+    def __init__(self, folder: Path, path: Path, *, announce: Callable[[str], object]) -> None:
+        """`announce` is called with a description of each command, but not of questions."""
+        self._announcement, self._path, self._announce = folder / ANNOUNCEMENT, path, announce
         self._commands: dict[str, Command] = {}
         self._questions: set[str] = set()
         self._asked: set[asyncio.Task[Any]] = set()
         self._connections: set[asyncio.Task[Any]] = set()
 
     def offer(self, **commands: Command) -> None:
-        """From now on, also these: some can be obeyed only once meshes are up."""
+        """Add commands. Some can be carried out only once the meshes are up."""
         self._commands |= commands
 
     def question(self, **commands: Command) -> None:
-        """As `offer`; but they change nothing, and nobody is told."""
+        """Add commands that change nothing and are not announced."""
         self.offer(**commands)
         self._questions |= set(commands)
 
@@ -69,7 +69,7 @@ class Control:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError, ValueError):  # gone, or another run's by now
+        with suppress(OSError, ValueError):  # removed, or replaced by another run
             if json.loads(self._announcement.read_text())["pid"] == os.getpid():
                 self._announcement.unlink()
         self._server.close()
@@ -87,7 +87,7 @@ class Control:
             writer.write(await self._answer(reader) + b"\n")
             await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
         except (OSError, TimeoutError):
-            pass  # nobody waits for the answer any more
+            pass  # the client no longer waits for the answer
         finally:
             writer.close()
             self._connections.discard(task)
@@ -98,7 +98,7 @@ class Control:
             return encode({"answer": await self._obey(name, arguments)})
         except RequestRefused as error:
             return encode({"error": str(error)})
-        except Exception as error:  # of one command, not of the run
+        except Exception as error:  # fails this command, not the run
             return encode({"error": f"{type(error).__name__}: {error}"})
 
     async def _request(self, reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
@@ -108,16 +108,16 @@ class Control:
         except (ValueError, RecursionError):  # no JSON, too long a line, too deep
             request = None
         except TimeoutError:
-            raise RequestRefused(f"nothing was asked within {REQUEST_SECONDS:g} s") from None
+            raise RequestRefused(f"no request was received within {REQUEST_SECONDS:g} s") from None
         match request:
             case {"command": str(name), "arguments": dict(arguments)} if len(request) == 2:
                 return name, arguments
-        raise RequestRefused(f"expected a line of JSON like {EXAMPLE}")
+        raise RequestRefused(f"expected one line of JSON like {EXAMPLE}")
 
     async def _obey(self, name: str, arguments: dict[str, Any]) -> Any:
         command = self._commands.get(name)
         if command is None:
-            raise RequestRefused(f"there is no command {name!r} now; there are {', '.join(self._commands)}")
+            raise RequestRefused(f"unknown command {name!r}; available now: {', '.join(self._commands)}")
         signature = inspect.signature(command)
         try:
             signature.bind(**arguments)
@@ -125,7 +125,7 @@ class Control:
             takes = ", ".join(str(parameter) for parameter in signature.parameters.values()) or "no arguments"
             raise RequestRefused(f"{name}: {error}; it takes {takes}") from None
         if name not in self._questions:
-            self._told(" ".join(["asked to", name, *(f"{key}={value}" for key, value in arguments.items())]))
+            self._announce(" ".join(["asked to", name, *(f"{key}={value}" for key, value in arguments.items())]))
         asked = asyncio.create_task(command(**arguments))
         self._asked.add(asked)
         asked.add_done_callback(self._asked.discard)
@@ -137,7 +137,7 @@ class Control:
 
 @contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """A short name for a socket, through its open folder: the kernel takes 107 bytes, and TMPDIR may be longer."""
+    """Yield a short name for a socket through its open folder: the kernel allows 107 bytes; TMPDIR may be longer."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

@@ -1,4 +1,4 @@
-"""The command line: --config, --dry-run, --help, and --section.key for every key of config.py."""
+"""The command line: --config, --dry-run, --help, and --section.key for every key of Config."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, did_you_mean, schema
 from titan_rl.preflight import checks
+from titan_rl.preflight.checks.host import visible_gpus
 
-PIPED_WIDTH = 300  # of --help where there is no terminal: one line a key, for grep
+PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models
@@ -26,16 +27,16 @@ usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
   ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5 --job.fresh
 
   --config NAME|FILE    a shipped config, or a TOML file
-  --dry-run             check everything, print the plan, start nothing
-  --help                print this
-  --section.key VALUE   any key below; a boolean may stand alone, as --job.fresh
+  --dry-run             check everything and print the plan, but start nothing
+  --help                print this help
+  --section.key VALUE   any key below; a boolean needs no value (--job.fresh)
 
 shipped configs: {shipped}"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """A command line that can be run."""
+    """A command line, checked and ready to run."""
 
     config_name: str
     path: Path
@@ -46,7 +47,7 @@ class Invocation:
 
 @dataclass(slots=True)
 class Arguments:
-    """A command line as read, before any file is."""
+    """A command line as read, before the config file is."""
 
     config: str = ""
     dry_run: bool = False
@@ -55,7 +56,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """The run that the arguments ask for. SystemExit 2 after every problem is printed, 0 after --help."""
+    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help."""
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
@@ -65,10 +66,10 @@ def parse(argv: Sequence[str]) -> Invocation:
         config = config_file.load(path, arguments.overrides)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
-    gpus = checks.visible_gpus()
+    gpus = visible_gpus()
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
     warnings = checks.warnings(config)
-    if arguments.dry_run:  # a plan may be for another host than this one
+    if arguments.dry_run:  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
         problems = [problem for problem in problems if problem not in elsewhere]
         warnings += elsewhere
@@ -93,7 +94,7 @@ def read(argv: Sequence[str]) -> Arguments:
                 arguments.problems.append(f"--dry-run: expected no value, found {as_toml(value)}")
         elif equals:
             _take(arguments, flag, value)
-        elif rest and not rest[0].startswith("--"):  # one dash only: a negative number
+        elif rest and not rest[0].startswith("--"):  # one dash: a negative number
             _take(arguments, flag, rest.popleft())
         else:
             _take(arguments, flag, None)
@@ -108,17 +109,17 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
         arguments.config = value or ""
     elif key and value is None and key.type is not bool:
         arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
-    elif dot:  # `load` refuses a key that does not exist
+    elif dot:  # `load` refuses keys that do not exist
         arguments.overrides.append((name, "true" if value is None else value))
     else:
         flags = [f"--{section}.{key}" for section, keys in schema().items() for key in keys]
         same = [flag for flag in flags if flag.endswith(f".{name}")]
         hint = f"; did you mean {' or '.join(same)}?" if same else did_you_mean(flag, ["--dry-run", *flags], "{}")
-        arguments.problems.append(f"{flag}: there is no such flag{hint}")
+        arguments.problems.append(f"{flag}: unknown flag{hint}")
 
 
 def refuse(source: str, problems: Sequence[str]) -> NoReturn:
-    """One line a problem, never wrapped: an editor or a log finds each of them whole."""
+    """Print one unwrapped line per problem, so that logs and editors show each of them whole, and exit."""
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     console.print(f"titan_rl: {count} in {source or 'the command line'}", style="bold red")

@@ -1,4 +1,4 @@
-"""A run's plan in words and numbers: what --dry-run prints, and what every run prints first."""
+"""Describes a run's plan: what --dry-run prints, and what every run prints first."""
 
 import os
 from collections.abc import Sequence
@@ -42,20 +42,19 @@ def trainers(setup: Setup) -> MeshRow:
 
 
 def roles(setup: Setup) -> list[MeshRow]:
-    """The models beside the policy that have a mesh of their own."""
-    shapes = {"teacher": setup.teacher, "reward_model": setup.reward_model}
+    """Return a row for each model besides the policy that has its own mesh."""
     return [
         trained(name, setup, role.parallelism, setup.shape.with_value_head(), [])
         if name == "critic"
-        else frozen(name, setup, role.parallelism, shapes.get(name) or setup.shape)
+        else frozen(name, setup, role.parallelism, setup.role_shapes.get(name, setup.shape))
         for name, role in setup.config.roles.items()
     ]
 
 
 def trained(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape, lent: Sequence[str]) -> MeshRow:
-    # weights, gradients and Adam's two moments, sharded over everything but the replicas
+    # weights, gradients and Adam's two moments, sharded over all ranks of a replica
     each = 4 * shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
-    holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} a rank"
+    holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} per rank"
     holds += "".join(f", {role} {size(each // 4)}" for role in lent)
     if setup.config.fault.snapshot_interval:
         kept = snapshot_bytes(shape.parameters, setup.config.training.dtype, p.data_parallel_replicate_degree)
@@ -65,7 +64,7 @@ def trained(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape, l
 
 def frozen(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape) -> MeshRow:
     each = shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
-    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), f"frozen weights {size(each)} a rank")
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), f"frozen weights {size(each)} per rank")
 
 
 def layout(p: ParallelismSection) -> str:
@@ -90,10 +89,10 @@ def dtype(setup: Setup) -> str:
 def generators(setup: Setup) -> MeshRow:
     g = setup.config.generator
     each = setup.shape.parameters * BYTES[g.dtype] // g.tensor_parallel_degree
-    cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache by GPU memory"
+    cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
     procs = g.replicas * g.tensor_parallel_degree
-    return MeshRow("generator", procs, layout, device(setup), g.dtype, f"weights {size(each)} a rank, {cache}")
+    return MeshRow("generator", procs, layout, device(setup), g.dtype, f"weights {size(each)} per rank, {cache}")
 
 
 def device(setup: Setup) -> str:
@@ -121,7 +120,7 @@ def algorithm(config: Config) -> str:
     if a.kind != "rl":
         what = {"supervised": "examples", "preference": "pairs", "reward": "pairs"}[a.kind]
         return f"{config.training.steps} steps of {config.training.global_batch_size} {what}"
-    updates = f", {a.updates} updates a step" if a.updates > 1 else ""
+    updates = f", {a.updates} updates per step" if a.updates > 1 else ""
     kl = f", {a.kl} KL in the {a.kl_in}" if a.kl_coef else ""
     return (
         f"{config.training.steps} steps of {r.groups_per_step} prompts x {r.group_size} samples, lag {r.lag}{updates}; "
@@ -130,15 +129,15 @@ def algorithm(config: Config) -> str:
 
 
 def transport(setup: Setup) -> str:
-    """Named aloud, because the fallback is slower than what a cluster should have. All meshes are on this host yet."""
+    """Describe the weight transport. Name the TCP fallback, because it is much slower than RDMA."""
     sync = setup.config.weight_sync
     verbs = os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")
     rdma = f"RDMABuffer, one-sided reads ({'ibverbs' if verbs else 'TCP fallback: no RDMA device here'})"
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     return (
-        f"{rdma if sync.transport == 'rdma' else 'shared memory'}, {nbytes} a version and replica"
-        f"{', what changed of it' if sync.delta else ''}, {checked[sync.verify]}; requests in flight: {sync.in_flight}"
+        f"{rdma if sync.transport == 'rdma' else 'shared memory'}, {nbytes} per version and replica"
+        f"{', changed blocks only' if sync.delta else ''}, {checked[sync.verify]}; requests in flight: {sync.in_flight}"
     )
 
 

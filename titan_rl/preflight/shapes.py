@@ -1,11 +1,11 @@
-"""The model's dimensions, from wherever the [model] section takes them."""
+"""Finds the model's dimensions: in [model], in a TorchTitan flavor, or in a Hugging Face folder."""
 
 from titan_rl.config.sections import ModelSection
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 
 def shape_of(model: ModelSection) -> ModelShape:
-    """What the [model] section describes. ValueError names the key to change."""
+    """Return the shape that [model] describes. A ValueError names the key to change."""
     if model.hf_assets_path:
         shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path")
         if shape.family != model.name:
@@ -14,7 +14,7 @@ def shape_of(model: ModelSection) -> ModelShape:
             )
         return shape
     if model.flavor:
-        from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan: seconds that few runs need
+        from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan, which takes seconds
 
         return shape_of_flavor(model.name, model.flavor)
     return ModelShape(

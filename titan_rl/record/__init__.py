@@ -1,1 +1,1 @@
-"""Writes down what a run does, for people and for other programs, and reads it back."""
+"""Records what a run does, for people and for other programs, and reads the records back."""

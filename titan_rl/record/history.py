@@ -1,4 +1,4 @@
-"""Replays a run's ledger and compares it with metrics.jsonl and rollouts.jsonl, which other code wrote."""
+"""Replays a run's ledger and compares it with metrics.jsonl and rollouts.jsonl, which other code writes."""
 
 import json
 from collections import Counter
@@ -11,24 +11,25 @@ from typing import Any
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load
 from titan_rl.record.ledger import Damaged, events
+from titan_rl.record.lines import whole_lines
 
 
 @dataclass(slots=True)
 class Life:
-    """What the ledger says of one prompt, in the history that counts."""
+    """What the ledger says about one prompt, without what the run undid."""
 
     turn: int
     attempts: int
     sampled: bool = False
-    failures: int = 0  # of its judge
+    failures: int = 0  # failed attempts of its judge
     scored: bool = False
-    oldest: int | None = None  # version that sampled a token
+    oldest: int | None = None  # oldest version that sampled one of its tokens
     trained: int | None = None  # step
-    dropped: str = ""
+    dropped: str = ""  # reason
 
     @property
     def undone(self) -> bool:
-        """The run went back behind its admission, and has not come to it again."""
+        """The run rewound to before the prompt's admission, and has not admitted it again."""
         return self.turn < 0
 
     @property
@@ -38,27 +39,24 @@ class Life:
 
 @dataclass(slots=True)
 class History:
-    """The lives of all prompts, and what contradicts itself on the way."""
+    """The lives of all prompts, and the contradictions found while replaying the ledger."""
 
     lives: dict[int, Life] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)  # in which prompts were trained on
-    begun: int = 0  # times; by a process that resumes, or by one that goes back
+    order: list[int] = field(default_factory=list)  # prompts, in the order in which they were trained on
+    begun: int = 0  # starts of the run: by a new process, or by a rewind within one
     problems: list[str] = field(default_factory=list)
 
     def read(self, event: dict[str, Any]) -> None:
-        getattr(self, f"_{event['event']}")(event)
+        if event["event"] != "saved":  # says only that the lines before it are on disk
+            getattr(self, f"_{event['event']}")(event)
 
     def _begun(self, event: dict[str, Any]) -> None:
-        """A run goes back to a cut, in this process or the next: what came later, or was under way then, begins
-        anew."""
+        """Undo the prompts that were admitted after the cut to which the run returns, or were unfinished there."""
         self.begun += 1
         for id, life in self.lives.items():
             if id >= event["next"] or id in event["open"]:
                 self.lives[id] = Life(-1, life.attempts)
         self.order = [id for id in self.order if self.lives[id].trained is not None]
-
-    def _saved(self, event: dict[str, Any]) -> None:
-        """Tells when the lines before were safe; the cut itself is in the checkpoint, and in who begins with it."""
 
     def _admitted(self, event: dict[str, Any]) -> None:
         life = self.lives.get(event["prompt"])
@@ -77,7 +75,7 @@ class History:
         if (life := self._of(event)) is not None:
             life.failures += 1
             if life.scored or life.final or not life.sampled:
-                self._say(event, "failed after its fate was known, or before it was sampled")
+                self._say(event, "failed after its outcome was known, or before it was sampled")
             if event["attempt"] != life.failures:
                 self._say(event, f"failed at attempt {event['attempt']}, expected {life.failures}")
 
@@ -91,7 +89,11 @@ class History:
         for id in event["prompts"]:
             if (life := self._of({**event, "prompt": id})) is not None:
                 if life.final or not life.scored:
-                    how = f"has its fate already: {_fate(life)}" if life.final else "is trained on before it is scored"
+                    how = (
+                        f"has an outcome already: {_outcome(life)}"
+                        if life.final
+                        else "is trained on before it is scored"
+                    )
                     self._say({**event, "prompt": id}, how)
                 life.trained = event["step"]
                 self.order.append(id)
@@ -99,7 +101,7 @@ class History:
     def _dropped(self, event: dict[str, Any]) -> None:
         if (life := self._of(event)) is not None:
             if life.final:
-                self._say(event, f"has its fate already: {_fate(life)}")
+                self._say(event, f"has an outcome already: {_outcome(life)}")
             failed = event["reason"].startswith("failed")
             if failed and (life.scored or not life.failures):
                 self._say(event, "is dropped as failed, but " + ("was scored" if life.scored else "no attempt failed"))
@@ -119,7 +121,7 @@ class History:
 
 
 def audit(folder: Path) -> tuple[list[str], str]:
-    """Everything that is wrong, and one line about what was looked at."""
+    """Return all problems of a run, and one line about what was checked."""
     history = History()
     try:
         config = load(folder / "config.toml")
@@ -129,32 +131,32 @@ def audit(folder: Path) -> tuple[list[str], str]:
         return [str(error)], ""
     metrics = [line for line in _lines(folder / "metrics.jsonl") if line["kind"] == "rl"]
     rollouts = Counter((line["step"], line["prompt_id"]) for line in _lines(folder / "rollouts.jsonl"))
-    problems = [*history.problems, *_fates(history, config, metrics), *_steps(history, config, metrics)]
+    problems = [*history.problems, *_outcomes(history, config, metrics), *_steps(history, config, metrics)]
     problems += _records(history, config, metrics, rollouts)
     trained = sum(life.trained is not None for life in history.lives.values())
     dropped = sum(bool(life.dropped) for life in history.lives.values())
-    under_way = sum(not life.undone and not life.final for life in history.lives.values())
+    unfinished = sum(not life.undone and not life.final for life in history.lives.values())
     again = sum(life.attempts - 1 for life in history.lives.values())
     return problems, (
         f"{len(history.lives)} prompts: {trained} trained on in {len(metrics)} steps, {dropped} dropped, "
-        f"{under_way} under way, {again} admitted again by {history.begun - 1} restarts"
+        f"{unfinished} unfinished, {again} admitted again by {history.begun - 1} restarts"
     )
 
 
-def _fates(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """No prompt is lost: of those that the source gave, all have a fate, but for those under way in a run that is."""
+def _outcomes(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Check that no prompt is lost: all that the source gave are trained on or dropped, once the run is finished."""
     lives = {id: life for id, life in history.lives.items() if not life.undone}
     for id in range(max(lives, default=-1) + 1):
         if id not in lives:
-            yield f"prompt {id} was skipped: the source gave it, and nobody admitted it"
+            yield f"prompt {id} was skipped: the source gave it, and it was never admitted"
     finished = bool(metrics) and metrics[-1]["step"] >= config.training.steps
     for id, life in lives.items():
         if finished and not life.final:
-            yield f"prompt {id} has no fate, and the run is over"
+            yield f"prompt {id} was neither trained on nor dropped, and the run is finished"
 
 
 def _steps(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Whole steps, in the source's order, within the bound."""
+    """Check that steps are complete, follow the source's order and respect the bound on staleness."""
     rollout = config.rollout
     sizes = Counter(life.trained for life in history.lives.values() if life.trained is not None)
     for step, size in sorted(sizes.items()):
@@ -173,14 +175,14 @@ def _steps(history: History, config: Config, metrics: Sequence[dict[str, Any]]) 
 def _records(
     history: History, config: Config, metrics: Sequence[dict[str, Any]], rollouts: Counter[tuple[int, int]]
 ) -> Iterator[str]:
-    """The ledger, metrics.jsonl and rollouts.jsonl tell the same story."""
+    """Check that the ledger, metrics.jsonl and rollouts.jsonl agree."""
     steps = [line["step"] for line in metrics]
     if steps != list(range(1, len(steps) + 1)):
         yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {_brief(steps)}"
-    told = {(life.trained, id) for id, life in history.lives.items() if life.trained is not None}
-    for step, id in sorted(rollouts.keys() - told):
+    trained = {(life.trained, id) for id, life in history.lives.items() if life.trained is not None}
+    for step, id in sorted(rollouts.keys() - trained):
         yield f"rollouts.jsonl has prompt {id} at step {step}, the ledger does not"
-    for step, id in sorted(told - rollouts.keys()):
+    for step, id in sorted(trained - rollouts.keys()):
         yield f"the ledger has prompt {id} at step {step}, rollouts.jsonl does not"
     size = config.rollout.group_size
     for (step, id), count in rollouts.items():
@@ -188,7 +190,7 @@ def _records(
             yield f"rollouts.jsonl: prompt {id} at step {step} has {count} rollouts, expected {size}"
 
 
-def _fate(life: Life) -> str:
+def _outcome(life: Life) -> str:
     return f"trained at step {life.trained}" if life.trained is not None else f"dropped ({life.dropped})"
 
 
@@ -197,10 +199,4 @@ def _brief(values: Sequence[int]) -> str:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines; a crash may have torn the last."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
+    return map(json.loads, whole_lines(path)) if path.exists() else iter(())

@@ -1,32 +1,50 @@
-"""What failed during a run and what was done about it: faults.jsonl, a line on the terminal, and a budget.
+"""What failed during a run and what was done about it: faults.jsonl, a line on the terminal, and a restart budget.
 
-lost (who, why) ── respawned ── back (after so many seconds, with so much work to do again)
-               └── given up: the run goes on with less, or ends
+lost (role, reason) ── respawned ── back (after N seconds, with N steps or samples to repeat)
+                    └── given up: the run continues with fewer replicas, or ends
 """
 
-import json
 import time
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from titan_rl.config.sections import FaultSection
+from titan_rl.record.lines import LineFile, encode
 from titan_rl.wire.errors import DeadlinePassed, RunError
 
 NAME = "faults.jsonl"
-ROLLBACK = "rollback"  # a role of its own: what was lost are steps
+KEYS = ("who", "why", "time", "outcome", "seconds", "redone", "anew")  # of the file, in the order of Incident's fields
+ROLLBACK = "rollback"  # a role of its own: steps were lost, not a process
 
 
 @dataclass(slots=True)
 class Incident:
-    who: str  # "generator1", or a mesh: "trainer"
-    why: str
-    time: float  # when it was known
-    outcome: str = ""  # "back", "given up"; none yet
-    seconds: float = 0.0  # until then
-    redone: int = 0  # steps
-    anew: int = 0  # samples
+    role: str  # "generator1", or a mesh: "trainer"
+    reason: str
+    time: float  # when it was detected
+    outcome: str = ""  # "back" or "given up"; "" while it is open
+    seconds: float = 0.0  # from `time` to the outcome
+    redone: int = 0  # steps to repeat
+    resampled: int = 0  # samples to repeat
+
+    @property
+    def open(self) -> bool:
+        return not self.outcome
+
+    @property
+    def end(self) -> float:
+        return self.time + self.seconds
+
+    def record(self) -> dict[str, Any]:
+        """Return the incident as faults.jsonl and `ctl RUN status` show it."""
+        return dict(zip(KEYS, astuple(self), strict=True))
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        return cls(*(record[key] for key in KEYS))
 
 
 class Incidents:
@@ -35,60 +53,56 @@ class Incidents:
         self._path = folder / NAME
         self._fault = fault
         self._say = say
-        self._lately: dict[str, deque[float]] = {}
+        self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
 
-    def lost(self, who: str, error: RunError) -> Incident:
-        """Tell of it. `may_respawn` says what to do about it."""
-        incident = Incident(who, str(error), time.time())
+    def lost(self, role: str, error: RunError) -> Incident:
+        """Record the loss of a process, a mesh or steps. `may_respawn` decides what to do about it."""
+        incident = Incident(role, str(error), time.time())
         self.all.append(incident)
         self._write(incident, error.details)
-        self._say(f"{incident.why}\n{error.details}" if isinstance(error, DeadlinePassed) else incident.why)
+        self._say(f"{incident.reason}\n{error.details}" if isinstance(error, DeadlinePassed) else incident.reason)
         return incident
 
     def never_respawns(self, replicas: int) -> bool:
-        """Whether the loss of one of so many replicas is the end, without more ado."""
+        """Return True if losing one of `replicas` must end the run: respawning is disabled and only min_replicas are
+        left."""
         return self._fault.max_restarts == 0 and replicas <= self._fault.min_replicas
 
     def may_respawn(self, role: str) -> bool:
-        """Whether the budget of a role allows for one more respawn, which it then counts."""
-        lately, now = self._lately.setdefault(role, deque()), time.monotonic()
-        while lately and now - lately[0] > self._fault.restart_window_seconds:
-            lately.popleft()
-        if len(lately) >= self._fault.max_restarts:
+        """Return True, and count one more respawn, if the role's budget allows it."""
+        recent, now = self._recent.setdefault(role, deque()), time.monotonic()
+        while recent and now - recent[0] > self._fault.restart_window_seconds:
+            recent.popleft()
+        if len(recent) >= self._fault.max_restarts:
             return False
-        lately.append(now)
+        recent.append(now)
         return True
 
     def over_budget(self, role: str, error: RunError) -> RunError:
-        """Why the run ends after all."""
-        f = self._fault
-        if f.max_restarts == 0:
+        """Return the error that ends the run once a role's budget is used up."""
+        fault = self._fault
+        if fault.max_restarts == 0:
             return error
         what = "the run went back" if role == ROLLBACK else f"{role} was respawned"
-        times = f"{f.max_restarts} time{'s' * (f.max_restarts != 1)}"
+        times = f"{fault.max_restarts} time{'s' * (fault.max_restarts != 1)}"
         return RunError(
-            f"{error}; {what} {times} within {f.restart_window_seconds:g} s already",
-            error.details or "fault.max_restarts and fault.restart_window_seconds set how often that may be.",
+            f"{error}; {what} {times} within {fault.restart_window_seconds:g} s already",
+            error.details or "fault.max_restarts and fault.restart_window_seconds set how often this is allowed.",
         )
 
-    def back(self, incident: Incident, what: str, redone: int = 0, anew: int = 0) -> None:
-        incident.redone, incident.anew = redone, anew
+    def back(self, incident: Incident, what: str, redone: int = 0, resampled: int = 0) -> None:
+        incident.redone, incident.resampled = redone, resampled
         self._end(incident, "back")
-        again = f"; {redone} step{'s' * (redone != 1)} to do again" if redone else ""
-        self._say(f"{incident.who} is back after {incident.seconds:.1f} s: {what}{again}")
+        again = f"; {redone} step{'s' * (redone != 1)} to repeat" if redone else ""
+        self._say(f"{incident.role} is back after {incident.seconds:.1f} s: {what}{again}")
 
     def given_up(self, incident: Incident, what: str) -> None:
         self._end(incident, "given up")
-        self._say(f"{incident.who} is not replaced: {what}")
+        self._say(f"{incident.role} is not replaced: {what}")
 
     def note(self, text: str) -> None:
-        """Something worth a line that costs nobody anything."""
+        """Show a message about something that is no incident."""
         self._say(text)
-
-    @property
-    def restarts(self) -> dict[str, int]:
-        """By who."""
-        return dict(Counter(incident.who for incident in self.all if incident.outcome == "back"))
 
     def _end(self, incident: Incident, outcome: str) -> None:
         incident.outcome = outcome
@@ -96,6 +110,6 @@ class Incidents:
         self._write(incident)
 
     def _write(self, incident: Incident, details: str = "") -> None:
-        line = asdict(incident) | ({"details": details} if details else {})
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        """Append a line; an incident has one when it is detected and one when it ends."""
+        with LineFile(self._path) as file:
+            file.append([encode(incident.record() | ({"details": details} if details else {}))])

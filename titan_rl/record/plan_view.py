@@ -1,4 +1,4 @@
-"""What a run is about to do, and how it looks on a terminal."""
+"""The plan that a run shows before it starts anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class MeshRow:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Shown before anything is started. A fact is a label and its value: model, task, weights, dump folder, resume."""
+    """What a run will do. A fact is a label and its value: model, task, weights, dump folder, resume."""
 
     title: str
     description: str
@@ -47,7 +47,7 @@ def plan_view(plan: RunPlan) -> RenderableType:
 
 
 def labelled(rows: Sequence[tuple[str, RenderableType]], style: str = "dim") -> Table:
-    """Two columns: labels, and values that wrap beside their label."""
+    """Return a table of two columns: labels, and values that wrap within their column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style=style, no_wrap=True, min_width=10)
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""What a run tells: every event once, to the terminal and to the dump folder."""
+"""Reports every event of a run once, to the terminal and to the dump folder."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from titan_rl.config.sections import Config
+from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.metrics import AFTER, StepTimes, ages_of, fit_metrics, step_metrics
-from titan_rl.record.run_log import RunLog, summarize
+from titan_rl.record.run_log import RunLog
+from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Backlog, Group, StepStats, SyncStats
@@ -21,7 +23,7 @@ class Report:
     def __init__(
         self, name: str, config: Config, folder: Path, terminal: Terminal, log: RunLog, clock: Clock, *, heldout: int
     ) -> None:
-        """`heldout`: how many problems a score is the mean of."""
+        """`heldout` is the number of problems in the held-out set."""
         self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
         self._terminal = terminal
         self._log = log
@@ -33,7 +35,7 @@ class Report:
         self._terminal.warn(text)
 
     def ready(self, step: int) -> None:
-        """All meshes are up; the seconds so far were start-up."""
+        """Report that all meshes are up: the seconds until now were start-up."""
         self._log.startup(step, self._clock.lap()["wall"])
 
     @contextmanager
@@ -46,7 +48,7 @@ class Report:
         self._advance(f"loss {stats.loss:.3f}")
 
     def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
-        """A step on given data."""
+        """Report a step on given data."""
         self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
         self._advance(f"loss {stats.loss:.3f}")
         if score is not None:
@@ -80,16 +82,16 @@ class Report:
         self._progress.advance(note=note)
 
     def before_cold_start(self, score: float) -> None:
-        self._log.cold_start(0, {"eval/score": score})
+        self._log.cold_start(0, {EVAL_SCORE: score})
         self._terminal.eval("held-out score of the initial weights", score, self._heldout)
 
     def eval(self, step: int, score: float) -> None:
-        """An evaluation that belongs to no step of this process: at the start, or when nothing is left to train."""
+        """Report an evaluation outside of this process's steps: at the start, or when no step is left to train."""
         self._log.eval(step, score, self._clock.lap().get("eval", 0.0))
         self._terminal.eval(f"held-out score at step {step}", score, self._heldout)
 
     def done(self, *, finished: bool) -> None:
-        """Write summary.json, and show it."""
+        """Write summary.json, and show it if the run is finished."""
         summary: dict[str, Any] = summarize(self._folder, self._name, self._config)
         self._log.summary(summary)
         if finished:

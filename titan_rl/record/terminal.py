@@ -1,7 +1,7 @@
-"""What a person sees of a run: its plan, its start-up, a line a step, its end.
+"""What a run prints: its plan, its start-up, one line per step, its end.
 
-On a terminal, what is under way (start-up phases, a progress bar) moves in one status line. Everywhere else, and under
-TERM=dumb or CI, the same is said in plain lines. Errors go to stderr, all else to stdout.
+A terminal shows running work (start-up phases, a progress bar) in one status line that is redrawn in place. Everywhere
+else, and with TERM=dumb or CI set, plain lines say the same. Errors go to stderr, everything else to stdout.
 """
 
 import os
@@ -24,28 +24,28 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.record.metrics import EVAL_SCORE
+from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.plan_view import RunPlan, labelled, plan_view
 
 PLAIN_WIDTH = 120
 HEADER_EVERY = 20  # steps
 REFRESH = 0.1  # seconds between two drawings of the status line
-REMIND = 30.0  # seconds after which plain output says again what it waits for
+REMIND = 30.0  # seconds between two plain lines that say what is still running
 ERASE_BELOW = "\x1b[J"
-DOWN, UP = "\n\n", "\x1b[2A\r"  # a free line and one more: a warning of two lines, the usual kind, fits in
+DOWN, UP = "\n\n", "\x1b[2A\r"  # one empty line and one more: a warning of two lines, the usual kind, fits
 GAP_MEAN, GAP_MULT = 1e-2, 1.05  # above these, trainer and generator disagree more than rounding explains
 
-DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # of nested phases; every asyncio task has its own
+DEPTH: ContextVar[int] = ContextVar("depth", default=0)  # of nested phases, in each asyncio task
 
 
 @dataclass(slots=True)
 class Activity:
-    """Something under way: a phase, or progress if it has a total."""
+    """Running work: a phase, or progress if it has a total."""
 
     name: str
     total: int = 0
     done: int = 0
-    before: int = 0  # done by an earlier process, in no time of this one
+    before: int = 0  # done by an earlier process, so it took no time of this one
     note: str = ""
     began: float = field(default_factory=time.monotonic)
 
@@ -66,7 +66,7 @@ class Activity:
 
 
 class Progress:
-    """Moves a bar, or, where nothing can move, says ten times how far it is."""
+    """Advances a bar, or prints a line at every tenth where no status line is shown."""
 
     def __init__(self, terminal: "Terminal", activity: Activity) -> None:
         self._terminal = terminal
@@ -82,12 +82,12 @@ class Progress:
 
 
 class Terminal:
-    """Every method may be called from any task and any thread.
+    """Prints to the console. Every method may be called from any task and any thread.
 
-    The status line lies *below* the cursor, which rests at the start of an empty line. So what other processes write
-    to the same terminal (actors inherit it) lands on that empty line, and the next drawing erases the status line
-    where it was: still below. rich's own Live draws at the cursor, and every such write would tear it. Only more than
-    two short lines within REFRESH seconds can reach the status line, and one of them then keeps its tail.
+    The status line is drawn *below* the cursor, which stays at the start of an empty line. Text that other processes
+    write to the same terminal (actors inherit it) goes to that empty line, and the next drawing erases the old status
+    line, which is still below. rich's own Live draws at the cursor, where every such write would break it. Only more
+    than two short lines within REFRESH seconds can reach the status line, and then leave one remnant of it.
     """
 
     def __init__(self, console: Console | None = None, errors: Console | None = None) -> None:
@@ -106,19 +106,19 @@ class Terminal:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the start-up. Phases nest, and run side by side in several tasks."""
+        """Show a part of the start-up while the body runs. Phases can nest, and run concurrently in several tasks."""
         with self._under_way(Activity(name)):
             yield
 
     @contextmanager
     def progress(self, name: str, total: int, done: int = 0) -> Iterator[Progress]:
-        """`done` of `total` were done before: a resumed run's share."""
+        """Show progress while the body runs. An earlier process already did `done` of `total`."""
         activity = Activity(name, total, done, before=done)
         with self._under_way(activity):
             yield Progress(self, activity)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """One line, cut at a narrow terminal's edge rather than wrapped: columns stay columns."""
+        """Print one line of columns, cropped at the edge of a narrow terminal instead of wrapped."""
         cells = step_cells(step, total, metrics)
         lines = [Text.assemble(*((f"{cell.text:>{cell.width}}", cell.style) for cell in cells))]
         if self._steps % HEADER_EVERY == 0:
@@ -136,11 +136,11 @@ class Terminal:
         self._print(Text.assemble(("  warning  ", "yellow"), text), soft_wrap=True)
 
     def error(self, title: str, details: str) -> None:
-        """A crash: which actor and rank in the title, the remote traceback in the details; the same one only once."""
+        """Print a crash once: the actor and rank in the title, the remote traceback in the details."""
         if (crash := details or title) in self._reported:
             return
         self._reported.add(crash)
-        remote = Text.from_ansi(details.rstrip())  # an actor's own colours stay colours, its cursor movements go
+        remote = Text.from_ansi(details.rstrip())  # keeps an actor's colours, removes its cursor movements
         if self._errors.is_terminal:
             body = Text(title, "bold red").append("\n\n" if remote else "")
             panel = Panel(Text.assemble(body, remote), title="error", title_align="left", border_style="red")
@@ -155,7 +155,7 @@ class Terminal:
         folder: Path,
         hints: Sequence[str],
     ) -> None:
-        """The end of a run. A rollout is its prompt, text, reward and answer."""
+        """Print the end of a run. A rollout is its prompt, text, reward and answer."""
         title = f"finished: {summary['steps']} steps in {duration(summary['wall_seconds'])}"
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
@@ -168,13 +168,13 @@ class Terminal:
         self._print("", Rule(Text(title, "bold"), align="left", style="dim"), labelled(rows))
 
     def plain(self, text: str) -> None:
-        """Says `text` only where no status line shows it."""
+        """Print `text`, but only if there is no status line to show it."""
         if not self._live:
             self._print(Text(text), soft_wrap=True)
 
     @contextmanager
     def _under_way(self, activity: Activity) -> Iterator[None]:
-        """Shows `activity` until it ends, and one line with its seconds then."""
+        """Show `activity` while the body runs, then print one line with its seconds."""
         indent = "  " * DEPTH.get()
         DEPTH.set(DEPTH.get() + 1)
         with self._lock:
@@ -243,7 +243,7 @@ class Cell(NamedTuple):
 
 
 def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell]:
-    """At most 100 columns up to 9,999 steps."""
+    """Return the columns of a step: at most 100 characters for up to 9,999 steps."""
     narrow = metrics["logprob_gap/mean"] <= GAP_MEAN and metrics["logprob_gap/mult"] <= GAP_MULT  # NaN is not
     gap_style = "" if narrow else "yellow"
     score = metrics.get(EVAL_SCORE)
@@ -265,7 +265,7 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell
 
 
 def scores(summary: Mapping[str, Any]) -> Text:
-    """The held-out score at the run's three milestones, where it was taken."""
+    """Return the held-out scores of the run's three milestones, as far as they were evaluated."""
     text = Text()
     for key, when in (
         ("cold_start_eval", "before the cold start"),
@@ -279,7 +279,7 @@ def scores(summary: Mapping[str, Any]) -> Text:
 
 
 def time_split(seconds: Mapping[str, float]) -> RenderableType:
-    """A bar for each part that took time."""
+    """Return a bar for each part of the run that took time."""
     total = sum(seconds.values())
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify in ("left", "right", "right", "left"):
@@ -306,7 +306,7 @@ def samples(rollouts: Sequence[tuple[str, str, float, str]]) -> RenderableType:
 
 
 def visible(text: str, width: int) -> str:
-    """The start of a text on one line: whatever could move the cursor or change a colour is spelled out."""
+    """Return the start of a text as one line. Characters that could move the cursor or change a colour are escaped."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: width + 1])
     return line if len(line) <= width else line[: width - 1] + "…"
 
@@ -316,7 +316,7 @@ def contents(folder: Path) -> list[str]:
 
 
 def brief(seconds: float) -> str:
-    """Three digits that matter, in few columns."""
+    """Format seconds with about three significant digits."""
     return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.1f}" if seconds < 1000 else f"{seconds:.0f}"
 
 
@@ -328,9 +328,9 @@ def duration(seconds: float) -> str:
 
 
 def open_console(file: TextIO) -> Console:
-    """Colours and a status line only where somebody looks at a terminal that can show them."""
+    """Open a console; colours and a status line are only for a terminal that can show them."""
     if isinstance(file, TextIOWrapper):
-        file.reconfigure(errors="replace")  # a locale without these characters costs characters, not the run
+        file.reconfigure(errors="replace")  # a locale without these characters must not fail the run
     quiet = {"file": file, "markup": False, "emoji": False, "highlight": False}
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("CI"):
         return Console(**quiet, force_terminal=False, color_system=None, width=PLAIN_WIDTH)

@@ -1,10 +1,10 @@
-"""Every process's spans in one file of a run, timeline.json, to be opened at ui.perfetto.dev or chrome://tracing.
+"""timeline.json: the spans of all processes of a run, to be opened at ui.perfetto.dev or chrome://tracing.
 
-    ranks ── spans, every few seconds ──> controller ── an event a line ──> timeline.json
+    ranks ── spans, every few seconds ──> controller ── one event per line ──> timeline.json
 
-It is the JSON array of Chrome's trace format, written as the run goes. Viewers do without the closing bracket: a killed
-run leaves a file that opens. Each controller process begins a file of its own, for between two of them may lie days;
-the file before becomes timeline.1.json, the one after that timeline.2.json.
+It is a JSON array in Chrome's trace format, written while the run lasts. Viewers do not need the closing bracket, so
+the file of a killed run opens too. Each controller process starts a new file, because days may pass between two of
+them: the first becomes timeline.1.json, the second timeline.2.json. No file is ever reopened.
 """
 
 import asyncio
@@ -19,32 +19,35 @@ from titan_rl.wire.spans import Recorded, Recorder, Span, span
 
 CONTROLLER = "controller"
 EVERY_SECONDS = 2.0
-SECONDS_PER_RANK = 0.1  # a rank's answer costs the controller 1 ms: asking is 1 % of its time at most
-LAST_SECONDS = 5.0  # for what is left at the end: a run that is over does not wait for its picture
-LARGEST = 128 << 20  # bytes of a file, a million spans: what a viewer opens with ease
+SECONDS_PER_RANK = 0.1  # a rank's answer costs the controller 1 ms: asking takes at most 1 % of its time
+LAST_SECONDS = 5.0  # for the last spans: a finished run does not wait longer for its timeline
+LARGEST = 128 << 20  # bytes of a file, about a million spans: viewers still open it easily
 
 Event = dict[str, Any]
 
 
-class Tells(Protocol):
-    """A mesh, as far as its timeline goes."""
+class HasSpans(Protocol):
+    """The part of a mesh that the timeline uses."""
 
     def spans(self) -> Mapping[str, Awaitable[Recorded]]:
-        """Asks each rank, by its name, what it recorded since it was asked before."""
+        """Ask each rank, by name, for the spans recorded since the last call."""
         ...
 
 
 @asynccontextmanager
 async def timeline(
     path: Path,
-    meshes: Sequence[Tells],
+    meshes: Sequence[HasSpans],
     note: Callable[[str], None],
     *,
     every: float = EVERY_SECONDS,
     controller: Recorder = span,
 ) -> AsyncIterator[None]:
-    """Collects while the body runs, and once more when it ends well. Its troubles are none of the run's: a rank that
-    fails to answer is left out, and `note` is told what keeps the file from being written."""
+    """Collect spans while the body runs, and once more if it ends without an error.
+
+    The timeline never fails the run: a rank that fails to answer is left out, and an error in writing the file is
+    passed to `note`.
+    """
     over = asyncio.Event()
 
     async def collect() -> None:
@@ -68,18 +71,18 @@ async def timeline(
         yield
         over.set()
         await asyncio.wait({collecting}, timeout=LAST_SECONDS)
-    finally:  # nobody asks the ranks of a run that failed: some of them are gone, others hang
+    finally:  # the ranks of a failed run are not asked: some of them are gone, others hang
         collecting.cancel()
         await asyncio.wait({collecting}, timeout=LAST_SECONDS)
 
 
-async def _ask(meshes: Sequence[Tells], file: "Timeline") -> int:
-    """Answers with how many were asked."""
+async def _ask(meshes: Sequence[HasSpans], file: "Timeline") -> int:
+    """Ask all ranks for their spans, and return the number of ranks."""
 
     async def one(name: str, answer: Awaitable[Recorded]) -> None:
         try:
             taken = await answer
-        except Exception:  # whoever works with that rank tells of it
+        except Exception:  # reported where the run itself calls that rank
             return
         file.add(name, taken)
 
@@ -91,7 +94,7 @@ async def _ask(meshes: Sequence[Tells], file: "Timeline") -> int:
 
 
 class Timeline:
-    """The file. A track is what the viewers call a process, a lane what they call a thread."""
+    """Writes the file. Viewers call a track a process and a lane a thread."""
 
     def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
         self._path = path
@@ -101,13 +104,13 @@ class Timeline:
         self._open()
 
     def track(self, name: str) -> None:
-        """Announce a track: they are shown in the order in which they are announced."""
+        """Announce a track. Viewers show tracks in the order in which they are announced."""
         if name not in self._pids:
             self._pids[name] = len(self._pids) + 1
             self._write(self._names_of_track(name))
 
     def add(self, track: str, taken: Recorded) -> None:
-        """Append what a process recorded."""
+        """Append the spans that a process recorded."""
         self.track(track)
         for lane in dict.fromkeys(["main", *(each.lane for each in taken.spans if each.id is None)]):
             if (track, lane) not in self._tids:
@@ -150,7 +153,7 @@ class Timeline:
         self._file.flush()
 
     def _events(self, track: str, each: Span) -> Iterator[Event]:
-        # Both ends are cut to the microsecond, and so keep their order: spans that nest do so in the file.
+        # Both ends are rounded down to the microsecond, which keeps their order: nested spans stay nested.
         begin, end = each.begin // 1000, each.end // 1000
         event: Event = {"name": each.name, "pid": self._pids[track], "ts": begin}
         if each.args:
@@ -174,6 +177,6 @@ class Timeline:
 
 
 def _free(path: Path) -> Path:
-    """The first of timeline.1.json, timeline.2.json, ... that is not there yet."""
+    """Return the first of timeline.1.json, timeline.2.json, ... that does not exist."""
     numbered = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
     return next(other for other in numbered if not other.exists())

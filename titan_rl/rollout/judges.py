@@ -12,7 +12,7 @@ import numpy as np
 
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config
-from titan_rl.meshes.roles import FrozenMesh
+from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.rollout.stream import Judge
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.rewards import BUILT_IN, Reward
@@ -91,7 +91,7 @@ def by_rule(reward: Reward, seconds: float | None = None) -> Judge:
     return judge
 
 
-def by_model(mesh: FrozenMesh, config: Config, pad: int) -> Judge:
+def by_model(mesh: ModelMesh, config: Config, pad: int) -> Judge:
     """One call a group: while a group is judged others are still being sampled, and a score depends on its own group
     alone, so the same run twice has the same rewards to the last bit."""
 

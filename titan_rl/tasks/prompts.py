@@ -1,119 +1,72 @@
-"""The endless, seeded, resumable order of prompts.
+"""The endless, seeded, resumable order of prompts, and the training samples that supervised algorithms make of them.
 
-    Task.train -> Order (prompt k is a pure function of seed and k) -> StatefulDataLoader -> PromptSource.next()
-
-A resumed run continues the order exactly; prompt k can also be asked for by its id, which is how a ledger re-issues it.
+Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 """
 
-import warnings
-from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
-
-import numpy as np
 
 from titan_rl.tasks.task import Task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt, Sample
 
 
-class EpochOrder:
-    """Item k is the prompt with id k: each epoch is the training examples in a new order."""
-
-    def __init__(self, task: Task, tokenizer: TextTokenizer, seed: int) -> None:
-        self.task, self.tokenizer, self.seed = task, tokenizer, seed
-        self._epoch = lru_cache(maxsize=2)(self._shuffle)
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return shuffled(len(self.task.train), self.seed, epoch)
-
-    def __getitem__(self, id: int) -> Prompt:
-        epoch, place = divmod(id, len(self.task.train))
-        return self.task.prompt(self.task.train[self._epoch(epoch)[place]], id, self.tokenizer)
-
-
-class Count:
-    """The sampler: 0, 1, 2, ... and where it stands."""
-
-    def __init__(self) -> None:
-        self.issued = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        self.issued += 1
-        return self.issued - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"issued": self.issued}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.issued = state["issued"]
-
-
 class PromptSource:
-    """Prompts 0, 1, 2, ... of a run. `state_dict` is small and JSON-able."""
+    """Prompts 0, 1, 2, ... of a run; each epoch is the training examples in a new order."""
 
     def __init__(self, task: Task, tokenizer: TextTokenizer, *, seed: int) -> None:
-        # Imported here: torchdata brings torch, 2 s that a controller which only checks its config must not pay.
-        from torch import Generator
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        self.order = EpochOrder(task, tokenizer, seed)
-        dataset: Any = self.order  # map-style by having __getitem__, without torch's base class
+        self._task, self._tokenizer = task, tokenizer
         self._identity = {"seed": seed, "examples": len(task.train)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*set_vital")  # torchdata 0.11 calls what torch 2.13 deprecates
-            # A generator of its own: else the loader draws a worker seed from torch's global one.
-            self._loader = StatefulDataLoader(dataset, batch_size=None, sampler=Count(), generator=Generator())
-        self._prompts = iter(self._loader)
-        self._taken: set[int] = set()  # by the run that this one resumes, ahead of their turn
+        self._order = lru_cache(maxsize=2)(partial(shuffled, len(task.train), seed))  # epoch -> permutation
+        self._position = 0  # id of the next prompt
+        self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
 
     def next(self) -> Prompt:
-        while (prompt := next(self._prompts)).id in self._taken:
-            self._taken.remove(prompt.id)
+        while self._position in self._taken:
+            self._taken.remove(self._position)
+            self._position += 1
+        epoch, place = divmod(self._position, len(self._task.train))
+        prompt = self._task.prompt(self._task.train[self._order(epoch)[place]], self._position, self._tokenizer)
+        self._position += 1
         return prompt
 
-    def __getitem__(self, id: int) -> Prompt:
-        """Prompt `id` of this run again, wherever the source stands."""
-        return self.order[id]
-
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity, "loader": self._loader.state_dict(), "taken": sorted(self._taken)}
+        return {**self._identity, "position": self._position, "taken": sorted(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken, less the prompts that it calls "taken". Another seed or another data set
-        would be another order: refused."""
+        """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
+        whose order differs."""
         found = {key: state[key] for key in self._identity}
         if found != self._identity:
             raise ValueError(
-                f"the checkpoint's prompts were ordered by {found}, this run's by {self._identity}: "
-                "restore debug.seed, eval.size and [task], or start anew with job.fresh"
+                f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
+                "debug.seed, eval.size and [task], or start from scratch with --job.fresh"
             )
-        self._loader.load_state_dict(state["loader"])
-        self._prompts = iter(self._loader)
+        if "position" in state:
+            self._position = state["position"]
+        else:  # an older checkpoint, whose prompts a torchdata loader counted
+            self._position = state["loader"]["_sampler_iter_state"]["issued"]
         self._taken = set(state.get("taken", ()))
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
-    """The prompt, then the reference answer and EOS, trained on."""
+    """Return the prompt and the reference answer; the answer and EOS are trained on."""
     return [_answered(prompt, prompt.answer, tokenizer)]
 
 
 def preference(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
-    """A pair for DPO: chosen, rejected."""
+    """Return a pair for DPO: chosen, rejected."""
     return [_answered(prompt, answer, tokenizer) for answer in (prompt.answer, prompt.rejected)]
 
 
 def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
-    """A pair for a reward model: chosen, rejected."""
+    """Return a pair for a reward model: chosen, rejected."""
     return [to_judge(sample.tokens, tokenizer.pad) for sample in preference(prompt, tokenizer)]
 
 
 def to_judge(tokens: list[int], pad: int) -> Sample:
-    """A whole sequence for a reward model, whose score is its value where it has read the last token. A place predicts
-    the next token, so that one is padding, and the only one under the mask."""
+    """Return a sequence for a reward model, whose score is its value at the last token. Each position predicts the
+    next token, so padding is appended, and only that one is under the mask."""
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1])
 
 
@@ -123,4 +76,4 @@ def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
 
 
 SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}
-"""By the algorithm's kind: what one example of it trains on."""
+"""The algorithm's kind -> the function that makes training samples of one prompt."""

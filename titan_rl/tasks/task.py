@@ -8,7 +8,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,12 +98,6 @@ def jsonl(
     if not examples:
         raise ValueError(f"task.{key}: expected at least one row in {path}, found none")
     return examples
-
-
-def longest_prompt(task: Task, tokenizer: TextTokenizer) -> Prompt:
-    """The prompt of most tokens, held-out ones included: what seq_len and max_model_len must leave room for."""
-    examples = chain(task.train, task.heldout)
-    return max((task.prompt(e, i, tokenizer) for i, e in enumerate(examples)), key=lambda prompt: len(prompt.tokens))
 
 
 def shuffled(size: int, seed: int, *stream: int) -> np.ndarray:

@@ -1,11 +1,12 @@
-"""The trained policy as a Hugging Face folder: loads in transformers and in vLLM as it is."""
+"""Exports the policy as a Hugging Face folder, which transformers and vLLM load as it is."""
 
 import json
 import shutil
 from pathlib import Path
 
-from titan_rl.meshes.trainers import TrainerMesh
-from titan_rl.preflight.setup import Setup, aside
+from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.preflight.setup import Setup
+from titan_rl.record.run_folder import aside
 
 ASSETS = (
     "config.json",
@@ -19,8 +20,8 @@ ASSETS = (
 )
 
 
-async def export(setup: Setup, trainers: TrainerMesh, final: Path) -> Path:
-    """Written beside its final name, then renamed: the folder is whole or absent. An older one is moved aside."""
+async def export(setup: Setup, trainers: ModelMesh, final: Path) -> Path:
+    """Write under a temporary name, then rename: the folder is whole or absent. An older one is moved aside."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

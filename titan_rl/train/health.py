@@ -1,5 +1,5 @@
-"""When going on makes no sense: steps in a row without anything to learn, or without a finite gradient. And who is
-slower than its peers, step after step."""
+"""Ends a run that no longer makes progress: steps in a row with nothing to learn or without a finite gradient. Reports
+ranks that are slower than their peers."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from titan_rl.wire.types import EngineStats, Group, Sample, StepStats
 
 
 class Rewind(RunError):
-    """Undo the latest steps, and go on from before them."""
+    """Asks to undo the latest steps and to continue from before them."""
 
     def __init__(self, headline: str, details: str, *, before: int) -> None:
         super().__init__(headline, details)
-        self.before = before  # a step
+        self.before = before  # the first step to undo
 
 
 class Health:
@@ -36,7 +36,7 @@ class Health:
         samples: Sequence[Sample] = (),
         engines: Mapping[str, EngineStats] | None = None,
     ) -> RunError | None:
-        """Why not to go on after this step, if there is a reason."""
+        """Return why the run cannot continue after this step, or None."""
         paces = {name: e.seconds / e.steps for name, e in (engines or {}).items() if e.steps}
         for straggler in [*self._ranks.seen(step, stats.ranks), *self._replicas.seen(step, paces)]:
             self._warn(straggler)
@@ -45,7 +45,7 @@ class Health:
         if 0 < self._most_bad <= self._bad:
             what = f"{self._bad} steps in a row had a gradient that is not finite"
             if self._rolls_back:
-                return Rewind(what, "fault.on_bad_steps asks to go back.", before=step - self._bad + 1)
+                return Rewind(what, 'fault.on_bad_steps = "rollback" rewinds the run.', before=step - self._bad + 1)
             return RunError(
                 what,
                 "Their updates were skipped, so the weights are still good; a checkpoint was saved. A smaller "

@@ -1,57 +1,54 @@
-"""Bring the meshes of a run up together, and take them down whatever happens.
+"""Start all meshes of a run concurrently, and stop them whatever happens.
 
 controller ── trainer mesh (dp, tp)                                    the first GPUs
            ├─ generator replicas (tp) each                             the next ones
-           └─ reference, teacher, reward model, critic (dp, tp) each   the next ones, where the algorithm has them
+           └─ reference, teacher, reward model, critic (dp, tp) each   the next ones, if the algorithm needs them
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from monarch.actor import HostMesh, shutdown_context, this_host
 
-from titan_rl.actors.quiet import without_lines
+from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.config.sections import RoleSection
 from titan_rl.meshes.faults import Watch
-from titan_rl.meshes.generators import GeneratorMesh, Healing
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.roles import CriticMesh, FrozenMesh
-from titan_rl.meshes.trainers import TrainerMesh
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.weight_plan import verify_complete
+from titan_rl.wire.types import RoleName
+from titan_rl.wire.vllm_params import verify_complete
 
-Mesh = TypeVar("Mesh", bound=ModelMesh)
-
-CLOSE_SECONDS = 5.0  # a clean goodbye; what does not manage it in time is killed with the controller
+CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """Every mesh of a run; None where the algorithm needs none, or lends its weights to the trainers."""
+    """Every mesh of a run. None: the algorithm needs none, or the trainers hold the role's weights themselves."""
 
-    trainers: TrainerMesh
+    trainers: ModelMesh
     generators: GeneratorMesh | None = None
-    reference: FrozenMesh | None = None
-    teacher: FrozenMesh | None = None
-    reward_model: FrozenMesh | None = None
-    critic: CriticMesh | None = None
+    reference: ModelMesh | None = None
+    teacher: ModelMesh | None = None
+    reward_model: ModelMesh | None = None
+    critic: ModelMesh | None = None
     colocated: bool = False  # generators and trainers take turns on the same devices
 
     async def turn_of_trainers(self) -> None:
-        """The engines sleep until they are given new weights."""
+        """Put colocated engines to sleep until they are given new weights."""
         if self.colocated and self.generators is not None:
             await self.generators.sleep()
 
     def named(self, name: str) -> ModelMesh | None:
-        """One that can be respawned whole; the generators are not one."""
+        """Return a mesh that is respawned as a whole; the generator mesh replaces its replicas itself."""
         return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
 
     @property
@@ -62,8 +59,8 @@ class Meshes:
 
 @asynccontextmanager
 async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> AsyncIterator[tuple[Meshes, Watch]]:
-    """Spawn and start all meshes, concurrently; take them down whatever happens. What is driven by the watch ends, by
-    name, when a rank dies that is not a generator's: those are replaced by their mesh."""
+    """Start all meshes concurrently, and stop them whatever happens. When a rank dies, what the watch drives raises an
+    error that names it; but dead generators are replaced by their mesh."""
     watch = Watch(tended=["generator"])
     meshes: Meshes | None = None
     try:
@@ -78,58 +75,41 @@ async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> Asyn
         if meshes is not None:
             asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
             seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
-            with suppress(Exception):  # on the way out, nothing may mask what ended the run
+            with suppress(Exception):  # nothing may mask the error that ended the run
                 await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
 
 
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
-    """GPUs are dealt in the order of this list."""
-    config, starting = setup.config, {}
-    g, first, colocated = config.generator, 0, config.placement.kind == "colocated"
+    """Deal GPUs to trainers, generators and roles, in this order, and start them all."""
+    config, g = setup.config, setup.config.generator
+    shapes = {**setup.role_shapes, "critic": setup.shape.with_value_head()}
 
-    def deal(count: int) -> dict[str, str]:
-        nonlocal first
-        first += count
-        return _resources(setup, first=first - count, count=count)
+    async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
+        trains = role in ("trainer", "critic")
+        with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
+            gpus = _resources(setup, first=first, count=ranks)
+            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), gpus)
+            await mesh.start()
+        return mesh
 
-    async def begun(mesh: Awaitable[Mesh], what: str) -> Mesh:
-        with terminal.phase(what):
-            made = await mesh
-            await made.start()
-        return made
-
-    async def role(name: str, own: RoleSection) -> ModelMesh:
-        gpus = deal(own.parallelism.world_size)
-        if name == "critic":
-            return await begun(CriticMesh.spawn(host, config, setup.shape, gpus), "critic: processes, model, optimizer")
-        shape = {"teacher": setup.teacher, "reward_model": setup.reward_model}.get(name) or setup.shape
-        spawning = FrozenMesh.spawn(host, name, own.parallelism, config, shape, gpus)
-        return await begun(spawning, f"{name}: processes, model")
-
-    spawning = TrainerMesh.spawn(host, config, setup.shape, deal(config.parallelism.world_size))
-    starting["trainers"] = begun(spawning, "trainer: processes, model, optimizer")
+    first = config.parallelism.world_size
+    starting: dict[str, Any] = {"trainers": started("trainer", 0, first)}
     if setup.samples_rollouts:
         count = g.replicas * g.tensor_parallel_degree
-        deal(max(0, count - config.parallelism.world_size) if colocated else count)  # beyond those they share
+        first = max(first, count) if config.placement.kind == "colocated" else first + count
         starting["generators"] = _generators(host, setup, terminal, incidents)
-    for name, own in config.roles.items():
-        starting[name] = role(name, own)
-    return Meshes(**dict(zip(starting, await asyncio.gather(*starting.values()), strict=True)), colocated=colocated)
+    for role, own in config.roles.items():
+        starting[role] = started(cast(RoleName, role), first, own.parallelism.world_size)
+        first += own.parallelism.world_size
+    meshes = dict(zip(starting, await asyncio.gather(*starting.values()), strict=True))
+    return Meshes(**meshes, colocated=config.placement.kind == "colocated")
 
 
 async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> GeneratorMesh:
     config, g = setup.config, setup.config.generator
     settings = EngineSettings(
+        **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
-        max_model_len=g.max_model_len or config.training.seq_len,
-        dtype=g.dtype,
-        max_num_seqs=g.max_num_seqs,
-        tensor_parallel_degree=g.tensor_parallel_degree,
-        kv_cache_memory_mb=g.kv_cache_memory_mb,
-        gpu_memory_utilization=g.gpu_memory_utilization,
-        block_size=g.block_size,
-        enable_prefix_caching=g.enable_prefix_caching,
-        enforce_eager=g.enforce_eager,
         sleeps=config.placement.kind == "colocated",
         seed=config.debug.seed,
     )
@@ -141,12 +121,15 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             replicas=g.replicas,
             env=vllm_cpu.ENV if setup.device == "cpu" else {},
             env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
-            init_seconds=config.comm.init_timeout_seconds,
-            seconds=config.comm.train_timeout_seconds,
-            hang_seconds=config.fault.hang_seconds,
-            healing=Healing(incidents, config.fault.min_replicas),
-            # What a moved sample draws depends on when it moved: never in a synchronous run.
-            steal=config.rollout.lag > 0 and g.replicas > 1,
+            policy=GeneratorPolicy(
+                init_seconds=config.comm.init_timeout_seconds,
+                seconds=config.comm.train_timeout_seconds,
+                hang_seconds=config.fault.hang_seconds,
+                # What a moved sample draws depends on when it moved: never in a synchronous run.
+                steals=config.rollout.lag > 0 and g.replicas > 1,
+                incidents=incidents,
+                min_replicas=config.fault.min_replicas,
+            ),
         )
         for rank in await mesh.start():
             verify_complete(rank.shapes, setup.shape, tp)
@@ -154,7 +137,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
 
 
 def _first_gpu(setup: Setup, replica: int) -> int:
-    """Behind the trainers; of a replica that comes while the run is under way, behind everybody."""
+    """Return a replica's first GPU: after the trainers'; for one added during the run, after all other meshes'."""
     config, g = setup.config, setup.config.generator
     first = 0 if config.placement.kind == "colocated" else config.parallelism.world_size
     if replica >= g.replicas:
@@ -163,12 +146,12 @@ def _first_gpu(setup: Setup, replica: int) -> int:
 
 
 def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
-    """The GPUs that a mesh's processes see, in rank order; none on CPU, even where the host has some. And threads."""
+    """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads."""
     gpus = ",".join(str(i) for i in range(first, first + count)) if setup.device == "cuda" else ""
     return {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
 
 
 async def shutdown() -> None:
-    """Say goodbye to Monarch, which takes its sockets along."""
+    """Shut Monarch down, which removes its sockets."""
     with suppress(Exception):
         await asyncio.wait_for(shutdown_context().as_asyncio(), CLOSE_SECONDS)

@@ -1,11 +1,12 @@
-"""The models beside the policy, seen from the controller: who says what of a step's samples, and who learns from it.
+"""What the controller asks of the model meshes: columns of a step's samples, updates, snapshots and checkpoints.
 
     samples ──scatter──> reference, teacher, critic, trainer ──gather──> the samples with one more column each
 
-Frozen weights are named by a folder that nothing writes to, and watched by a checksum that comes with every answer.
+Frozen weights come from a folder that nothing writes to, and every answer carries a checksum that guards them.
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import Resume, Setup
-from titan_rl.record.incidents import Incidents
+from titan_rl.record.run_folder import Resume
 from titan_rl.train.export import export
-from titan_rl.train.launch import Meshes
-from titan_rl.wire.clock import Clock
+from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
@@ -28,54 +27,57 @@ from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
 WHY = 300  # characters of an error
 
 
-class Roles:
-    def __init__(self, setup: Setup, meshes: Meshes, snapshots: Snapshots, incidents: Incidents, clock: Clock) -> None:
-        self._config, self._setup, self._meshes, self._clock = setup.config, setup, meshes, clock
-        self._snapshots, self._incidents = snapshots, incidents
+class Learner:
+    def __init__(self, run: RunParts) -> None:
+        self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
+        self._snapshots, self._incidents = run.snapshots, run.incidents
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self._failed_saves = 0  # in a row
         self._checksums: dict[str, list[int]] = {}
+        self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
-    async def resume(self, phase: PhaseName) -> tuple[int, str]:
-        """Where the trainers go on, and what the controller kept there: after the newest snapshot, if this process took
-        one after the newest checkpoint was written."""
-        resume, snapshot = Resume.find(self._setup.folder, self._config), self._snapshots.newest()
-        on_disk = resume.rl if phase == "rl" else resume.cold_start
-        if snapshot is not None and (snapshot.phase != phase or snapshot.step <= (on_disk or 0)):
-            snapshot = None
+    async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
+        """Bring the trainers to where a phase resumes. Return that step, and what the controller kept there."""
+        at, snapshot = resume.state(phase)
         self._phase, self._from = phase, snapshot
+        self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
         self._snapshots.forget(but=snapshot)
-        return await self._meshes.trainers.begin(phase, snapshot)
+        start, kept = await self._meshes.trainers.begin_phase(phase, snapshot or at)
+        return start, json.loads(kept)
 
     async def begin(self, at: int) -> None:
-        """Give every role its weights, as the algorithm begins or where it resumes."""
+        """Give every role its weights: those the algorithm starts from, or those of the step it resumes after."""
         algorithm, meshes = self._config.algorithm, self._meshes
         folder = ""
         if algorithm.needs_reference or (algorithm.needs_critic and not self._config.critic.hf_assets_path):
             folder = str(await self._anchor(at))
         if algorithm.needs_reference:
-            await self._lend("reference", folder)
+            mesh, lent = self._home("reference")
+            await mesh.load_weights(folder, lent)
         if algorithm.needs_teacher:
-            await self._lend("teacher", self._config.teacher.hf_assets_path)
+            mesh, lent = self._home("teacher")
+            await mesh.load_weights(self._config.teacher.hf_assets_path, lent)
         if meshes.reward_model is not None:
-            await meshes.reward_model.load(self._config.reward_model.hf_assets_path)
+            await meshes.reward_model.load_weights(self._config.reward_model.hf_assets_path)
         if meshes.critic is not None:
-            await meshes.critic.begin(self._config.critic.hf_assets_path or folder, at, self._from)
+            if at == 0 and self._from is None:
+                await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
+            await meshes.critic.begin_phase("rl", self._from or at)
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Every role's column, all roles at once."""
+        """Return the samples with the column of every role that the algorithm asks. All roles work at the same time."""
         algorithm = self._config.algorithm
         asked: dict[str, Awaitable[list[np.ndarray]]] = {}
         if algorithm.needs_reference:
-            asked["reference"] = self._frozen("reference", samples)
+            asked["reference"] = self._scores(samples, *self._home("reference"))
         if algorithm.needs_teacher:
-            asked["teacher"] = self._frozen("teacher", samples)
+            asked["teacher"] = self._scores(samples, *self._home("teacher"))
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
-            asked["proximal"] = self._policy(samples)
+            asked["proximal"] = self.scores(samples)
         if self._meshes.critic is not None:
-            asked["value"] = self._values(samples)
+            asked["value"] = self._scores(samples, self._meshes.critic)
         if not asked:
             return list(samples)
         with self._clock("judge"):
@@ -83,7 +85,7 @@ class Roles:
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
     async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
-        """Policy and critic, each on its mesh, at the same time; the critic's metrics join the policy's."""
+        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
         trainers, critic = self._meshes.trainers, self._meshes.critic
         with self._clock("train"):
             policy = trainers.step([self.batches(samples, trainers) for samples in updates])
@@ -97,7 +99,10 @@ class Roles:
         return replace(stats, skipped=stats.skipped + learnt.skipped)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
-        """A part of the step's update: forward and backward now, the rest when `update` knows all of them."""
+        """Take a part of the step's samples. If the step is streamed, run forward and backward over them now."""
+        if not self._config.training.stream_groups:
+            self._held += samples
+            return
         trainers = self._meshes.trainers
         with self._clock("train"):
             part = self.batches(samples, trainers, whole=False)
@@ -106,7 +111,10 @@ class Roles:
         self._sequences += part[0].sequences
 
     async def update(self) -> StepStats:
-        """The step's update of what was accumulated."""
+        """Make the step's updates from what was accumulated."""
+        if not self._config.training.stream_groups:
+            samples, self._held = self._held, []
+            return await self.step(minibatches(samples, self._config.algorithm))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):
@@ -114,13 +122,13 @@ class Roles:
             return await self._meshes.trainers.update(whole, divisor(aggregation, whole.tokens, whole.sequences))
 
     async def supervise(self, samples: Sequence[Sample]) -> StepStats:
-        """A cold start's step: cross-entropy, whatever the algorithm that comes after it."""
+        """Take a step of the cold start: cross-entropy, whatever algorithm follows."""
         mesh = self._meshes.trainers
         with self._clock("train"):
             return await mesh.step([self._packed(samples, mesh)])
 
     async def snapshot(self, step: int, controller: Callable[[], str]) -> None:
-        """Keep the state behind this step in memory, if it is the step's turn."""
+        """Begin a snapshot of the state after this step, if fault.snapshot_interval divides the step."""
         interval = self._config.fault.snapshot_interval
         if interval and step % interval == 0:
             try:
@@ -131,8 +139,8 @@ class Roles:
                 self._incidents.note(f"there is no snapshot of step {step}: {error}")
 
     async def save(self, step: int, controller: str, *, last: bool = False) -> bool:
-        """The policy's checkpoint after the others: it is the one that counts. A checkpoint that cannot be written is
-        tried again after the next step, a few times; the weights are none the worse for it."""
+        """Save the critic's checkpoint, then the policy's, which is the one that counts. Return False if that failed:
+        it is tried again after the next step, up to fault.max_failed_saves times in a row, and no weights are lost."""
         try:
             with self._clock("save"):
                 if self._meshes.critic is not None and self._phase == "rl":
@@ -179,45 +187,28 @@ class Roles:
         )
 
     async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """What the trained model itself says: log-probs, or a reward model's values."""
-        return await self._policy(samples)
+        """Return the trained model's own log-probs, or a reward model's values."""
+        return await self._scores(samples, self._meshes.trainers)
 
-    # -- one role each ----------------------------------------------------------------------------------------
+    # -- roles ------------------------------------------------------------------------------------------------
 
-    async def _frozen(self, role: Literal["reference", "teacher"], samples: Sequence[Sample]) -> list[np.ndarray]:
-        mesh = self._meshes.reference if role == "reference" else self._meshes.teacher
-        if mesh is None:
-            batches = self.batches(samples, self._meshes.trainers)
-            answers, checksums = await self._meshes.trainers.scores(batches, role, self._temperature)
-        else:
-            batches = self.batches(samples, mesh)
-            answers, checksums = await mesh.scores(batches, self._temperature)
-        self._watch(role, checksums)
+    async def _scores(self, samples: Sequence[Sample], mesh: ModelMesh, lent: str = "") -> list[np.ndarray]:
+        batches = self.batches(samples, mesh)
+        answers, checksums = await mesh.scores(batches, self._temperature, lent)
+        self._watch(lent or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples)
-
-    async def _policy(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        batches = self.batches(samples, self._meshes.trainers)
-        answers, _ = await self._meshes.trainers.scores(batches, "policy", self._temperature)
-        return unpack(batches, answers, samples)
-
-    async def _values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        assert self._meshes.critic is not None
-        batches = self.batches(samples, self._meshes.critic)
-        return unpack(batches, await self._meshes.critic.scores(batches), samples)
 
     @property
     def _temperature(self) -> float:
         return self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
 
-    async def _lend(self, role: Literal["reference", "teacher"], folder: str) -> None:
-        mesh = self._meshes.reference if role == "reference" else self._meshes.teacher
-        if mesh is None:
-            await self._meshes.trainers.freeze(role, folder)
-        else:
-            await mesh.load(folder)
+    def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
+        """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""
+        own = self._meshes.reference if role == "reference" else self._meshes.teacher
+        return (self._meshes.trainers, role) if own is None else (own, "")
 
     async def _anchor(self, at: int) -> Path:
-        """The policy as the algorithm began, as a folder: written once, and found again by a run that resumes."""
+        """Return the folder of the policy that the algorithm starts from. It is written once, for resumed runs too."""
         config = self._config
         if config.model.hf_assets_path and config.cold_start.steps == 0:
             return Path(config.model.hf_assets_path).absolute()
@@ -226,8 +217,8 @@ class Roles:
             return await export(self._setup, self._meshes.trainers, folder)
         if not folder.is_dir():
             raise RunError(
-                f"{folder} is gone: it holds the policy as RL began, which the reference must be",
-                "Restore it, or begin anew with --job.fresh.",
+                f"{folder} is missing: it holds the policy that RL began with, which is the reference",
+                "Restore it, or start from scratch with --job.fresh.",
             )
         return folder
 
@@ -235,6 +226,6 @@ class Roles:
         if self._checksums.setdefault(role, checksums) != checksums:
             raise RunError(
                 f"the {role}'s weights changed during the run",
-                f"Their checksums were {self._checksums[role]}, and are {checksums}. Its folder is read only once: "
-                "this is memory that something else wrote to.",
+                f"Expected the checksums {self._checksums[role]}, found {checksums}. The folder is read only once, so "
+                "something else wrote to this memory.",
             )

@@ -1,90 +1,75 @@
-"""A run goes on though a mesh is lost: the mesh is spawned anew, and the run rewinds to where its state is whole.
+"""Continues a run that lost a mesh: respawns the mesh and rewinds the run to its newest whole state.
 
     attempt ── trainer, critic or a frozen role is lost ──> respawn ──> attempt, from the newest snapshot or checkpoint
        └────── anything else ──> the run ends
 
-Rewinding is resuming, within the process: prompts that were under way are issued again, and steps after the snapshot
-are made again, in a synchronous run to the same losses. Generators stay, and are given the weights once more. (Their
-own losses never come here: meshes/generators.py.)
+Rewinding is resuming within the process: prompts that were in flight are issued again, and steps after the snapshot are
+made again; in a synchronous run they give the same losses. Generators stay, and receive the weights once more. (A lost
+generator replica is healed by its own mesh and never gets here.)
 """
 
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import Resume, Setup, aside
-from titan_rl.record.incidents import ROLLBACK, Incident, Incidents
-from titan_rl.record.terminal import Terminal
+from titan_rl.record.incidents import ROLLBACK, Incident
+from titan_rl.record.run_folder import Resume, aside
 from titan_rl.train.health import Rewind
-from titan_rl.train.launch import Meshes
-from titan_rl.train.stop import Stop
-from titan_rl.train.weight_sync import WeightSync
+from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankDied, RunError
 
 
 class Recovery:
-    def __init__(
-        self,
-        setup: Setup,
-        meshes: Meshes,
-        weights: WeightSync | None,
-        snapshots: Snapshots,
-        watch: Watch,
-        incidents: Incidents,
-        stop: Stop,
-        terminal: Terminal,
-    ) -> None:
-        self._setup, self._meshes, self._weights, self._snapshots = setup, meshes, weights, snapshots
-        self._watch, self._incidents, self._stop, self._terminal = watch, incidents, stop, terminal
-        self._open: list[Incident] = []  # their work is not under way again yet
-        self._lost: set[ModelMesh] = set()  # and not respawned yet: another may be lost while one is
-        self._connected = True  # generators to these trainers
-        self._reached = -1  # the last step that was begun when something was lost
-        self._failed_at: int | None = None  # the step that was lost last, if by an error
+    def __init__(self, run: RunParts) -> None:
+        self._run = run
+        self._open: list[Incident] = []  # losses after which no attempt is running yet
+        self._lost: set[ModelMesh] = set()  # meshes to respawn; another may be lost meanwhile
+        self._connected = True  # whether the generators are connected to the current trainers
+        self._reached = -1  # the last step that was running when something was lost
+        self._failed_at: int | None = None  # the step of the last failure, if it was an exception
         self.attempt = 0
 
-    def point(self) -> Resume:
-        """Where the run stands: on disk, or further on in memory."""
-        resume, snapshot = Resume.find(self._setup.folder, self._setup.config), self._snapshots.newest()
-        return resume if snapshot is None else resume.or_later(snapshot.phase, snapshot.step)
+    @property
+    def resume(self) -> Resume:
+        """Where the next attempt resumes: on disk, or further on in memory."""
+        return Resume.find(self._run.setup.folder, self._run.config, self._run.snapshots.newest())
 
-    async def drive(self, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Attempt after attempt, until one comes to its end, or until what was lost cannot be replaced."""
-        work: Callable[[], Coroutine[Any, Any, None]] = attempt
+    async def drive(self, attempt: Callable[[Resume], Coroutine[Any, Any, None]]) -> None:
+        """Make attempts until one comes to its end, or until what was lost cannot be replaced."""
+        mending = False
         while True:
-            self.attempt += work is attempt
             try:
-                await self._watch.drive(work())
-                if work is attempt:
-                    return
-                work = attempt
+                if mending:
+                    await self._run.watch.drive(self._mend())
+                    mending = False
+                self.attempt += 1
+                await self._run.watch.drive(attempt(self.resume))
+                return
             except RunError as error:
                 try:
                     self._remedy(error)
                 except RunError:
                     for incident in self._open:
-                        self._incidents.given_up(incident, "the run ends")
+                        self._run.incidents.given_up(incident, "the run ends")
                     raise
-                work = self._mend
+                mending = True
 
     def began(self, step: int) -> None:
-        """An attempt goes on after this step: everything is up."""
+        """Note that an attempt resumed after `step` with everything up."""
         for incident in self._open:
-            self._incidents.back(incident, f"the run goes on after step {step}", max(0, self._reached - 1 - step))
+            self._run.incidents.back(incident, f"the run continues after step {step}", max(0, self._reached - 1 - step))
         self._open, self._reached = [], -1
 
     def _remedy(self, error: RunError) -> None:
-        """What is to be mended; raises where that is not possible, or makes no sense."""
-        mesh = self._meshes.named(error.mesh)
+        """Note what must be respawned; raise if that is impossible or pointless."""
+        mesh = self._run.meshes.named(error.mesh)
         role = ROLLBACK if isinstance(error, Rewind) else error.mesh
-        if (mesh is None and not isinstance(error, Rewind)) or self._stop.requested or self._repeats(error):
+        if (mesh is None and not isinstance(error, Rewind)) or self._run.stop.requested or self._repeats(error):
             raise error
-        if not self._incidents.may_respawn(role):
-            raise self._incidents.over_budget(role, error)
-        self._reached = max(self._reached, self._stop.step)
-        self._open.append(self._incidents.lost(role, error))
+        if not self._run.incidents.may_respawn(role):
+            raise self._run.incidents.over_budget(role, error)
+        self._reached = max(self._reached, self._run.stop.step)
+        self._open.append(self._run.incidents.lost(role, error))
 
         if isinstance(error, Rewind):
             self._undo(error.before)
@@ -92,33 +77,33 @@ class Recovery:
             self._lost.add(mesh)
 
     def _undo(self, step: int) -> None:
-        """This one and all later ones: their checkpoints are no longer found, by this run or by one that resumes it."""
-        self._snapshots.forget(but=self._snapshots.newest(before=step))
-        checkpoints = self._setup.folder / self._setup.config.checkpoint.folder
+        """Hide the checkpoints of `step` and later, from this run and from one that resumes it."""
+        self._run.snapshots.forget(but=self._run.snapshots.newest(before=step))
+        checkpoints = self._run.setup.folder / self._run.config.checkpoint.folder
         for path in [*checkpoints.glob("step-*"), *checkpoints.glob("critic/step-*")]:
             if int(path.name.removeprefix("step-")) >= step:
                 path.rename(aside(path.with_name(f"undone-{path.name.removeprefix('step-')}")))
 
     def _repeats(self, error: RunError) -> bool:
-        """An exception that comes back at the same step is a bug: nothing that is spawned anew would mend it. Nor does
-        it help the first step of all."""
+        """Return True if an exception came back at the same step, or came at the first step: that is a bug, which a
+        respawned mesh would hit again."""
         if isinstance(error, RankDied | Rewind) or not error.kind:
             return False
-        again = self._stop.step in (self._failed_at, 0) or self.point().nothing
-        self._failed_at = self._stop.step
+        again = self._run.stop.step in (self._failed_at, 0) or self.resume.nothing
+        self._failed_at = self._run.stop.step
         return again
 
     async def _mend(self) -> None:
-        trainers = self._meshes.trainers
-        if self._weights is not None:
-            await self._weights.abandon()
-        if self.point().nothing:  # live trainers rewind in place, but only new ones hold the weights of the beginning
+        trainers = self._run.meshes.trainers
+        if self._run.weights is not None:
+            await self._run.weights.abandon()
+        if self.resume.nothing:  # live trainers rewind in place, but only new ones have the initial weights
             self._lost.add(trainers)
         for mesh in list(self._lost):
-            with self._terminal.phase(f"{mesh.name}: respawned"):
+            with self._run.terminal.phase(f"{mesh.name}: respawned"):
                 await mesh.respawn()
             self._lost.discard(mesh)
             self._connected = self._connected and mesh is not trainers
-        if not self._connected and self._weights is not None:
-            await self._weights.connect(self._setup.config, self._setup.shape)
+        if not self._connected and self._run.weights is not None:
+            await self._run.weights.connect(self._run.config, self._run.setup.shape)
             self._connected = True

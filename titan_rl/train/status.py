@@ -1,25 +1,24 @@
-"""What `ctl RUN status` shows of a run, and what `ctl RUN scale` does to it."""
+"""Answers `ctl RUN status` and `ctl RUN scale`."""
 
 import time
-from dataclasses import asdict
 from typing import Any
 
 from titan_rl.control.server import RequestRefused
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
-from titan_rl.meshes.generators import GeneratorMesh
-from titan_rl.preflight.checks import CPU_SLOTS, visible_gpus
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.preflight.checks.host import CPU_SLOTS, visible_gpus
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.launch import Meshes
 from titan_rl.train.stop import Stop
 
-STANDING = ("watch", "take")  # calls that a replica holds as long as it serves
+STANDING = ("watch", "take")  # calls that stay open while a replica serves
 
 
 class Status:
     def __init__(self, stop: Stop, incidents: Incidents) -> None:
-        self.meshes: Meshes | None = None  # None: they are being started
+        self.meshes: Meshes | None = None  # None while they are being started
         self._stop, self._incidents = stop, incidents
         self._began = time.time()
 
@@ -32,11 +31,11 @@ class Status:
                 for wait in waits()
                 if wait.verb not in STANDING
             ],
-            "faults": [asdict(incident) for incident in self._incidents.all],
+            "faults": [incident.record() for incident in self._incidents.all],
         }
 
     def _ranks(self) -> list[dict[str, Any]]:
-        """Of this host, with what they are at."""
+        """The ranks on this host, with their state."""
         states: dict[str, tuple[str, float]] = {}
         if self.meshes is not None and (generators := self.meshes.generators) is not None:
             coming = [replica for replica in generators.coming.values() if replica is not None]
@@ -66,7 +65,7 @@ class Scale:
         return {"generators": await self._generators.scale(generators)}
 
     def _most(self) -> int:
-        """Beside all other processes of the run."""
+        """Return how many replicas fit next to all other processes of the run."""
         config = self._setup.config
         others = config.parallelism.world_size + sum(role.parallelism.world_size for role in config.roles.values())
         if config.placement.kind == "colocated":

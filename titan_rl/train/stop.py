@@ -1,8 +1,8 @@
-"""What a run is asked for from outside, and where its loop obeys: between two steps.
+"""Receives requests from outside (signals, ctl) and lets the loop act on them between two steps.
 
-Ctrl-C is a normal way to stop: the step in hand is finished and saved, if it ends soon. Twice stops at once. ctl.py
-asks for the same with more patience, for checkpoints, and for pauses. A paused run is a saved run: it may be stopped or
-killed without loss.
+Ctrl-C is a normal way to stop: the current step is finished and saved if it ends within the grace; a second Ctrl-C
+stops at once. ctl.py asks for the same without a time limit, and for checkpoints and pauses. A paused run is a saved
+run: it can be stopped or killed without loss.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from titan_rl.wire.clock import Clock
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import PhaseName
 
-GRACE_SECONDS = 5.0  # for the step in hand after a Ctrl-C; saving and shutting down come on top
+GRACE_SECONDS = 5.0  # for the current step after a Ctrl-C; saving and shutting down take extra time
 
 
 class Stop:
@@ -26,7 +26,7 @@ class Stop:
     def __init__(self, task: asyncio.Task[Any], clock: Clock, terminal: Terminal) -> None:
         self.requested = False
         self._task, self._clock, self._terminal = task, clock, terminal
-        self._go = asyncio.Event()  # not set: a pause is asked for, or lasts
+        self._go = asyncio.Event()  # cleared while a pause is requested or in effect
         self._go.set()
         self._asked: list[asyncio.Future[None]] = []  # resolved by the next save
         self._stepping = self._saving = self._leaving = self._paused = self._signalled = False
@@ -37,10 +37,10 @@ class Stop:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
 
-    # -- what the loop asks -----------------------------------------------------------------------------------
+    # -- called by the loop -----------------------------------------------------------------------------------
 
     def steps(self, first: int, last: int, phase: PhaseName = "rl") -> Iterator[int]:
-        """The steps of a loop that asks `saves()` at the end of each, and tells of each that it `saved`."""
+        """Yield the steps of a loop, which calls `saves()` at the end of each, and `saved()` if it did save."""
         if phase != self._phase:
             self._phase, self._saved = phase, None
         self._last, self._stepping, self._saving = last, True, False
@@ -56,13 +56,13 @@ class Stop:
             self._stepping = False
 
     def saves(self) -> bool:
-        """Whether somebody waits for this step to be on disk. Who asks later waits for the next save."""
+        """Return True if a request waits for this step to be on disk. Later requests wait for the next save."""
         self._saving = self.requested or not self._go.is_set() or bool(self._asked)
         return self._saving
 
     async def saved(self, step: int) -> None:
-        """The step is on disk: who waited for that is told, a pause lasts here, and only here the loop may end early.
-        A save that failed is not told, and so tried again after the next step."""
+        """Note that the step is on disk: answer the requests that waited for it, wait here while paused, and let the
+        loop end if a stop was requested. A failed save is not reported here, so the next step is saved instead."""
         self._saved = step
         for asked in self._asked:
             if not asked.done():
@@ -79,13 +79,13 @@ class Stop:
 
     @property
     def step(self) -> int:
-        """In hand, or the last."""
+        """The current step, or the last one."""
         return self._step
 
-    # -- what a person asks, all answered with where the run is -----------------------------------------------
+    # -- requests, each answered with the run's status -----------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """`step` is the one in hand, or the last; `saved` the last that this process wrote to disk."""
+        """Return the state; `step` is the current or last step, `saved` the last that this process wrote to disk."""
         return {
             "state": self._state,
             "phase": self._phase and self._phase.replace("_", " "),
@@ -95,7 +95,7 @@ class Stop:
         }
 
     async def checkpoint(self) -> dict[str, Any]:
-        """Once the step in hand is on disk; of a paused run the last one is."""
+        """Answer once the current step is on disk; in a paused run the last one is."""
         if not self._paused:
             asked = asyncio.get_running_loop().create_future()
             self._asked.append(asked)
@@ -103,23 +103,23 @@ class Stop:
         return self.status()
 
     async def pause(self) -> dict[str, Any]:
-        """Nothing is trained after the step in hand, until `resume`. What generators have begun they finish."""
+        """Train nothing after the current step until `resume`. Generators finish the samples they have started."""
         if self.requested:
             raise RequestRefused("the run is stopping")
         self._go.clear()
         return await self.checkpoint()
 
     async def resume(self) -> dict[str, Any]:
-        """Takes back a pause that is yet to come, too."""
+        """End a pause, or cancel one that has not started."""
         self._go.set()
         return self.status()
 
     async def leave(self) -> dict[str, Any]:
-        """Stop after the step in hand, however long it takes."""
+        """Stop after the current step, however long it takes."""
         self._request()
         return self.status()
 
-    # -- how ---------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> str:

@@ -1,8 +1,8 @@
-"""Who is slower than its peers, for so long that it is no accident. On numbers alone, whoever measured them.
+"""Finds ranks that are slower than their peers for several steps in a row. Works on numbers alone.
 
     seen(step, {"generator0": 0.011, "generator1": 0.012, "generator2": 0.047})    once a step
 
-Names that come and go are no trouble; one that nobody can be compared with is never a straggler.
+Names may come and go. A rank without peers is never a straggler.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from statistics import median
 
 
 class Stragglers:
-    """A straggler takes more than `factor` times the median of the *others*, `steps` steps in a row: with two ranks the
-    median of the others is the other one, and a straggler among few does not raise the bar for itself."""
+    """A straggler takes more than `factor` times the median of the *others*, `steps` steps in a row. The median leaves
+    the rank itself out: with two ranks it is the other one, and a straggler does not raise the bar for itself."""
 
     def __init__(self, factor: float, steps: int) -> None:
-        """`steps` = 0 names nobody."""
+        """`steps` = 0 disables the report."""
         self._factor, self._steps = factor, steps
         self._last = 0
         self._slow: dict[str, int] = {}  # for how many steps in a row, up to the last
 
     def seen(self, step: int, seconds: Mapping[str, float]) -> list[str]:
-        """A sentence about each straggler that is new: once an episode, which ends with the first step in time. A step
-        that does not follow the one before (the run went back, nothing was measured) begins all counts anew."""
+        """Return a sentence about each new straggler, once per episode; its first step in time ends an episode. All
+        counts restart at a step that does not follow the last one (the run was rewound, or nothing was measured)."""
         before = self._slow if step == self._last + 1 else {}
         self._last, self._slow = step, {}
         found: list[str] = []
@@ -40,6 +40,6 @@ class Stragglers:
 
 
 def median_of_others(seconds: Mapping[str, float], name: str) -> float | None:
-    """None where nobody else has a number above zero: who did nothing is no measure."""
+    """Return None if no other rank has a number above zero: an idle rank is no measure."""
     others = [value for other, value in seconds.items() if other != name and isfinite(value) and value > 0]
     return median(others) if others else None

@@ -1,1 +1,1 @@
-"""Holds what crosses processes or lies under everything: carriers, errors, shapes, the weight plan, spans, seeds."""
+"""Data that crosses processes, and basics of all rooms: carriers, errors, shapes, the weight plan, spans, seeds."""

@@ -1,5 +1,4 @@
-"""Where a step's time goes. The verbs of the loop charge their seconds here; the log reads them once a step, and the
-timeline shows each as a span."""
+"""Measure where a step's time goes: seconds by name, which the log reads once per step, and spans in the timeline."""
 
 import time
 from collections import defaultdict
@@ -24,7 +23,7 @@ class Clock:
             self._lap[name] += time.perf_counter() - began
 
     def lap(self) -> dict[str, float]:
-        """Seconds by name since the last lap, and the whole lap as "wall"."""
+        """Return the seconds by name since the last lap, and the whole lap as "wall"."""
         now = time.perf_counter()
         lap = {**self._lap, "wall": now - self._lap_began}
         self._lap_began = now

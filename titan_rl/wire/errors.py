@@ -1,13 +1,13 @@
-"""The errors that end or interrupt a run. Each names the rank that it is about, if there is one."""
+"""Errors that end or interrupt a run. Each names the rank that failed, if there is one."""
 
 
 class RunError(Exception):
-    """A run cannot go on. str() is a headline; `details` is the remote traceback or signal, shown once."""
+    """A run cannot continue. str() is a headline; `details` is the remote traceback or signal, shown once."""
 
     def __init__(self, headline: str, details: str = "", *, rank: str = "", kind: str = "") -> None:
         super().__init__(headline)
         self.details = details
-        self.rank = rank  # that it is about, "trainer[dp=1 tp=0]"; none: a respawned mesh would not help
+        self.rank = rank  # the failed one, "trainer[dp=1 tp=0]"; empty: respawning a mesh would not help
         self.kind = kind  # of the remote exception
 
     @property
@@ -20,7 +20,7 @@ class RankFailed(RunError):
 
 
 class RankDied(RankFailed):
-    """Its process ended."""
+    """A rank's process ended."""
 
     def __init__(self, rank: str, how: str, report: str = "") -> None:
         super().__init__(f"{rank} died: its process {how}", report, rank=rank)
@@ -28,4 +28,8 @@ class RankDied(RankFailed):
 
 
 class DeadlinePassed(RunError):
-    """Somebody waited longer than allowed."""
+    """A call or a process took longer than allowed."""
+
+
+class WeightsRefused(RuntimeError):
+    """These weights are not the announced ones, and must not be served."""

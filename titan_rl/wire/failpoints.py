@@ -1,9 +1,9 @@
-"""Faults on order: where titan_rl.chaos makes this process fail.
+"""Failpoints: places where titan_rl.chaos can make this process fail.
 
     chaos ── FOLDER/"generator0[tp=0] read" ──> failpoint "read" of that rank ── FOLDER/hits.jsonl ──> chaos
 
-A failpoint is inert in a process that was not started with TITAN_RL_CHAOS=FOLDER: it is one test of an empty string.
-Only the environment arms it, and no config reaches that. An order is obeyed once, unless it says to keep it.
+A failpoint does nothing in a process that was started without TITAN_RL_CHAOS=FOLDER: it tests one empty string. Only
+the environment arms it, no config key does. An order is executed once, unless it has `keep`.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ _rank = os.environ.get("TITAN_RL_PROC", "")
 
 
 class InjectedFault(RuntimeError):
-    """Nothing is wrong but that somebody asked for it."""
+    """An error raised on order, without any other cause."""
 
 
 class FaultOrder(NamedTuple):
-    """What to do at a failpoint. `damage` is the caller's to do."""
+    """What to do at a failpoint. The caller carries out `damage`."""
 
     do: Literal["raise", "wait", "damage"]
-    seconds: float = 0.0  # wait
-    keep: bool = False  # every time from now on
+    seconds: float = 0.0  # to wait
+    keep: bool = False  # execute it every time
 
 
 def give(folder: Path, rank: str, point: str, order: FaultOrder) -> None:
-    """Chaos' side."""
+    """Leave an order for a rank. Called by titan_rl.chaos."""
     path = folder / f"{rank} {point}"
     draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(order._asdict()))
@@ -41,14 +41,14 @@ def give(folder: Path, rank: str, point: str, order: FaultOrder) -> None:
 
 
 async def reached(point: str) -> None:
-    """Others of this process may go on while it waits."""
+    """Execute an order if there is one. Other tasks of this process may run during its wait."""
     if _folder and (order := _take(point)) is not None:
         await asyncio.sleep(order.seconds)
         _obey(order, point)
 
 
 def hit(point: str) -> bool:
-    """Nothing in this process goes on while it waits. Whether to damage what is at hand."""
+    """Execute an order if there is one. Its wait blocks the process. Return True if the caller must do damage."""
     if not _folder or (order := _take(point)) is None:
         return False
     time.sleep(order.seconds)

@@ -1,9 +1,9 @@
-"""What a published version is made of, so that a reader can tell whether that is what it holds.
+"""What a published version consists of, so that a reader can check whether it holds that version.
 
     run (the plan's copies, for one trainer rank and one reader) -> blocks of whole rows -> a checksum each
 
-A block is made of whole rows of known parameters, so it can be gathered back from a live model and hashed where it
-lies. Checksums are XXH3 (64 bits): they are for accidents, not for adversaries. Pure, as the plan is.
+A block consists of whole rows of known parameters, so it can be gathered back from a live model and hashed in place.
+Checksums are XXH3 (64 bits): they detect accidents, not adversaries. Pure, as the plan is.
 """
 
 from array import array
@@ -15,14 +15,14 @@ import xxhash
 from titan_rl.wire.weight_plan import Copy
 
 checksum = xxhash.xxh3_64_intdigest
-"""13 GB/s on one core where memcpy has 10; it lets other threads run meanwhile."""
+"""13 GB/s on one core where memcpy reaches 10; it releases the GIL meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Consecutive elements of a run: whole rows of `copies`."""
 
-    start: int  # the first element's place in the run
+    start: int  # index of the first element in the run
     elements: int
     copies: tuple[Copy, ...]
 
@@ -33,13 +33,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One run of one publication."""
+    """What one run of one publication contains."""
 
     version: int
     serial: int  # counts publications: a version may be published twice, with other weights before RL begins
     slot: int
     layout: int  # of the run, see layout()
-    checksums: tuple[int, ...]  # by block; none where nothing will be compared with them
+    checksums: tuple[int, ...]  # by block; empty if they are never compared
     digest: int  # of all of the above
 
     @classmethod
@@ -58,15 +58,15 @@ class Publication:
     version: int
     slot: int
     manifests: list[dict[int, Manifest]]  # by trainer rank, then by reader
-    seconds: float  # of the slowest rank
+    seconds: float  # that packing took the slowest rank
 
     def of(self, reader: int) -> list[Manifest]:
-        """Of the runs that a reader reads, in the order of the trainer ranks."""
+        """Return the manifests of the runs that a reader reads, in the order of the trainer ranks."""
         return [runs[reader] for runs in self.manifests if reader in runs]
 
 
 def blocks(copies: Sequence[Copy], most: int) -> tuple[Block, ...]:
-    """A run in blocks of at most `most` elements; a row that is longer is a block of its own."""
+    """Cut a run into blocks of at most `most` elements. A row that is longer is a block of its own."""
     found: list[Block] = []
     start, taken, elements = 0, [], 0
     for copy in (part for whole in copies for part in _cut(whole, most)):
@@ -79,7 +79,8 @@ def blocks(copies: Sequence[Copy], most: int) -> tuple[Block, ...]:
 
 
 def layout(copies: Sequence[Copy], dtype: str, block_bytes: int) -> int:
-    """Equal exactly where both ends mean the same rows of the same tensors, in the same order, dtype and blocks."""
+    """Hash a run's layout: equal exactly if both ends mean the same rows of the same tensors, in the same order, dtype
+    and blocks."""
     hashed = xxhash.xxh3_64(f"{dtype} {block_bytes}".encode())
     for copy in copies:
         hashed.update(repr(copy).encode())
@@ -87,7 +88,7 @@ def layout(copies: Sequence[Copy], dtype: str, block_bytes: int) -> int:
 
 
 def _cut(copy: Copy, most: int) -> Iterator[Copy]:
-    """A copy in parts of whole rows, in the order of the run: several heads, or several rows of one head."""
+    """Cut a copy into parts of whole rows, in the order of the run: several heads, or several rows of one head."""
     rows = max(1, most // copy.cols)
     heads = rows // copy.rows
     for first in range(0, copy.blocks, heads or 1):

@@ -1,4 +1,4 @@
-"""A decoder's dimensions, wherever they come from: our own keys, a TorchTitan flavor, or a Hugging Face folder."""
+"""Dimensions of a decoder, read from our own keys, a TorchTitan flavor or a Hugging Face folder."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,20 +6,37 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_rl.config.sections import Dtype
+from titan_rl.config.sections import Dtype, Family
 
-Family = Literal["llama3", "qwen3"]
+Head = Literal["lm", "value"]  # log-probs of tokens, or one number per position (critic, reward model)
 
-MODEL_TYPES: dict[Family, str] = {"llama3": "llama", "qwen3": "qwen3"}
-FAMILIES: dict[str, Family] = {model_type: family for family, model_type in MODEL_TYPES.items()}
-Head = Literal["lm", "value"]  # log-probs of tokens, or one number a place (critic, reward model)
 
-ARCHITECTURES: dict[tuple[Family, Head], str] = {
-    ("llama3", "lm"): "LlamaForCausalLM",
-    ("llama3", "value"): "LlamaForSequenceClassification",
-    ("qwen3", "lm"): "Qwen3ForCausalLM",
-    ("qwen3", "value"): "Qwen3ForSequenceClassification",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFacts:
+    """What differs between model families."""
+
+    model_type: str  # in config.json
+    architectures: dict[Head, str]  # in config.json
+    head_norms: bool = False  # RMSNorm over each query and key head
+    derived_sizes: tuple[str, ...] = ()  # keys that config.json may omit: they follow from the other sizes
+    rope_types: tuple[str, ...] = ("default",)  # that TorchTitan supports
+
+
+FACTS: dict[Family, FamilyFacts] = {
+    "llama3": FamilyFacts(
+        model_type="llama",
+        architectures={"lm": "LlamaForCausalLM", "value": "LlamaForSequenceClassification"},
+        derived_sizes=("num_key_value_heads", "head_dim"),
+        rope_types=("default", "llama3"),
+    ),
+    "qwen3": FamilyFacts(
+        model_type="qwen3",
+        architectures={"lm": "Qwen3ForCausalLM", "value": "Qwen3ForSequenceClassification"},
+        head_norms=True,  # the defaults of its sizes are those of one particular model, so none are derived
+    ),
 }
+FAMILIES: dict[str, Family] = {facts.model_type: family for family, facts in FACTS.items()}
+
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -45,31 +62,35 @@ class ModelShape:
     head: Head = "lm"
 
     @property
+    def facts(self) -> FamilyFacts:
+        return FACTS[self.family]
+
+    @property
     def parameters(self) -> int:
         head = self.dim if self.head == "value" else 0 if self.tied else self.vocab_size * self.dim
         embeddings = self.vocab_size * self.dim + head
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
-        norms = 2 * self.dim + (2 * self.head_dim if self.family == "qwen3" else 0)
+        norms = 2 * self.dim + (2 * self.head_dim if self.facts.head_norms else 0)
         block = attention + 3 * self.dim * self.hidden_dim + norms
         return embeddings + self.n_layers * block + self.dim
 
     def with_value_head(self) -> "ModelShape":
-        """The same body with one number a place at its end. There is no vocabulary projection to tie."""
+        """Return the same body with a value head. There is no vocabulary projection to tie."""
         return replace(self, head="value", tied=False)
 
     @property
     def hf_head(self) -> dict[str, Any]:
-        """The keys of config.json that say what stands at the end. A reward model may have grown on a language model's
-        folder, whose config.json is otherwise its own."""
+        """Return the keys of config.json that describe the head. A reward model may start from a language model's
+        folder and keep the other keys of its config.json."""
         labels = {"num_labels": 1} if self.head == "value" else {}
-        return {"architectures": [ARCHITECTURES[self.family, self.head]], "tie_word_embeddings": self.tied, **labels}
+        return {"architectures": [self.facts.architectures[self.head]], "tie_word_embeddings": self.tied, **labels}
 
     def hf_config(
         self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
     ) -> dict[str, Any]:
-        """The config.json of this model for transformers 5 and vLLM."""
+        """Return the config.json of this model for transformers 5 and vLLM."""
         return {
-            "model_type": MODEL_TYPES[self.family],
+            "model_type": self.facts.model_type,
             "dtype": dtype,
             "vocab_size": self.vocab_size,
             "hidden_size": self.dim,
@@ -93,7 +114,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Of a config.json as transformers 4 or 5 writes it. ValueError says everything in it that is not supported."""
+        """Read a config.json written by transformers 4 or 5. The ValueError lists everything that is not supported."""
         if unsupported := "; ".join(_unsupported(config)):
             raise ValueError(unsupported)
         rope = _rope(config)
@@ -117,7 +138,7 @@ class ModelShape:
 
 
 def shape_of_folder(folder: str, key: str) -> ModelShape:
-    """Of a Hugging Face folder that `key` names."""
+    """Return the shape of the Hugging Face folder that the config key `key` names."""
     path = Path(folder) / "config.json"
     if not path.parent.is_dir():
         raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}")
@@ -128,7 +149,7 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """transformers 5's `rope_parameters`, or the same put together from 4's `rope_theta` and `rope_scaling`."""
+    """Return transformers 5's `rope_parameters`, or build them from 4's `rope_theta` and `rope_scaling`."""
     rope = {"rope_theta": config.get("rope_theta") or 10000.0}
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -136,7 +157,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """What is missing, or what trainer and generator cannot both run."""
+    """Yield what is missing, and what trainer and generator cannot both run."""
 
     def refused(key: str, expected: str, found: Any) -> str:
         return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
@@ -145,12 +166,12 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if family is None:
         yield refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
         return
-    known = [ARCHITECTURES[family, "lm"], ARCHITECTURES[family, "value"]]
+    facts = FACTS[family]
+    known = list(facts.architectures.values())
     if config.get("architectures") not in [[name] for name in known]:
         yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
     for key in HF_SIZES:
-        # Llama's defaults follow from the other sizes; Qwen3's are one particular model's, so they must be given
-        derived = family == "llama3" and key in ("num_key_value_heads", "head_dim") and config.get(key) is None
+        derived = key in facts.derived_sizes and config.get(key) is None
         if not derived and (type(config.get(key)) is not int or config[key] < 1):
             yield refused(key, "a positive integer", config.get(key))
     if type(config.get("rms_norm_eps")) is not float:
@@ -169,9 +190,8 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
 
     rope = _rope(config)
-    kinds = ("default", "llama3") if family == "llama3" else ("default",)  # TorchTitan's Qwen3 has no RoPE scaling
-    if rope["rope_type"] not in kinds or any(isinstance(value, dict) for value in rope.values()):
-        yield refused("rope_parameters", f"rope_type {' or '.join(kinds)} for all layers", rope)
+    if rope["rope_type"] not in facts.rope_types or any(isinstance(value, dict) for value in rope.values()):
+        yield refused("rope_parameters", f"rope_type {' or '.join(facts.rope_types)} for all layers", rope)
     elif rope["rope_type"] == "llama3" and not rope.keys() >= set(LLAMA3_SCALING):
         yield refused("rope_parameters", ", ".join(LLAMA3_SCALING), rope)
     if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:

@@ -1,14 +1,14 @@
-"""Every random choice of a run derives from the one seed in its config."""
+"""Derive every random choice of a run from the one seed in its config."""
 
 import hashlib
 
 
 def derive(seed: int, *path: object) -> int:
-    """A 63-bit seed for what `path` names; independent of order of calls and of the process."""
+    """Return a 63-bit seed for `path`; it does not depend on the order of calls or on the process."""
     digest = hashlib.blake2b("/".join(map(str, (seed, *path))).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def sample_seed(seed: int, prompt_id: int, sample: int) -> int:
-    """For the generator: one stream per sample of each prompt, whichever replica draws it and in whatever batch."""
+    """Return the generator's seed for one sample of a prompt, the same in every replica and batch."""
     return derive(seed, "sample", prompt_id, sample) % 2**31

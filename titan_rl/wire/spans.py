@@ -1,11 +1,11 @@
-"""What a process did when: spans, recorded where the work is, in about a microsecond each, and kept until asked for.
+"""Record what a process did when, as spans. Recording one takes about a microsecond; they are kept until taken.
 
     with span("forward", tokens=96): ...            one stretch of work
-    with span("sample", lane="group", id=7): ...    one of many under way at a time, told apart by their id
-    span.take()                                     what was recorded since it was taken before
+    with span("sample", lane="group", id=7): ...    one of many concurrent stretches, told apart by their id
+    span.take()                                     what was recorded since the last take
 
-A lane is one thread of execution: its spans nest. Whoever works beside it, in another asyncio task, names another lane,
-or gives its spans an id. Spans are seen from the host: a GPU goes on with what was launched in an earlier one.
+A lane is one thread of execution: its spans nest. Concurrent asyncio tasks use another lane, or give their spans an id.
+Spans are measured on the host: a GPU may still run kernels launched in an earlier span.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 Value = int | float | str
 
-MOST = 16384  # spans that wait to be taken: some MB, and minutes of any rank's work
+MOST = 16384  # spans kept until taken: a few MB, and minutes of any rank's work
 LONGEST_STRETCH = 250_000_000  # ns
 
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
     nanoseconds: int
     args: Mapping[str, Value]
     id: int | None = None
-    """Spans that have one may overlap others in their lane; those of one id nest."""
+    """Spans with an id may overlap others in their lane; those of one id nest."""
 
     @property
     def end(self) -> int:
@@ -34,34 +34,34 @@ class Span(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process recorded since it was asked before, in the order in which it ended."""
+    """Spans recorded since the last take, in the order in which they ended."""
 
     spans: list[Span]
-    dropped: int = 0  # older ones, which nobody took in time
+    dropped: int = 0  # older spans that were not taken in time
 
 
 class Recorder:
-    """The newest spans of one process. To be used from one thread: its event loop's."""
+    """The newest spans of one process. Use it from one thread only, the event loop's."""
 
     def __init__(self, most: int = MOST) -> None:
         self._spans: deque[Span] = deque(maxlen=most)
         self._recorded = 0
-        # One reading of the wall clock: what sets it later would let spans that nest overlap.
+        # Read the wall clock once: if it were set later, nested spans could overlap.
         self._epoch = time.time_ns() - time.perf_counter_ns()
 
     def __call__(self, name: str, /, *, lane: str = "main", id: int | None = None, **args: Value) -> "Open":
         return Open(self, name, lane, id, args)
 
     def now(self) -> int:
-        """ns since 1970."""
+        """Return ns since 1970."""
         return self._epoch + time.perf_counter_ns()
 
     def since(self, begin: int, name: str, /, *, lane: str = "main", id: int | None = None, **args: Value) -> None:
-        """A span from `begin`, which `now` once said, to now."""
+        """Record a span from `begin`, an earlier result of `now`, until now."""
         self.add(Span(name, lane, begin, self.now() - begin, args, id))
 
     def parts(self, begin: int, /, **seconds: float) -> None:
-        """Spans one after the other from `begin` on."""
+        """Record spans one after the other, starting at `begin`."""
         for name, part in seconds.items():
             self.add(Span(name, "main", begin, round(part * 1e9), {}))
             begin = self._spans[-1].end
@@ -78,7 +78,7 @@ class Recorder:
 
 
 class Open:
-    """A span under way. It is recorded when it ends, however it ends."""
+    """A running span. It is recorded when it ends, also by an exception."""
 
     __slots__ = ("_args", "_began", "_id", "_lane", "_name", "_recorder")
 
@@ -94,8 +94,9 @@ class Open:
 
 
 class Stretch:
-    """Turns too short and too many for a span each: as one, from the first turn to the last before a cut, or before it
-    has become as long as `longest`. `counts` go up with the turns; a span has what was added while it lasted."""
+    """Record many short turns as one span, which ends at a cut or when it is `longest` ns long.
+
+    `counts` returns totals that grow with the turns; a span's args are their increase during the span."""
 
     def __init__(
         self, recorder: Recorder, name: str, counts: Callable[[], dict[str, int]], *, longest: int = LONGEST_STRETCH
@@ -116,7 +117,7 @@ class Stretch:
             self.cut()
 
     def cut(self) -> None:
-        """Something else comes next, or nothing."""
+        """End the span, because other work or none follows."""
         if self._began is not None:
             args = {name: count - self._before[name] for name, count in self._counts().items()}
             self._recorder.add(Span(self._name, "main", self._began, self._ended - self._began, args))

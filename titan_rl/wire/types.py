@@ -1,10 +1,10 @@
-"""What flows through a run, in one direction only.
+"""The data that flows through a run, in one direction only.
 
     Prompt -> Turn(s) -> Rollout -> Group -> Batch -> StepStats
               generators   rewards  stream   trainers
 
-Carriers are frozen; derived values are properties. Nothing here imports torch: these objects cross
-process boundaries, and the controller never needs a tensor.
+Carriers are frozen; derived values are properties. Nothing here imports torch: these objects cross process boundaries,
+and the controller never needs a tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ import numpy as np
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
 PhaseName = Literal["cold_start", "rl"]  # supervised steps, then those of the algorithm, on one model
+RoleName = Literal["trainer", "critic", "reference", "teacher", "reward_model"]  # a mesh of TorchTitan ranks
 
 Column = Literal[
     "behaviour",  # log-prob of the token when it was sampled
@@ -29,37 +30,37 @@ Column = Literal[
 
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
-"""Of the histogram of importance ratios."""
+"""Bin edges of the histogram of importance ratios."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task item. `tokens` is what the policy reads; `answer` is what the reward compares with.
+    """One task item. The policy reads `tokens`; the reward compares with `answer`.
 
     >>> Prompt(7, "12+34=", [1, 4, 5, 13, 6, 7, 14], "640")
     """
 
-    id: int  # position in the data source's order: unique in a run, repeats never
+    id: int  # position in the data source's order: unique in a run
     text: str
     tokens: list[int]
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
-    rejected: str = ""  # of a preference pair, whose chosen side is `answer`
+    rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a generator samples. temperature 0 is greedy."""
+    """Sampling settings. Temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()  # EOS included; a stop token is sampled, kept, and ends the turn
+    stop_token_ids: tuple[int, ...] = ()  # with EOS; a stop token is sampled, kept, and ends the turn
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`len(seeds)` independent samples of one context.
+    """A request for `len(seeds)` independent samples of one context.
 
     >>> Request("prompt-7", [1, 4, 5], seeds=[11, 12], sampling=Sampling(64), expected=20)
     """
@@ -69,14 +70,14 @@ class Request:
     seeds: list[int]
     sampling: Sampling
     begun: list["Completion"] = field(default_factory=list)
-    """What is there of each sample already, unless this is empty. A sample goes on where it stands if its finish is
-    "abort", and is answered as it is otherwise; max_new_tokens counts both parts."""
-    expected: int = 0  # tokens that a sample may come to, a hint for routing; 0: max_new_tokens
+    """Partial samples to resume, one per seed; empty for a new request. A sample with finish="abort" continues; any
+    other is returned unchanged. max_new_tokens counts old and new tokens."""
+    expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one sample of a request came to. All lists have one entry per sampled token."""
+    """One sample of a request. All lists have one entry per sampled token."""
 
     tokens: list[int]
     logprobs: list[float]  # of the sampled token, at the sampling temperature
@@ -85,14 +86,14 @@ class Completion:
 
 
 class Generates(Protocol):
-    """Whatever answers requests: the generator mesh, or what stands for it in a test."""
+    """Answers requests: the generator mesh, or a fake in a test."""
 
     async def generate(self, request: Request) -> list[Completion]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens the policy read, then the tokens that it sampled in answer. Never re-tokenized text."""
+    """The tokens that the policy read, then those that it sampled. Never re-tokenized text."""
 
     context: list[int]
     completion: Completion
@@ -105,12 +106,12 @@ class Rollout:
     turns: list[Turn]
     text: str  # the sampled text, for people and for rewards
     reward: float
-    penalty: float = 0.0  # for its length; the reward that is logged and evaluated is without it
+    penalty: float = 0.0  # for its length; logged and evaluated rewards do not include it
     advantage: float = 0.0  # mean over its trained tokens
 
     @property
     def signal(self) -> float:
-        """What is learnt from."""
+        """The reward to learn from."""
         return self.reward - self.penalty
 
     @property
@@ -129,7 +130,7 @@ class Rollout:
 
     @property
     def versions(self) -> list[int]:
-        """Of the sampled tokens only."""
+        """Policy versions, of the sampled tokens only."""
         return [v for turn in self.turns for v in turn.completion.versions]
 
     @property
@@ -163,13 +164,13 @@ class Group:
 
     @property
     def flat(self) -> bool:
-        """All equal: siblings teach nothing about each other."""
+        """True if all signals are equal, so that the group teaches nothing."""
         return len(set(self.signals)) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One packable token sequence. Lists have one entry a token: what stands at i belongs to tokens[i]."""
+    """One packable token sequence. Lists have one entry per token: entry i belongs to tokens[i]."""
 
     tokens: list[int]
     mask: list[int]  # 1 on the tokens that are trained on
@@ -187,15 +188,15 @@ class Rows:
     positions: np.ndarray  # [B, L] int64
     targets: np.ndarray  # [B, L] int64
     mask: np.ndarray  # [B, L] float32, 1 where targets[i] is trained on
-    weights: np.ndarray  # [B, L] float32: what the token counts in the loss; mask, aggregation and denominator in one
+    weights: np.ndarray  # [B, L] float32: weight in the loss; combines mask, aggregation and denominator
     sequences: np.ndarray  # [B, L] int64: the document's index within the microbatch; -1 is padding
-    samples: np.ndarray  # [S] int64: which of the batch's samples document s is
+    samples: np.ndarray  # [S] int64: index of document s among the batch's samples
     columns: dict[Column, np.ndarray]  # [B, L] float32 each, of targets[i]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One dp row's share of an update. Every dp row holds equally many microbatches (they run collectives)."""
+    """One dp row's share of an update. All dp rows have equally many microbatches, because they run collectives."""
 
     microbatches: list[Rows]
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
@@ -204,17 +205,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What a mesh that trains reports of one step, already reduced over the mesh."""
+    """Report of a training mesh about one step, already reduced over the mesh."""
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int  # trained tokens
-    seconds: float  # inside the slowest rank
-    skipped: int = 0  # updates, for their gradient was not finite
-    busy: float = 0.0  # seconds in which this rank computed, or could have but for others on its core
-    ranks: Mapping[str, float] = field(default_factory=dict)  # of all ranks, by name: how long each was busy
-    metrics: dict[str, float] = field(default_factory=dict)  # under the names that are logged
+    seconds: float  # of the slowest rank
+    skipped: int = 0  # updates with a gradient that was not finite
+    busy: float = 0.0  # seconds in which this rank computed, or waited for a core
+    ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
+    metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
     hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh
 
@@ -223,18 +224,18 @@ class Backlog(NamedTuple):
     """Groups in flight."""
 
     inflight: int
-    finished: int  # of those, waiting to be trained on
+    finished: int  # of these, waiting to be trained on
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counts since start-up."""
+    """Counts of an engine since start-up."""
 
     steps: int = 0
     tokens: int = 0  # sampled
     prompt_tokens: int = 0  # of finished samples
-    cached_tokens: int = 0  # of those, read from the prefix cache
-    max_batch: int = 0  # most samples that one step advanced
+    cached_tokens: int = 0  # of these, read from the prefix cache
+    max_batch: int = 0  # most samples advanced by one step
     seconds: float = 0.0  # in add and step
 
     def since(self, before: "EngineStats") -> "EngineStats":
@@ -249,17 +250,32 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderCost:
+    """What a weight sync cost on the reader's side: one rank that fetched, or one engine that switched."""
+
+    read: float = 0.0  # seconds, without verification
+    write: float = 0.0  # seconds
+    verify: float = 0.0  # seconds of comparing checksums
+    pause: float = 0.0  # seconds between two steps of an engine
+    bytes: int = 0  # fetched
+    changed: int = 0  # blocks fetched
+    blocks: int = 0  # blocks of the publication
+    engine: EngineStats = field(default_factory=EngineStats)  # what it did since the switch before
+
+
+@dataclass(frozen=True, slots=True)
 class SyncStats:
-    """What one weight sync cost: seconds of the slowest rank in each part, bytes over all generator ranks."""
+    """Cost of one weight sync: seconds of the slowest rank per part, bytes over all generator ranks."""
 
     version: int
-    bytes: int
-    publish: float
-    read: float
-    write: float
-    seconds: float  # wall time in the controller
+    bytes: int = 0
+    publish: float = 0.0
+    read: float = 0.0
+    write: float = 0.0
+    seconds: float = 0.0  # wall time in the controller
     verify: float = 0.0  # seconds of comparing checksums
     pause: float = 0.0  # seconds that an engine stood still
-    changed: float | None = None  # under weight_sync.delta: share of the weights' blocks that were transferred
+    changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
-    engines: Mapping[str, "EngineStats"] = field(default_factory=dict)  # what each replica did since the sync before
+    engines: Mapping[str, EngineStats] = field(default_factory=dict)  # what each replica did since the sync before
+    refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

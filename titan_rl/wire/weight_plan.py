@@ -1,28 +1,25 @@
-"""The weight sync as data: which rows of which shard fill which rows of which live parameter, planned once.
+"""Plan a weight sync as data: which rows of which shard fill which rows of which live parameter.
 
     trainer ranks               plan                    readers (tensor-parallel ranks of the generators)
     shards, RoPE interleaved -> copies per pair      -> pieces of vLLM's fused, padded, sharded parameters
-                                of (rank, reader)
+                                of (rank, reader)       (vllm_params.py)
 
 No tensor is ever whole: each (trainer rank, reader) pair owns a run of bytes, its copies laid end to end in the plan's
-order, which the rank packs and the reader reads. Generator replicas read the same runs. Pure Python: a plan for a
-mesh that does not exist yet is as good as any other.
+order, which the rank packs and the reader reads. Generator replicas read the same runs. Pure Python: a plan needs no
+running mesh.
 """
 
 import pickle
 import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from titan_rl.wire.model_shape import ModelShape
-
-ROUTING_SLACK = 0.01  # of an even share: what a rank may send beyond its peers' where that saves a run
-VOCAB_MULTIPLE = 64  # vLLM pads embeddings to it; the pad rows are never read, so they are never written
+ROUTING_SLACK = 0.01  # a rank may send this share of an even load more than its peers if that saves a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of a live parameter, and where the Hugging Face rectangle that fills it begins."""
+    """A rectangle of a live parameter, and the start of the Hugging Face rectangle that fills it."""
 
     param: str
     dst_row0: int
@@ -57,10 +54,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """blocks x rows x cols elements, from a rank's shard of `name` into a reader's `param`.
+    """Copy blocks x rows x cols elements from a rank's shard of `name` into a reader's `param`.
 
     Row i of block b is row src_row0 + b * block_stride + i * src_step of the shard, and row
-    dst_row0 + b * block_stride + i of the parameter. Blocks are rotary heads: two copies move any number of them.
+    dst_row0 + b * block_stride + i of the parameter. Blocks are rotary heads: two copies move any number of heads.
     """
 
     name: str
@@ -84,8 +81,8 @@ _values = attrgetter(*(field.name for field in fields(Copy)))
 
 
 class Run(tuple[Copy, ...]):
-    """What a pair moves, in the order of its bytes. Pickled by columns and compressed: a model's layers differ in
-    little but their names, so that a copy of a 70B model costs six bytes on the wire instead of seventy-seven."""
+    """The copies of one pair, in the order of its bytes. Pickled by columns and compressed: a model's layers differ in
+    little but their names, so that a copy of a 70B model takes 6 bytes on the wire instead of 77."""
 
     __slots__ = ()
 
@@ -99,33 +96,33 @@ def _unpickled(columns: bytes) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """`copies[trainer rank, reader]` is the order of the elements in that pair's run; every pair has an entry."""
+    """`copies[trainer rank, reader]` orders the elements in that pair's run; every pair has an entry."""
 
     ranks: int
     readers: int
     copies: dict[tuple[int, int], Run]
 
     def outgoing(self, rank: int) -> dict[int, Run]:
-        """What a trainer rank packs, by reader."""
+        """Return the runs that a trainer rank packs, by reader."""
         return {reader: run for reader in range(self.readers) if (run := self.copies[rank, reader])}
 
     def incoming(self, reader: int) -> dict[int, Run]:
-        """What a reader reads, by trainer rank."""
+        """Return the runs that a reader reads, by trainer rank."""
         return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
 
     def elements(self, rank: int, reader: int) -> int:
         return sum(copy.elements for copy in self.copies[rank, reader])
 
     def sent(self, rank: int) -> int:
-        """Elements that a trainer rank packs, over all readers."""
+        """Count the elements that a trainer rank packs, over all readers."""
         return sum(copy.elements for copies in self.outgoing(rank).values() for copy in copies)
 
     def received(self, reader: int) -> int:
-        """Elements that a reader reads, over all trainer ranks."""
+        """Count the elements that a reader reads, over all trainer ranks."""
         return sum(copy.elements for copies in self.incoming(reader).values() for copy in copies)
 
     def describe(self, itemsize: int) -> str:
-        """One line for the terminal."""
+        """Describe the plan in one line for the terminal."""
         runs = [copies for copies in self.copies.values() if copies]
         read = _span([itemsize * self.received(reader) for reader in range(self.readers)])
         sent = _span([itemsize * self.sent(rank) for rank in range(self.ranks)])
@@ -136,7 +133,7 @@ class WeightPlan:
 
 
 def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> WeightPlan:
-    """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the reading of it."""
+    """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the sending."""
     holders = _holders(trainer)
     tensors: dict[str, list[Shard]] = {}
     for shard in holders:
@@ -160,11 +157,11 @@ def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]])
 
 
 def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:
-    """The rank that each move comes from: largest first, onto the least loaded holder.
+    """Choose the rank that each move comes from: largest move first, onto the least loaded holder.
 
-    A holder that already has a run to the reader is preferred within ROUTING_SLACK: else the norms, which all ranks of
-    a tensor-parallel group hold and which weigh nothing, would make a run of every pair. Sorting is stable and ties go
-    to the lowest rank: equal arguments give equal plans, whoever plans.
+    A holder that already has a run to the reader is preferred within ROUTING_SLACK. Otherwise the norms, which are tiny
+    and held by all ranks of a tensor-parallel group, would create a run for every pair. Sorting is stable and ties go
+    to the lowest rank, so equal arguments give equal plans in every process.
     """
     load, source, paired = [0] * ranks, [0] * len(moves), set[tuple[int, int]]()
     slack = ROUTING_SLACK * sum(move.elements for move in moves) / max(ranks, 1)
@@ -181,122 +178,8 @@ def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:
     return source
 
 
-def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
-    """What fills the parameters of one tensor-parallel rank of vLLM's LlamaForCausalLM or Qwen3ForCausalLM."""
-    result = []
-    for param, parts in _parameters(shape, tp):
-        dst_row0 = 0
-        for part in parts:
-            row0 = part.height * (rank * part.row_cuts // tp)
-            col0 = part.width * (rank * part.col_cuts // tp)
-            rows = min(part.height, part.rows - row0)  # the rest of the height is vocab padding
-            if rows > 0:
-                result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
-            dst_row0 += part.height
-    return result
-
-
-def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of one tensor-parallel rank, as vLLM names them; all ranks have the same shapes."""
-
-    def local(parts: list[_Part]) -> tuple[int, ...]:
-        rows = sum(part.height for part in parts)
-        return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
-
-    return {param: local(parts) for param, parts in _parameters(shape, tp)}
-
-
-def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
-    """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
-    expected = param_shapes(shape, tp)
-    wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
-    for name, size in expected.items():
-        if name not in live:
-            wrong.append(f"{name} (not in the model)")
-        elif tuple(live[name]) != size:
-            wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
-    if wrong:
-        raise ValueError(
-            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
-            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A Hugging Face tensor in a live parameter: cut into equal parts by rows or columns, one part to each rank, or to
-    several neighbouring ranks where there are fewer cuts than ranks."""
-
-    name: str
-    rows: int
-    cols: int
-    row_cuts: int = 1
-    col_cuts: int = 1
-    padded: int = 0  # cut as though the tensor had so many rows
-
-    @property
-    def height(self) -> int:
-        return (self.padded or self.rows) // self.row_cuts
-
-    @property
-    def width(self) -> int:
-        return self.cols // self.col_cuts
-
-
-def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
-    """vLLM's parameters in its own order, each with the Hugging Face tensors that lie in it from top to bottom."""
-    vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    kv_cuts = min(shape.n_kv_heads, tp)
-    sizes = {"attention heads": shape.n_heads, "feed-forward rows": shape.hidden_dim, "padded vocabulary rows": vocab}
-    for what, size in sizes.items():
-        if size % tp:
-            raise ValueError(f"[generator] tensor_parallel_degree: expected a divisor of {size} {what}, found {tp}")
-    if shape.n_kv_heads % kv_cuts or tp % kv_cuts:
-        raise ValueError(
-            f"[generator] tensor_parallel_degree: expected a divisor or a multiple of {shape.n_kv_heads} key/value "
-            f"heads, found {tp}"
-        )
-
-    dim, q, kv, ffn = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_dim
-
-    def vector(name: str, size: int) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, size, 1)]
-
-    def embedding(name: str) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
-
-    def by_columns(name: str, cols: int) -> tuple[str, list[_Part]]:
-        return name, [_Part(name, dim, cols, col_cuts=tp)]
-
-    yield embedding("model.embed_tokens.weight")
-    for layer in range(shape.n_layers):
-        at = f"model.layers.{layer}"
-        yield (
-            f"{at}.self_attn.qkv_proj.weight",
-            [
-                _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
-                _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
-                _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
-            ],
-        )
-        yield by_columns(f"{at}.self_attn.o_proj.weight", q)
-        if shape.family == "qwen3":
-            yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
-            yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
-        yield (
-            f"{at}.mlp.gate_up_proj.weight",
-            [_Part(f"{at}.mlp.{half}_proj.weight", ffn, dim, row_cuts=tp) for half in ("gate", "up")],
-        )
-        yield by_columns(f"{at}.mlp.down_proj.weight", ffn)
-        yield vector(f"{at}.input_layernorm.weight", dim)
-        yield vector(f"{at}.post_attention_layernorm.weight", dim)
-    yield vector("model.norm.weight", dim)
-    if not shape.tied:
-        yield embedding("lm_head.weight")
-
-
 class _Move:
-    """What one shard gives to one piece: it comes from a single one of the shard's holders."""
+    """The copies from one shard to one piece. A single holder of the shard sends them all."""
 
     __slots__ = ("copies", "elements", "holders", "reader")
 
@@ -308,7 +191,7 @@ class _Move:
 
 
 class _Grid:
-    """A tensor's disjoint shards, by columns and then by rows: a piece asks only those that it may meet."""
+    """A tensor's disjoint shards, by columns and then by rows, so that a piece is compared with few of them."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         columns: dict[tuple[int, int], list[Shard]] = defaultdict(list)
@@ -317,9 +200,10 @@ class _Grid:
         self._columns = [(*bounds, group, [s.row0 + s.rows for s in group]) for bounds, group in columns.items()]
 
     def near(self, piece: Piece) -> Iterator[Shard]:
+        """Yield the shards that may intersect a piece."""
         for left, right, shards, ends in self._columns:
             if left < piece.col0 + piece.cols and piece.col0 < right:
-                # The rotary order moves rows within a head, so whole heads are asked.
+                # The rotary order moves rows within a head, so compare whole heads.
                 size = shards[0].head_dim or 1
                 first = piece.row0 // size * size
                 last = -(-(piece.row0 + piece.rows) // size) * size
@@ -330,7 +214,7 @@ class _Grid:
 
 
 def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
-    """The ranks that hold each rectangle that is not empty."""
+    """Return the ranks that hold each non-empty rectangle."""
     holders: dict[Shard, list[int]] = {}
     for rank, shards in enumerate(trainer):
         for name, count in Counter(shard.name for shard in shards).items():
@@ -343,7 +227,7 @@ def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
 
 
 def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
-    """The copies that bring a shard's part of a piece."""
+    """Return the copies from a shard to a piece; none if they do not intersect."""
     col0 = max(shard.col0, piece.col0)
     cols = min(shard.col0 + shard.cols, piece.col0 + piece.cols) - col0
     first = max(shard.row0, piece.row0)
@@ -380,7 +264,7 @@ def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
 
 
 def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, int, int]]:
-    """(first row of a head, low, high) for each head of which rows low..high of this half are in shard and piece.
+    """Yield (first row of a head, low, high) if rows low..high of this half of the head are in shard and piece.
 
     Row i of a half is TorchTitan's row 2 * i + half of the head, and Hugging Face's row half * D/2 + i. An FSDP cut
     may fall inside a head, so only consecutive heads with the same bounds form the blocks of one copy.
@@ -397,7 +281,7 @@ def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, in
 
 
 def _check_disjoint(tensors: dict[str, list[Shard]]) -> None:
-    """Shards of a tensor are equal (replicas, already merged) or disjoint: else elements would arrive twice."""
+    """Raise unless a tensor's shards are equal (replicas, already merged) or disjoint: no element may arrive twice."""
     for name, shards in tensors.items():
         open_: list[Shard] = []  # shards that reach the current row
         for shard in sorted(shards, key=lambda s: s.row0):
@@ -418,7 +302,7 @@ def _check_wanted(tensors: Iterable[str], readers: Sequence[Sequence[Piece]]) ->
 
 
 def _check_filled(piece: Piece, moves: list[_Move]) -> None:
-    """Shards are disjoint, so that a piece's copies are too, and counting elements is enough."""
+    """Raise unless a piece is filled. Shards are disjoint, hence its copies too, so counting elements is enough."""
     if sum(move.elements for move in moves) == piece.rows * piece.cols:
         return
     filled = Counter[int]()

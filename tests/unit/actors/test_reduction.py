@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from titan_rl.actors.titan.reduction import Reduction, derived, finish
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
-from titan_rl.kernels.statistics import RATIO_EDGES, Statistics
+from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.wire.types import Batch, StepStats
+from titan_rl.wire.types import RATIO_EDGES, Batch, StepStats
 
 
 def statistics(loss: float = 0.0, **kinds: dict[str, Any]) -> Statistics:

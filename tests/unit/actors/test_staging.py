@@ -29,7 +29,8 @@ from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import reference_pack, window
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import Copy, Shard, param_shapes, pieces, plan, verify_complete
+from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
+from titan_rl.wire.weight_plan import Copy, Shard, plan
 
 # Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.
 SHAPE = ModelShape(
@@ -72,7 +73,7 @@ def titan_tensors() -> dict[str, Tensor]:
 
 
 def generator_parameters(reader: int, dtype: torch.dtype, scale: float = 1.0) -> dict[str, Tensor]:
-    """What a reader must come to hold of the weights times `scale`."""
+    """Return what a reader must hold after a sync of the weights times `scale`."""
     params = {name: torch.zeros(size, dtype=dtype) for name, size in param_shapes(SHAPE, 2).items()}
     tensors = hf_tensors()
     for p in READERS[reader]:
@@ -109,7 +110,7 @@ class Weights(nn.Module):
 
 
 def as_each_rank(replicate: int, fsdp: int, tp: int) -> Iterator[Weights]:
-    """The model as each rank of a mesh in turn would build it, without the other ranks: sharding moves no data."""
+    """Build the model as each rank of a mesh in turn would, without the other ranks: sharding moves no data."""
     for rank in range(replicate * fsdp * tp):
         dist.init_process_group("fake", rank=rank, world_size=replicate * fsdp * tp, store=FakeStore())
         try:
@@ -187,7 +188,7 @@ class TrainerRank(Actor):
 
 
 class GeneratorRank(Actor):
-    """Both readers in one process, which is nothing to them."""
+    """Both readers in one process, which makes no difference to them."""
 
     @endpoint
     async def connect(self, sources: list[list[Source]], how: How) -> list[str]:
@@ -202,17 +203,17 @@ class GeneratorRank(Actor):
     async def pull(self, manifests: list[list[Manifest]], timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
         self.manifests = manifests
         landings = list(zip(self.landings, manifests, strict=True))
-        read = await asyncio.gather(*(landing.read(announced, timeout) for landing, announced in landings))
+        read = await asyncio.gather(*(landing.fetch_weights(announced, timeout) for landing, announced in landings))
         for landing in self.landings:
-            await landing.write(timeout)
+            await landing.write_weights(timeout)
         return sum(each.bytes for each in read), self.params
 
     @endpoint
     async def write_after_a_failed_read(self) -> None:
         with pytest.raises(Exception, match=r"."):
-            await self.landings[0].read(self.manifests[0], 2)
-        with pytest.raises(RuntimeError, match="expected a completed read"):
-            await self.landings[0].write(2)
+            await self.landings[0].fetch_weights(self.manifests[0], 2)
+        with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
+            await self.landings[0].write_weights(2)
 
 
 def test_two_versions_arrive_bit_for_bit_by_either_transport() -> None:

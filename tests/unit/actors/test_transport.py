@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan_rl.actors.sync.landing import Landing, Source, WeightsRefused
+from titan_rl.actors.sync.landing import Landing, Source
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.weight_plan import Copy
 
@@ -46,11 +47,11 @@ class Pair:
         return self.staging.pack(version, slot, self.serial)[0]
 
     def pull(self, manifest: Manifest) -> int:
-        """The bytes that took."""
+        """Return the bytes that were fetched."""
 
         async def work() -> int:
-            read = await self.landing.read([manifest], timeout=5)
-            await self.landing.write(timeout=5)
+            read = await self.landing.fetch_weights([manifest], timeout=5)
+            await self.landing.write_weights(timeout=5)
             return read.bytes
 
         return asyncio.run(work())
@@ -65,7 +66,7 @@ class Pair:
 
 @contextmanager
 def bytes_of(source: Source, slot: int) -> Iterator[memoryview]:
-    """A run in the trainer's memory, as any process of the user may write to it."""
+    """Open a run in the trainer's memory for writing, as any process of the user may."""
     offer = source.offer
     fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR)
     with mmap.mmap(fd, offer.size) as memory, memoryview(memory) as whole:
@@ -111,7 +112,7 @@ def test_a_passing_corruption_is_healed_by_the_second_attempt(verify: str, monke
     look = getattr(pair.landing, verb)
 
     def late(*arguments: Any) -> Any:
-        """Between the first look and the second, somebody puts the byte right again."""
+        """Repair the byte between the first check and the second."""
         found = look(*arguments)
         with bytes_of(pair.source, slot=0) as run:
             run[5] ^= not looked
@@ -153,9 +154,9 @@ def test_a_slot_that_is_packed_between_read_and_write_is_refused() -> None:
     manifest = pair.publish(4, slot=0)
 
     async def work() -> None:
-        await pair.landing.read([manifest], timeout=5)
+        await pair.landing.fetch_weights([manifest], timeout=5)
         pair.publish(6, slot=0)
-        await pair.landing.write(timeout=5)
+        await pair.landing.write_weights(timeout=5)
 
     with pytest.raises(WeightsRefused, match="expected publication 1 in slot 0, found 2"):
         asyncio.run(work())
@@ -172,7 +173,7 @@ def test_a_manifest_of_another_layout_or_with_damage_is_refused() -> None:
     with pytest.raises(WeightsRefused, match="expected checksums of 11 blocks, found 0"):
         pair.pull(Manifest.of(1, 1, 0, good.layout, ()))
     with pytest.raises(WeightsRefused, match="expected manifests of 1 runs, found 0"):
-        asyncio.run(pair.landing.read([], timeout=5))
+        asyncio.run(pair.landing.fetch_weights([], timeout=5))
 
 
 @pytest.mark.parametrize("verify", ["off", "transfer", "live"])

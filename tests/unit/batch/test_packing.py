@@ -1,87 +1,27 @@
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.batch.packing import ALIGN, Aggregation, fill, pack, unpack
-from titan_rl.wire.types import Batch, Rows, Sample
-
-PAD = 999  # no sample has this token, so tests can tell padding from documents
-AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", "sequence_sum")
-Place = tuple[int, int, int, float, float, float]  # token, position, target, mask, behaviour, advantage
-
-
-@st.composite
-def samples_up_to(draw: st.DrawFn, tokens: int) -> list[Sample]:
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return [random_sample(rng, n) for n in draw(st.lists(st.integers(0, tokens), max_size=40))]
-
-
-@st.composite
-def pairs_up_to(draw: st.DrawFn, tokens: int) -> list[Sample]:
-    """Neighbours take `tokens` places at most between them."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    firsts = draw(st.lists(st.integers(0, tokens), max_size=20))
-    return [random_sample(rng, n) for first in firsts for n in (first, int(rng.integers(0, tokens - first + 1)))]
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, int, int, list[Sample]]:
-    seq_len = draw(st.integers(2, 150))
-    return draw(st.integers(1, 4)), seq_len, draw(st.integers(1, 5)), draw(samples_up_to(seq_len + 1))
-
-
-def random_sample(rng: np.random.Generator, tokens: int) -> Sample:
-    mask = rng.integers(0, 2, tokens)
-    behaviour = np.where(mask, -rng.random(tokens, dtype=np.float32), 0)
-    columns = {"behaviour": behaviour.tolist(), "advantage": rng.standard_normal(tokens).astype(np.float32)}
-    return Sample(rng.integers(0, 50, tokens).tolist(), mask.tolist(), {}).with_columns(**columns)
-
-
-def expected(samples: Sequence[Sample]) -> list[Place]:
-    return [
-        (
-            s.tokens[i],
-            i,
-            s.tokens[i + 1],
-            float(s.mask[i + 1]),
-            float(s.columns["behaviour"][i + 1]),
-            float(s.columns["advantage"][i + 1]),
-        )
-        for s in samples
-        for i in range(len(s.tokens) - 1)
-    ]
-
-
-def microbatches(batches: Sequence[Batch]) -> list[Rows]:
-    return [rows for batch in batches for rows in batch.microbatches]
-
-
-def places(rows: Rows) -> Iterator[Place]:
-    empty = np.zeros(rows.mask.shape)
-    columns = [rows.columns.get(name, empty) for name in ("behaviour", "advantage")]
-    arrays = (rows.tokens, rows.positions, rows.targets, rows.mask, *columns)
-    return zip(*(array.ravel().tolist() for array in arrays), strict=True)
-
-
-def sample(tokens: int, prompt: int = 1) -> Sample:
-    trained = tokens - prompt
-    mask = [0] * prompt + [1] * trained
-    return Sample(list(range(tokens)), mask, {"behaviour": [0.0] * prompt + [-0.5] * trained})
-
-
-def weights(batches: Sequence[Batch]) -> np.ndarray:
-    return np.concatenate([rows.weights.ravel() for rows in microbatches(batches)])
-
-
-def weights_of(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[float]:
-    """What each sample counts in the loss."""
-    per_place = unpack(batches, [[rows.weights for rows in b.microbatches] for b in batches], samples)
-    return [float(w.sum()) for w in per_place]
+from support.packed_rows import (
+    AGGREGATIONS,
+    PAD,
+    expected,
+    fill,
+    microbatches,
+    pairs_up_to,
+    places,
+    sample,
+    samples_up_to,
+    shapes,
+    weights,
+    weights_of,
+)
+from titan_rl.batch.packing import ALIGN, Aggregation, pack, unpack
+from titan_rl.wire.types import Sample
 
 
 @given(shapes())
@@ -285,15 +225,6 @@ def test_shards_differ_by_a_row_at_most(case: tuple[int, int, int, list[Sample]]
     batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows_per_microbatch, pad_id=PAD)
     loads = [sum(int((rows.tokens != PAD).sum()) for rows in batch.microbatches) for batch in batches]
     assert max(loads) - min(loads) <= batches[0].microbatches[0].tokens.shape[1]
-
-
-@given(st.lists(st.integers(2, 65), max_size=40), st.integers(1, 3), st.integers(1, 3))
-def test_fill_is_the_share_of_places_that_are_not_padding(
-    sizes: list[int], shards: int, rows_per_microbatch: int
-) -> None:
-    samples = [sample(n) for n in sizes]
-    batches = pack(samples, shards=shards, seq_len=64, rows_per_microbatch=rows_per_microbatch, pad_id=PAD)
-    assert fill(batches) == np.mean([rows.tokens != PAD for rows in microbatches(batches)])
 
 
 def test_long_mixed_documents_leave_few_places_empty() -> None:

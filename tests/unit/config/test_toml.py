@@ -110,7 +110,7 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
         ("[training]\nqqq = 3", "run.toml: [training] has no key 'qqq'"),
         ("[trainin]\nsteps = 3", "run.toml: there is no section [trainin]; did you mean [training]?"),
         ("[a.b]\nsteps = 3", "run.toml: there is no section [a]"),
-        ("seq_len = 3", "run.toml: 'seq_len' stands outside its section; it is a key of [training]"),
+        ("seq_len = 3", "run.toml: 'seq_len' is outside a section; it is a key of [training]"),
         ("training = 3", "run.toml: [training]: expected a table, found 3"),
         ("[[training]]\nsteps = 3", 'run.toml: [training]: expected a table, found [{"steps": 3}]'),
         ('[training]\nsteps = "3"', 'run.toml: [training] steps: expected an integer >= 0, found "3"'),

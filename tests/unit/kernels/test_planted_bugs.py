@@ -1,4 +1,4 @@
-"""The classic mistakes of policy-gradient code, planted: each must fail a comparison that passes without it."""
+"""Plant classic mistakes of policy-gradient code: each must fail a comparison that passes without it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ GAE = cases("verl_advantages.json")["gae"]
 
 
 def compare_step(trained: list[Sample] = SAMPLES, case: Case = CASE, **changed: torch.Tensor) -> None:
-    """The case, of other samples or with other columns, against verl's loss and gradients."""
+    """Compare the case, with changed samples or columns, with verl's loss and gradients."""
     surrogate, aggregation = verl_setup(case["settings"])
     x = columns(case["inputs"], case["inputs"]["advantage"])
     loss, _ = summed(placed(trained, aggregation), policy_terms(policy_loss, surrogate, {**x, **changed}))
@@ -49,7 +49,7 @@ def masked(change: Callable[[list[int]], list[int]]) -> list[Sample]:
 
 
 def compare_gae(shift: int = 0, last: float | None = None) -> None:
-    """GAE's golden advantages, with values `shift` places off, or with a value `last` after the last token."""
+    """Compare GAE's advantages, with values shifted by `shift` or with a value `last` after the last token."""
     gamma, lam = GAE["settings"]["gamma"], GAE["settings"]["lam"]
     advantages = []
     for rewards, values, mask in verl_gae_inputs(GAE["inputs"]):
@@ -60,12 +60,12 @@ def compare_gae(shift: int = 0, last: float | None = None) -> None:
 
 
 def logprob() -> torch.Tensor:
-    """[N, L]; behind an answer's end stand zeros, which would leave the other token no probability."""
+    """Return [N, L]. Zeros after an answer's end would leave the other token no probability."""
     return tensor(CASE["inputs"]["logprob"]).clamp(max=-1e-3)
 
 
 def at_temperature(temperature: float) -> torch.Tensor:
-    """[N, L]: log-probs of a vocabulary of two whose logits give the golden ones at temperature 1."""
+    """Return [N, L]: log-probs of a vocabulary of two whose logits give the golden ones at temperature 1."""
     logits = torch.stack([logprob(), torch.log1p(-logprob().exp())], -1)
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
     return reference_token_logprob(logits, torch.eye(2, dtype=torch.float64), targets, temperature)[0]
@@ -115,7 +115,7 @@ def test_an_end_of_sequence_that_is_not_trained_is_caught() -> None:
 
 
 def test_an_end_of_sequence_counted_twice_is_caught() -> None:
-    """A chat template that closes an answer which the policy has closed already."""
+    """The chat template closes an answer that the policy has closed already."""
     x = columns(CASE["inputs"], CASE["inputs"]["advantage"])
     lengths = torch.tensor(CASE["inputs"]["length"])[:, None]
     again = torch.minimum(torch.arange(int(lengths.max()) + 1), lengths - 1)  # [N, L + 1]: the last place once more
@@ -133,7 +133,7 @@ def test_log_probs_at_another_temperature_are_caught(temperature: float) -> None
 
 
 def ranks(parts: list[slice]) -> torch.Tensor:
-    """Means over each part's own tokens, averaged: what a loss divided per rank or per microbatch comes to."""
+    """Average the means over each part's own tokens, as a loss divided per rank or per microbatch does."""
     x = columns(CASE["inputs"], CASE["inputs"]["advantage"])
     means: list[torch.Tensor] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The torch reference, held against its definition written token by token in plain Python."""
+"""The torch reference, compared with its definition written token by token in plain Python."""
 
 import math
 from collections import defaultdict
@@ -19,9 +19,21 @@ def held(x: float) -> float:
     return max(-20.0, min(20.0, x))
 
 
+def correction_by_hand(o: OffPolicy, log_trust: float, logs: list[float]) -> float:
+    """Return the factor of one token whose sequence has the log-ratios `logs`."""
+    correction = 1.0
+    if o.weight != "none":
+        trust = math.exp(held(log_trust if o.weight.startswith("token") else sum(logs)))
+        correction = min(trust, o.high) if o.weight.endswith("tis") else trust if o.low <= trust <= o.high else 0.0
+    if o.rejection != "none":
+        trust = math.exp(held(log_trust if o.rejection == "token" else sum(logs) / len(logs)))
+        correction *= o.rejection_low <= trust <= o.rejection_high
+    return correction
+
+
 def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
-    """The loss, and the statistics that are sums over tokens."""
-    s, o, t = surrogate, surrogate.off_policy, at.tokens
+    """Return the loss, and the statistics that are sums over tokens."""
+    s, t = surrogate, at.tokens
     places = [(i, j) for i in range(t.mask.shape[0]) for j in range(t.mask.shape[1]) if t.mask[i, j] > 0]
 
     def number(column: torch.Tensor, place: tuple[int, int]) -> float:
@@ -34,7 +46,7 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
         members[int(t.sequence[place])].append(place)
 
     def differences(a: torch.Tensor, b: torch.Tensor, place: tuple[int, int]) -> list[float]:
-        """Those of all trained tokens of the token's sequence."""
+        """Return a - b of all trained tokens of the token's sequence."""
         return [number(a, p) - number(b, p) for p in members[int(t.sequence[place])]]
 
     total, sums = 0.0, defaultdict(float)
@@ -60,14 +72,7 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
             sums["clip_ratio/high"] += ratio > 1 + s.clip_high and (s.clip == "cispo" or advantage > 0)
 
         log_trust = number(trusted, place) - number(t.behaviour, place)
-        logs = differences(trusted, t.behaviour, place)
-        correction = 1.0
-        if o.weight != "none":
-            trust = math.exp(held(log_trust if o.weight.startswith("token") else sum(logs)))
-            correction = min(trust, o.high) if o.weight.endswith("tis") else trust if o.low <= trust <= o.high else 0.0
-        if o.rejection != "none":
-            trust = math.exp(held(log_trust if o.rejection == "token" else sum(logs) / len(logs)))
-            correction *= o.rejection_low <= trust <= o.rejection_high
+        correction = correction_by_hand(s.off_policy, log_trust, differences(trusted, t.behaviour, place))
         loss *= correction
 
         if t.reference is not None:
@@ -77,7 +82,6 @@ def by_hand(at: Case, surrogate: Surrogate) -> tuple[float, dict[str, float]]:
             sums[f"kl/{s.kl}"] += kl
         loss -= s.entropy_coef * number(at.entropy, place)
         total += number(t.weight, place) * loss
-
         gap = abs(logprob - number(t.behaviour, place))
         sums["logprob_gap/mean"] += gap
         sums["logprob_gap/mult"] += math.exp(held(gap))
@@ -116,7 +120,7 @@ DIFFERENTIATED = [
 
 @pytest.mark.parametrize("surrogate", DIFFERENTIATED, ids=name)
 def test_the_gradient_is_the_numerical_one(surrogate: Surrogate) -> None:
-    """Of the settings that differentiate all of their loss: cispo and the sequence ratio stop gradients by design."""
+    """Test the settings that differentiate their whole loss: cispo and the sequence ratio stop gradients by design."""
     at = case(3, rows=1, length=24, far=2.0)
     logprob, entropy = at.logprob.clone().requires_grad_(), at.entropy.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x, y: policy_loss(x, y, at.tokens, surrogate)[0], (logprob, entropy))
@@ -124,7 +128,7 @@ def test_the_gradient_is_the_numerical_one(surrogate: Surrogate) -> None:
 
 @pytest.mark.parametrize("clip", ["ppo", "none"])
 def test_at_sequence_level_the_gradient_is_gspos(clip: Clip) -> None:
-    """GSPO differentiates one ratio a sequence; with one advantage and one weight in a sequence that is the same."""
+    """GSPO differentiates one ratio per sequence, which is the same if a sequence has one advantage and one weight."""
     at = case(5, spread=0.05)
     t = at.tokens
     spread = torch.randn(t.sequences, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -178,7 +182,7 @@ def test_what_lies_under_the_mask_is_never_seen(surrogate: Surrogate) -> None:
 
 
 def one_token(log_ratio: float, advantage: float, surrogate: Surrogate) -> dict[str, int]:
-    """The clip counters on a microbatch of one token."""
+    """Return the clip counters of a microbatch of one token."""
     one = torch.ones(1, dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.int64)
     tokens = Tokens(0 * one, advantage * one, mask=one, weight=one, sequence=zero, sequences=1)
@@ -236,7 +240,7 @@ def test_a_microbatch_without_a_trained_token_has_no_loss_and_no_gradient(paddin
 
 @pytest.mark.parametrize("kl", ESTIMATORS)
 def test_the_kl_and_the_entropy_are_not_weighed_by_the_correction(kl: str) -> None:
-    """A rejection of everything leaves exactly them."""
+    """A rejection of everything leaves exactly these terms."""
     at = case(8, spread=0.0, far=0.0)
     nothing = OffPolicy(rejection="token", rejection_low=5.0, rejection_high=6.0)
     surrogate = Surrogate(kl=kl, kl_coef=0.5, entropy_coef=0.25, off_policy=nothing)  # pyright: ignore[reportArgumentType]

@@ -36,7 +36,7 @@ def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype = torch.flo
 def results(
     function: Any, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, entropy: bool, **keys: Any
 ) -> Results:
-    """Values, and gradients of a loss that weighs each token differently."""
+    """Return values, and gradients of a loss that weights each token differently."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
     logprob, entropies = function(hidden, weight, *rest, **keys)
     by_token = torch.linspace(-1, 2, max(logprob.numel(), 1), dtype=logprob.dtype)[: logprob.numel()].view(
@@ -186,7 +186,7 @@ def test_only_inputs_and_columns_are_saved_for_the_backward_pass() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation's result had."""
+    """Record the largest number of elements in any operation's result."""
 
     numel = 0
 
@@ -206,13 +206,13 @@ def test_no_tensor_is_larger_than_the_inputs(function: Any, fits: bool) -> None:
 
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     hidden, weight, _ = case(2, 5, 2)
-    with pytest.raises(IndexError, match=r"targets lie in 0\.\.5, the vocabulary has 5"):
+    with pytest.raises(IndexError, match=r"expected targets in 0\.\.4, found 0\.\.5"):
         token_logprob(hidden, weight, torch.tensor([0, 5]))
 
 
 def test_targets_of_another_shape_are_refused() -> None:
     hidden, weight, targets = case(4, 5, 2)
-    with pytest.raises(ValueError, match=r"needs targets \[4\], got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"expected targets \[4\] for hidden \[4, \d+\], found \[2, 2\]"):
         token_logprob(hidden, weight, targets.view(2, 2))
 
 

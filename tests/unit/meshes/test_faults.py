@@ -14,10 +14,12 @@ from titan_rl.meshes.faults import Watch, ask, failure, label
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
 KILLED = (
-    "The actor <root>.<titan_rl.actors.trainer.Trainer trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants have "
-    "failed:\n  the process this actor was running on failed: Killed(sig=9)"
+    "The actor <root>.<titan_rl.actors.model_rank.ModelRank trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants "
+    "have failed:\n  the process this actor was running on failed: Killed(sig=9)"
 )
-OURS_TOO = KILLED.replace("titan_rl.actors.trainer.Trainer trainer", "monarch._src.spmd.actor.SPMDActor _SPMDActor")
+OURS_TOO = KILLED.replace(
+    "titan_rl.actors.model_rank.ModelRank trainer", "monarch._src.spmd.actor.SPMDActor _SPMDActor"
+)
 
 
 def test_a_death_is_named() -> None:

@@ -151,7 +151,7 @@ Thread 10150 (idle): "Thread-1 (purge_thread)"
     purge_thread (checkpointer/base.py:47)
 Thread 10128 (active): "monarch-actor-event-loop"
     all_reduce (torch/distributed/distributed_c10d.py:3012)
-    step (titan_rl/actors/trainer.py:58)
+    step (titan_rl/actors/model_rank.py:58)
     Handle._run (asyncio/events.py:80)
 """
 
@@ -160,7 +160,7 @@ def test_of_a_dump_stay_the_threads_that_work_and_their_own_frames() -> None:
     assert excerpt(DUMP).splitlines() == [
         'Thread 10128 (active): "monarch-actor-event-loop"',
         "  all_reduce (torch/distributed/distributed_c10d.py:3012)",
-        "  step (titan_rl/actors/trainer.py:58)",
+        "  step (titan_rl/actors/model_rank.py:58)",
         "3 threads wait for work",
     ]
     deep = DUMP + "".join(f"    f{i} (deep.py:{i})\n" for i in range(100))

@@ -9,7 +9,8 @@ import pytest
 from support.folders import write_hf
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
-from titan_rl.preflight.checks import CPU_HEAD_DIMS, host_problems, problems, visible_gpus, warnings
+from titan_rl.preflight.checks import host_problems, problems, warnings
+from titan_rl.preflight.checks.host import CPU_HEAD_DIMS, visible_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks import tokenizer
 
@@ -43,7 +44,7 @@ def test_the_defaults_run() -> None:
     ("toml", "message"),
     [
         ("[parallelism]\ntensor_parallel_degree = 4", "a divisor of the model's n_kv_heads = 2, found 4"),
-        ("[model]\nn_heads = 8\nhead_dim = 16", "model.head_dim: expected one that vLLM has CPU kernels for"),
+        ("[model]\nn_heads = 8\nhead_dim = 16", "model.head_dim: expected a size that vLLM supports on a CPU"),
         (
             '[checkpoint]\nasync_mode = "async_with_pinned_mem"',
             'expected "disabled" or "async" on a CPU',
@@ -56,7 +57,7 @@ def test_the_defaults_run() -> None:
         ("[model]\nvocab_size = 65\n[parallelism]\ntensor_parallel_degree = 2", "vocab_size = 65, found 2"),
         (
             "[training]\nseq_len = 255\n[parallelism]\ntensor_parallel_degree = 2",
-            "training.seq_len: expected a multiple of parallelism.tensor_parallel_degree = 2 (sequence parallel)",
+            "training.seq_len: expected a multiple of parallelism.tensor_parallel_degree = 2 (sequence parallelism)",
         ),
         (
             "[generator]\ntensor_parallel_degree = 8",
@@ -71,10 +72,10 @@ def test_the_defaults_run() -> None:
             "[hosts]\nslots = 3\n[parallelism]\ndata_parallel_shard_degree = 2\n[generator]\nreplicas = 2",
             "hosts.slots: expected room for 4 processes (2 of the trainer, 2 of the generators), found 3",
         ),
-        ("[generator]\nreplicas = 16", "found 16; lower their degrees or raise it"),
+        ("[generator]\nreplicas = 16", "found 16; raise it, or lower the parallel degrees"),
         (
             "[eval]\nsize = 0\n[cold_start]\nsteps = 9\nstop_at = 0.5",
-            "cold_start.stop_at: expected 0 where eval.size is 0",
+            "cold_start.stop_at: expected 0, because eval.size = 0 leaves no problems to measure it on, found 0.5",
         ),
         ('[hosts]\ndevice = "cuda"', 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'),
         (
@@ -89,25 +90,25 @@ def test_the_defaults_run() -> None:
         ("[training]\nseq_len = 4096", "training.seq_len: expected at most the model's max_seq_len = 2048, found 4096"),
         (
             "[rollout]\ngroup_size = 1",
-            'rollout.group_size: expected at least 2 samples, which algorithm.advantage = "group" compares with each '
-            "other, found 1",
+            'rollout.group_size: expected at least 2, because algorithm.advantage = "group" compares the samples of a '
+            "group, found 1",
         ),
-        ('[model]\nname = "qwen3"\ndim = 130', "model.dim: expected a multiple of n_heads = 4 where head_dim is 0"),
+        ('[model]\nname = "qwen3"\ndim = 130', "model.dim: expected a multiple of n_heads = 4, because head_dim is 0"),
         ("[model]\ndim = 130", "model.dim: expected head_dim x n_heads"),
-        ("[model]\nhead_dim = 64", "as TorchTitan's Llama 3 requires (64 x 4), found 128"),
-        ('[model]\nname = "qwen3"\nhead_dim = 33', "model.head_dim: expected an even size"),
+        ("[model]\nhead_dim = 64", "head_dim x n_heads = 64 x 4, as TorchTitan's Llama 3 requires, found 128"),
+        ('[model]\nname = "qwen3"\nhead_dim = 33', "model.head_dim: expected an even number"),
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: expected a divisor of the model's 4 heads, found 3"),
         ("[model]\nvocab_size = 10", "model.vocab_size: expected at least the built-in tokenizer's 52, found 10"),
         ('[model]\nflavor = "8"', "model.flavor: expected a dense llama3 (debugmodel, 1B,"),
         ('[model]\nname = "qwen3"\nflavor = "30B-A3B"', "model.flavor: expected a dense qwen3 (debugmodel,"),
         ('[model]\nhf_assets_path = "/no/such"', "model.hf_assets_path: expected a Hugging Face folder, found none at"),
         ("[checkpoint]\nkeep_latest_k = 1", "checkpoint.keep_latest_k: expected 0 (all) or at least 2"),
-        ("[training]\nsteps = 0", "training.steps: expected at least 1 where cold_start.steps is 0, found 0"),
+        ("[training]\nsteps = 0", "training.steps: expected at least 1, because cold_start.steps is 0 too, found 0"),
         ("[eval]\nsize = 2001", "eval.size: expected at most 2000 of addition's 10,000 sums, found 2001"),
         ("[generator]\nblock_size = 16", "generator.block_size: expected a multiple of 32 on a CPU, found 16"),
         (
             "[model]\nn_layers = 64\n[training]\nseq_len = 2048\n[generator]\nkv_cache_memory_mb = 32",
-            "generator.kv_cache_memory_mb: expected at least 65, which one sequence of 2048 tokens takes, found 32",
+            "generator.kv_cache_memory_mb: expected at least 65, the KV cache of one sequence of 2048 tokens, found 32",
         ),
         (
             '[task]\nreward = "exct"',
@@ -131,31 +132,38 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
     [
         (
             'name = "rloo"\n[rollout]\ngroup_size = 1',
-            'rollout.group_size: expected at least 2 samples, which algorithm.advantage = "leave_one_out" compares',
+            'rollout.group_size: expected at least 2, because algorithm.advantage = "leave_one_out" compares',
         ),
         (
             'advantage = "leave_one_out"',
-            'algorithm.normalize: expected "none" or "batch", as algorithm.advantage = "leave_one_out" is not relative '
-            'to its group, found "group"',
+            'algorithm.normalize: expected "none" or "batch", because algorithm.advantage = "leave_one_out" is not '
+            'relative to the group, found "group"',
         ),
-        ('advantage = "return"', 'as algorithm.advantage = "return" is not relative to its group, found "group"'),
+        ('advantage = "return"', 'because algorithm.advantage = "return" is not relative to the group, found "group"'),
         (
             'name = "reinforce_pp"\ndynamic_sampling = true\n[rollout]\ngroup_size = 1',
-            "algorithm.dynamic_sampling: expected false where rollout.group_size is 1, found true",
+            "algorithm.dynamic_sampling: expected false, because all rewards of a group are equal with "
+            "rollout.group_size = 1, found true",
         ),
         (
             "dual_clip = 1.25\nclip_high = 0.28",
-            "algorithm.dual_clip: expected above 1 + clip_high = 1.28 (0: off), found 1.25",
+            "algorithm.dual_clip: expected a value above 1 + clip_high = 1.28, or 0 for off, found 1.25",
         ),
         (
             'name = "cispo"\ndual_clip = 6',
-            'algorithm.dual_clip: expected 0 where algorithm.clip is "cispo", found 6',
+            'algorithm.dual_clip: expected 0, because algorithm.clip is "cispo", found 6',
         ),
-        ("correction_low = 2", "algorithm.correction_low: expected below algorithm.correction_high = 2, found 2"),
-        ("rejection_high = 0.25", "algorithm.rejection_low: expected below algorithm.rejection_high = 0.25, found 0.5"),
+        (
+            "correction_low = 2",
+            "algorithm.correction_low: expected a value below algorithm.correction_high = 2, found 2",
+        ),
+        (
+            "rejection_high = 0.25",
+            "algorithm.rejection_low: expected a value below algorithm.rejection_high = 0.25, found 0.5",
+        ),
         (
             'correction = "token_tis"',
-            'algorithm.proximal: expected "trainer" where algorithm.correction is "token_tis"',
+            'algorithm.proximal: expected "trainer", because with algorithm.correction = "token_tis" the ratio would',
         ),
         ("minibatches = 3", "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16, found 3"),
         (
@@ -164,20 +172,25 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         ),
         (
             'name = "reward_model"\n[cold_start]\nsteps = 5',
-            "cold_start.steps: expected 0, as a reward model writes no answers, found 5",
+            "cold_start.steps: expected 0, because a reward model generates no answers, found 5",
         ),
         (
             'kl_coef = 0.5\n[reference]\nmesh = "none"',
-            'reference.mesh: expected "trainer" or "own", as algorithm.kl_coef = 0.5 needs a reference, found "none"',
+            'reference.mesh: expected "trainer" or "own", because algorithm.kl_coef = 0.5 needs a reference, '
+            'found "none"',
         ),
         (
             'name = "dpo"\n[reference]\nmesh = "none"',
-            'reference.mesh: expected "trainer" or "own", as algorithm.name = "dpo" needs a reference, found "none"',
+            'reference.mesh: expected "trainer" or "own", because algorithm.name = "dpo" needs a reference, '
+            'found "none"',
         ),
-        ('name = "ppo"', 'critic.lr: expected above 0, as algorithm.name = "ppo" trains a critic, found 0'),
+        (
+            'name = "ppo"',
+            'critic.lr: expected a value above 0, because algorithm.name = "ppo" trains a critic, found 0',
+        ),
         (
             'name = "opd"',
-            'teacher.hf_assets_path: expected a Hugging Face folder, as algorithm.name = "opd" needs one, found ""',
+            'teacher.hf_assets_path: expected a Hugging Face folder, required by algorithm.name = "opd", found ""',
         ),
         (
             'name = "opd"\n[teacher]\nhf_assets_path = "/no/such"',
@@ -185,14 +198,17 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         ),
         (
             '[task]\nreward = "model"\neval_reward = "exact"',
-            'reward_model.hf_assets_path: expected a Hugging Face folder, as task.reward = "model" needs one, found ""',
+            'reward_model.hf_assets_path: expected a Hugging Face folder, required by task.reward = "model", found ""',
         ),
-        ('[task]\neval_reward = "model"', "task.eval_reward: expected a rule, as a reward model does not judge itself"),
+        (
+            '[task]\neval_reward = "model"',
+            'task.eval_reward: expected a reward other than "model", because a reward model',
+        ),
         ('[task]\neval_reward = "exct"', 'task.eval_reward: expected "exact", "last_number"'),
         ('[task]\neval_reward = "no_such:f"', "task.eval_reward = 'no_such:f': No module named 'no_such'"),
         (
             'name = "sft"\n[task]\nreward = "model"',
-            'task.eval_reward: expected a rule to judge held-out answers by where task.reward is "model"',
+            'task.eval_reward: expected a reward for the held-out answers, because task.reward is "model"',
         ),
         (
             'kl_coef = 0.5\n[reference]\nmesh = "own"\ntensor_parallel_degree = 4',
@@ -299,7 +315,7 @@ def test_a_critic_may_start_from_a_reward_model(tmp_path: Path) -> None:
 def test_a_role_of_another_kind_is_refused(tmp_path: Path, role: str, wanted: str) -> None:
     other = "reward_model" if role == "teacher" else "teacher"
     (problem,) = problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, other))))
-    assert problem.startswith(f"{role}.hf_assets_path: expected {wanted}, found another kind in ")
+    assert problem.startswith(f"{role}.hf_assets_path: expected {wanted}, found another kind of model in ")
 
 
 @roles
@@ -333,13 +349,13 @@ def test_a_teacher_of_another_shape_needs_a_mesh_of_its_own(tmp_path: Path) -> N
     toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher", n_layers=9))
     assert problems(config(tmp_path, toml)) == []
     (problem,) = problems(config(tmp_path, toml + 'mesh = "trainer"'))
-    expected = 'teacher.mesh: expected "own" for a teacher of another shape than the policy\'s, found "trainer"'
+    expected = 'teacher.mesh: expected "own", because teacher and policy differ in shape, found "trainer"'
     assert problem == expected
 
 
 def test_a_critic_of_another_shape_is_refused(tmp_path: Path) -> None:
     (problem,) = problems(config(tmp_path, ROLES["critic"].format(role_folder(tmp_path, "critic", n_layers=9))))
-    assert problem.startswith("critic.hf_assets_path: expected the policy's shape, found another in ")
+    assert problem.startswith("critic.hf_assets_path: expected the policy's shape, found another shape in ")
 
 
 @pytest.mark.parametrize("role", ["teacher", "reward_model"])
@@ -380,9 +396,9 @@ def test_no_problem(tmp_path: Path, toml: str) -> None:
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
     (problem,) = problems(config(tmp_path, "[rollout]\nwindow = 2"))
-    assert problem == "rollout.window: expected 0 where rollout.lag is 0, as nothing is there to overtake, found 2"
+    assert problem == "rollout.window: expected 0, because rollout.lag = 0 leaves nothing to overtake, found 2"
     (problem,) = problems(config(tmp_path, '[rollout]\nlag = 1\nwindow = 2\n[algorithm]\nname = "dapo"'))
-    assert problem.startswith("rollout.window: expected 0 beside algorithm.dynamic_sampling")
+    assert problem.startswith("rollout.window: expected 0 with algorithm.dynamic_sampling, because replaced groups")
 
 
 @pytest.mark.parametrize(
@@ -397,14 +413,14 @@ def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -
 )
 def test_streaming_needs_groups_that_stand_alone(tmp_path: Path, toml: str, why: str) -> None:
     (problem,) = problems(config(tmp_path, f"{toml}\n[training]\nstream_groups = 2"))
-    assert problem == f"training.stream_groups: expected 0 where {why}, found 2"
+    assert problem == f"training.stream_groups: expected 0, because {why}, found 2"
 
 
 def test_colocated_engines_cannot_drain(tmp_path: Path) -> None:
     toml = '[placement]\nkind = "colocated"\n[weight_sync]\nin_flight = "drain"\n'
     assert problems(config(tmp_path, toml)) == []  # without a lag nothing is in flight
     (problem,) = problems(config(tmp_path, f"{toml}[rollout]\nlag = 1"))
-    assert problem.startswith('weight_sync.in_flight: expected "swap" under a lag')
+    assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep')
 
 
 def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
@@ -413,7 +429,7 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     assert "hosts.slots" in problem
     assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=2) == []
     (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=1)
-    assert "2 GPUs (2 of the trainer, 1 of the generators; the first two share theirs)" in problem
+    assert "2 GPUs (2 of the trainer, 1 of the generators; trainer and generators share GPUs)" in problem
 
 
 def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: Path) -> None:
@@ -426,9 +442,9 @@ def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: P
     (run / "checkpoint" / "step-2" / ".metadata").write_text("")
     assert problems(config(tmp_path, here)) == []
     seed, size, model = problems(config(tmp_path, here + other))
-    assert seed == f"debug.seed: expected 0, with which {run} began (job.fresh begins anew), found 3"
+    assert seed == f"debug.seed: expected 0, as in the run in {run} (or --job.fresh to start from scratch), found 3"
     assert size.startswith("eval.size: expected 256")
-    assert model.startswith(f"[model]: expected the model that {run} began with")
+    assert model.startswith(f"[model]: expected the same shape as in the run in {run}")
     assert problems(config(tmp_path, f'[job]\nfresh = true\ndump_folder = "{run}"\n{other}')) == []
 
 
@@ -506,9 +522,9 @@ def test_a_chat_template_of_its_own_file(tmp_path: Path, folder: Path) -> None:
     assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"')) == []
 
 
-def test_flavor_beside_a_folder(tmp_path: Path, folder: Path) -> None:
+def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
     (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\nflavor = "8B"'))
-    assert problem == 'model.flavor: expected "" beside model.hf_assets_path, found "8B"'
+    assert problem == 'model.flavor: expected "", because model.hf_assets_path is set, found "8B"'
 
 
 GOOD = {"question": "1+1=", "answer": "2"}
@@ -527,7 +543,7 @@ CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
         ([{"prompt": "2", "answer": "3"}], "", "['answer', 'prompt']"),
         ([], "", "task.path: expected at least one row"),
         ([CHAT], "", 'task.template: expected "chat" for the messages in row 1'),
-        ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, as row 2 of"),
+        ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, because row 2 of"),
         ([GOOD | {"answer": "two"}], 'reward = "last_number"', "expected a number in the answer of row 1 of"),
     ],
 )

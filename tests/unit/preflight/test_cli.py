@@ -63,10 +63,10 @@ def test_overrides(argv: list[str], section: str, key: str, value: object) -> No
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "3"], "--steps: there is no such flag; did you mean --cold_start.steps or --training.steps?"),
-        (["--dry-rum"], "--dry-rum: there is no such flag; did you mean --dry-run?"),
+        (["--steps", "3"], "--steps: unknown flag; did you mean --cold_start.steps or --training.steps?"),
+        (["--dry-rum"], "--dry-rum: unknown flag; did you mean --dry-run?"),
         (["--dry-run=false"], '--dry-run: expected no value, found "false"'),
-        (["--"], "--: there is no such flag"),
+        (["--"], "--: unknown flag"),
         (["-c=3"], 'expected a flag, such as --training.steps 20, found "-c=3"'),
         (["--job.fresh", "yes"], '--job.fresh: expected true or false, found "yes"'),
         (["--training.steps"], "--training.steps: expected an integer >= 0, found no value"),
@@ -86,7 +86,7 @@ def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--algorithm.name=ppo"], 'critic.lr: expected above 0, as algorithm.name = "ppo" trains a critic, found 0'),
+        (["--algorithm.name=ppo"], 'critic.lr: expected a value above 0, because algorithm.name = "ppo" trains'),
         (["--algorithm.name=dpo", "--reference.mesh=none"], 'reference.mesh: expected "trainer" or "own"'),
         (["--algorithm.name=gppo"], "--algorithm.name: expected one of "),
         (["--algorithm.minibatches=3"], "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16"),

@@ -52,7 +52,7 @@ def test_the_8b_config_is_checked_whole(assets: Path, tmp_path: Path, capsys: py
     assert "8.03B parameters" in out
     assert "FSDP2 4" in out
     assert "vLLM x 2, TP 2" in out
-    assert "15 GiB a version and replica" in out
+    assert "15 GiB per version and replica" in out
     assert not dump.exists()
 
 

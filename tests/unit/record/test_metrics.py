@@ -15,7 +15,8 @@ from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervi
 from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.record.metrics import DOCS, EVAL_SCORE, OCCASIONAL, StepTimes, fit_metrics, step_metrics
+from titan_rl.record.metric_docs import DOCS, EVAL_SCORE, OCCASIONAL
+from titan_rl.record.metrics import StepTimes, fit_metrics, step_metrics
 from titan_rl.wire.types import Batch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
@@ -37,8 +38,8 @@ GROUPS = [
 ]
 
 
-def told_by_losses() -> dict[str, set[str]]:
-    """What every loss tells of a microbatch, under the names that a step's metrics have; by algorithm."""
+def metrics_of_losses() -> dict[str, set[str]]:
+    """Return the names of the metrics that each loss adds to a step, by algorithm."""
     x, sequence = torch.linspace(-1, 0, 4), torch.tensor([0, 0, 1, 1])
     pairs: dict[str, Any] = {"mask_T": torch.ones(4), "sequence_T": sequence, "sequences": 2, "pairs": 1}
 
@@ -46,7 +47,7 @@ def told_by_losses() -> dict[str, set[str]]:
         tokens = Tokens(x, x, torch.ones(4), torch.ones(4) / 4, sequence, 2, reference=x)
         return policy_loss(x, x, tokens, Surrogate(kl=kl))[1]
 
-    told = {
+    statistics = {
         **{f"rl, {kl}": policy(kl) for kl in get_args(Estimator)},
         "supervised": supervised_loss(x, x, torch.ones(4), torch.ones(4) / 4)[1],
         "preference": dpo_loss(x, x, reference_T=x, beta=0.1, **pairs)[1],
@@ -54,14 +55,16 @@ def told_by_losses() -> dict[str, set[str]]:
         "value": value_loss(x, old_T=x, return_T=x, mask_T=torch.ones(4), weight_T=torch.ones(4) / 4, clip=0.2)[1],
     }
     batch = Batch([], 4, 2)
-    steps = {name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1, busy=1) for name, s in told.items()}
+    steps = {
+        name: finish([Reduction.of([s], batch, None)], lr=0.1, seconds=1, busy=1) for name, s in statistics.items()
+    }
     assert {name for step in steps.values() for name in step.histograms} == {"ratio/histogram"}
     return {name: set(step.metrics) for name, step in steps.items()}
 
 
 def test_every_key_of_a_step_is_documented() -> None:
-    told = told_by_losses()
-    for keys in told.values():
+    names = metrics_of_losses()
+    for keys in names.values():
         stats = replace(STATS, metrics=dict.fromkeys(keys, 0.5))
         logged = step_metrics(3, GROUPS, stats, SYNC, TIMES, score=0.5)
         assert logged.keys() <= DOCS.keys()
@@ -71,15 +74,15 @@ def test_every_key_of_a_step_is_documented() -> None:
 
 def test_only_occasional_keys_are_missing_from_a_plain_step() -> None:
     """What RL always logs stands before eval/score, in the order of the docs."""
-    told = told_by_losses()
+    names = metrics_of_losses()
     always = [key for key in DOCS if key not in OCCASIONAL]
     for estimator in get_args(Estimator):
-        stats = replace(STATS, metrics=dict.fromkeys(told[f"rl, {estimator}"], 0.5))
+        stats = replace(STATS, metrics=dict.fromkeys(names[f"rl, {estimator}"], 0.5))
         logged = step_metrics(3, GROUPS, stats, SYNC, TIMES)
         assert set(always) == logged.keys() - {f"kl/{estimator}"}
     assert OCCASIONAL[0] == EVAL_SCORE
     assert {f"kl/{estimator}" for estimator in get_args(Estimator)} <= set(OCCASIONAL)
-    assert told["value"] | told["preference"] | told["reward"] <= set(OCCASIONAL) | {"entropy"}
+    assert names["value"] | names["preference"] | names["reward"] <= set(OCCASIONAL) | {"entropy"}
 
 
 def test_docs_are_sentences_of_one_line() -> None:

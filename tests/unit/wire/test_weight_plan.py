@@ -1,141 +1,23 @@
-"""The planner against plain numpy, and against what vLLM's own loader makes of the same tensors."""
+"""The planner, compared with plain numpy."""
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.weight_layouts import LLAMA_8B, TINY, execute, hf_sizes, interleaved, layout, numbered, titan_order
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.weight_plan import (
-    ROUTING_SLACK,
-    Piece,
-    Run,
-    Shard,
-    WeightPlan,
-    param_shapes,
-    pieces,
-    plan,
-    verify_complete,
-)
-
-TINY = ModelShape(
-    family="llama3",
-    vocab_size=100,
-    dim=64,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=1,
-    head_dim=32,
-    hidden_dim=48,
-    max_seq_len=64,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied=False,
-)
-LLAMA_8B = replace(
-    TINY, vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336
-)
-
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")  # the trainer's TP
-BY_COLS = ("o_proj", "down_proj")
-
-
-def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Every tensor of a Hugging Face checkpoint; vectors have one column."""
-    q, kv, dim = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.dim
-    sizes = {"model.embed_tokens": (shape.vocab_size, dim), "model.norm": (dim, 1)}
-    for i in range(shape.n_layers):
-        layer = {
-            "self_attn.q_proj": (q, dim),
-            "self_attn.k_proj": (kv, dim),
-            "self_attn.v_proj": (kv, dim),
-            "self_attn.o_proj": (dim, q),
-            "mlp.gate_proj": (shape.hidden_dim, dim),
-            "mlp.up_proj": (shape.hidden_dim, dim),
-            "mlp.down_proj": (dim, shape.hidden_dim),
-            "input_layernorm": (dim, 1),
-            "post_attention_layernorm": (dim, 1),
-        }
-        if shape.family == "qwen3":
-            layer |= {"self_attn.q_norm": (shape.head_dim, 1), "self_attn.k_norm": (shape.head_dim, 1)}
-        sizes |= {f"model.layers.{i}.{name}": size for name, size in layer.items()}
-    if not shape.tied:
-        sizes["lm_head"] = (shape.vocab_size, dim)
-    return {f"{name}.weight": size for name, size in sizes.items()}
-
-
-def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-    """Tensors in which no two elements are equal."""
-    tensors, start = {}, 0
-    for name, (rows, cols) in sizes.items():
-        tensors[name] = np.arange(start, start + rows * cols).reshape(rows, cols)
-        start += rows * cols
-    return tensors
-
-
-def interleaved(name: str, shape: ModelShape) -> bool:
-    return shape.family == "llama3" and name.endswith(("q_proj.weight", "k_proj.weight"))
-
-
-def titan_order(tensors: dict[str, np.ndarray], shape: ModelShape) -> dict[str, np.ndarray]:
-    """What TorchTitan's adapter makes of a Hugging Face checkpoint (Llama3StateDictAdapter._reverse_permute)."""
-    half = shape.head_dim // 2
-    return {
-        name: w.reshape(-1, 2, half, shape.dim).swapaxes(1, 2).reshape(w.shape) if interleaved(name, shape) else w
-        for name, w in tensors.items()
-    }
-
-
-def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
-    """torch.chunk: all chunks but the last non-empty one are equally large."""
-    each = -(-size // parts)
-    skip = min(index * each, size)
-    return start + skip, min(each, size - skip)
-
-
-def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1) -> list[list[Shard]]:
-    """TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of what it left."""
-    ranks = []
-    for _ in range(replicate):
-        for f in range(fsdp):
-            for t in range(tp):
-                shards = []
-                for name, (rows, cols) in hf_sizes(shape).items():
-                    row, col = (0, rows), (0, cols)
-                    if any(part in name for part in BY_ROWS):
-                        row = chunk(*row, tp, t)
-                    if any(part in name for part in BY_COLS):
-                        col = chunk(*col, tp, t)
-                    row = chunk(*row, fsdp, f)
-                    shards.append(Shard(name, *row, *col, shape.head_dim if interleaved(name, shape) else 0))
-                ranks.append(shards)
-    return ranks
-
-
-def execute(plan: WeightPlan, held: list[dict[str, np.ndarray]], live: list[dict[str, np.ndarray]]) -> None:
-    """Every pair's run, packed and landed element by element."""
-    for (rank, reader), copies in plan.copies.items():
-        run = []
-        for c in copies:
-            rows = [c.src_row0 + b * c.block_stride + i * c.src_step for b in range(c.blocks) for i in range(c.rows)]
-            run.append(held[rank][c.name][rows, c.src_col0 : c.src_col0 + c.cols])
-        for c, values in zip(copies, run, strict=True):
-            rows = [c.dst_row0 + b * c.block_stride + i for b in range(c.blocks) for i in range(c.rows)]
-            live[reader][c.param][rows, c.dst_col0 : c.dst_col0 + c.cols] += values
+from titan_rl.wire.vllm_params import param_shapes, pieces
+from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, WeightPlan, plan
 
 
 def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, rank: int) -> dict[str, np.ndarray]:
-    """vLLM's parameters, by fusing and slicing whole tensors. Padding is 0."""
+    """Return vLLM's parameters, made by fusing and slicing whole tensors. Padding is 0."""
 
     def padded(w: np.ndarray) -> np.ndarray:
         return np.concatenate([w, np.zeros((-len(w) % 64, w.shape[1]), w.dtype)])
@@ -221,7 +103,7 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
-    """(first, size) of parts of any sizes, in any order."""
+    """Draw (first, size) of parts of any sizes, in any order."""
     bounds = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=5))})
     return draw(st.permutations([(low, high - low) for low, high in pairwise(bounds)]))
 
@@ -362,119 +244,3 @@ def test_contradicting_shards_are_refused() -> None:
         plan([[Shard("a", 0, 2, 0, 4), Shard("a", 2, 2, 0, 4)]], [[piece]])
     with pytest.raises(ValueError, match="the trainer holds b, which no generator parameter takes"):
         plan([[Shard("a", 0, 4, 0, 4), Shard("b", 0, 4, 0, 4)]], [[piece]])
-
-
-@pytest.mark.parametrize(
-    ("change", "tp", "message"),
-    [
-        ({"n_heads": 3}, 2, "a divisor of 3 attention heads, found 2"),
-        ({"hidden_dim": 47}, 2, "a divisor of 47 feed-forward rows, found 2"),
-        ({"n_heads": 12, "n_kv_heads": 3}, 2, "a divisor or a multiple of 3 key/value heads, found 2"),
-        ({"n_heads": 12, "n_kv_heads": 3}, 4, "a divisor or a multiple of 3 key/value heads, found 4"),
-        ({"n_heads": 6}, 3, "a divisor of 128 padded vocabulary rows, found 3"),
-    ],
-)
-def test_impossible_tensor_parallelism_names_the_key(change: dict[str, int], tp: int, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[generator\] tensor_parallel_degree: expected {message}$"):
-        pieces(replace(TINY, **change), tp=tp, rank=0)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
-    """One key/value head over two ranks, a vocabulary of 100: replication and padding are in it."""
-    from safetensors.numpy import save_file
-
-    rng = np.random.default_rng(0)
-    for family in ("llama3", "qwen3"):
-        for tied in (False, True):
-            shape = replace(TINY, family=family, tied=tied)
-            folder = tmp_path / "models" / f"{family}-{'tied' if tied else 'untied'}"
-            folder.mkdir(parents=True)
-            (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
-            tensors = {name: rng.random(size, np.float32) for name, size in hf_sizes(shape).items()}
-            vectors = {name: w[:, 0] if w.shape[1] == 1 else w for name, w in tensors.items()}
-            save_file(vectors, folder / "model.safetensors", metadata={"format": "pt"})
-    env = os.environ | {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DIST_IDENT": f"weight_plan_{os.getpid()}",  # names shared memory; vLLM's CPU worker would set it
-        "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path), str(tp), str(rank)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(tp)
-    ]
-    for process in ranks:
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output
-        assert "4 models equal" in output
-
-
-def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
-    """In a process of its own: vLLM's loader and the plan, from the same files, bit for bit."""
-    import torch
-    import torch.nn.functional as F
-    import vllm.model_executor.layers.utils as layers
-    from safetensors.numpy import load_file
-    from vllm import EngineArgs
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.model_executor.model_loader import get_model
-
-    if not torch.accelerator.is_available():
-        torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    # Else vLLM repacks linear weights on a CPU and leaves empty parameters behind.
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
-
-    models = sorted((folder / "models").iterdir())
-    for model_dir in models:
-        config = EngineArgs(
-            model=str(model_dir),
-            dtype="float32",
-            max_model_len=64,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            tensor_parallel_size=tp,
-            distributed_executor_backend="external_launcher" if tp > 1 else None,
-        ).create_engine_config()
-        with set_current_vllm_config(config):
-            if model_dir is models[0]:
-                init_distributed_environment(tp, rank, f"file://{folder}/rendezvous", rank, "gloo")
-                initialize_model_parallel(tp)
-            model = get_model(vllm_config=config)
-        shape = ModelShape.from_hf(json.loads((model_dir / "config.json").read_text()))
-        loaded = {name: param.detach().cpu().numpy() for name, param in model.named_parameters()}
-        assert {name: w.shape for name, w in loaded.items()} == param_shapes(shape, tp)
-
-        stored = load_file(model_dir / "model.safetensors")
-        tensors = {name: w.reshape(len(w), -1) for name, w in stored.items()}
-        trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
-        live = {name: np.zeros((len(w), w[0].size), w.dtype) for name, w in loaded.items()}
-        execute(plan(trainer, [pieces(shape, tp=tp, rank=rank)]), [tensors], [live])
-        for name, values in loaded.items():
-            np.testing.assert_array_equal(live[name].reshape(values.shape), values, err_msg=name)
-    print(f"{len(models)} models equal")
-
-
-if __name__ == "__main__":
-    compare_with_vllm(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-
-
-def test_the_live_model_must_be_the_planned_one() -> None:
-    live = param_shapes(TINY, 1)
-    verify_complete(live, TINY, 1)
-    with pytest.raises(ValueError, match=r"lm_head\.weight \(not in the plan\)"):
-        verify_complete(live, replace(TINY, tied=True), 1)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_norm\.weight \(not in the model\)"):
-        verify_complete(live, replace(TINY, family="qwen3"), 1)
-    with pytest.raises(ValueError, match=r"norm\.weight \(expected shape \(64,\), found \(0,\)\)"):
-        verify_complete(live | {"model.norm.weight": (0,)}, TINY, 1)

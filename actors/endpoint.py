@@ -1,0 +1,96 @@
+"""What the endpoints of every rank share: how they fail, what they may print, and how busy their thread was."""
+
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from titan_rl.wire import failpoints
+
+Self = TypeVar("Self")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+def fallible(
+    method: Callable[Concatenate[Self, P], Awaitable[T]],
+) -> Callable[Concatenate[Self, P], Awaitable[T]]:
+    """Make a failing endpoint fail its call and nothing else.
+
+    Monarch answers a call with an Exception, but ends the actor on any other BaseException; DCP's CheckpointException
+    is one. Those become a RuntimeError here, so the caller gets the remote traceback under the rank's name."""
+
+    @wraps(method)
+    async def answered(self: Self, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            await failpoints.reached(method.__name__)
+            return await method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return answered
+
+
+def busy_seconds() -> float:
+    """Return the seconds that this thread has spent on a core or in the run queue; only on a core where the kernel has
+    no schedstat.
+
+    Ranks that share a step finish it together, and most of its wall time is waiting in collectives. This number tells a
+    slow rank from one that waits for it. On a GPU it covers the launching thread, which kernels delay only where the
+    host waits for them."""
+    try:
+        running, ready, _ = SCHEDSTAT.read_text().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(running) + int(ready)) / 1e9
+
+
+def quiet() -> None:
+    """Silence what a user can do nothing about: all processes share the controller's terminal.
+
+    Call it after the engine is imported: libraries set levels and filters of their own on import."""
+    logging.getLogger().setLevel(logging.ERROR)  # TorchTitan logs to the root logger
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # warns of two all-reduces of one number
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+
+
+@contextmanager
+def quiet_rdma() -> Iterator[None]:
+    """Silence the first use of RDMA in a process. Monarch warns on every rank that it falls back to TCP, which the plan
+    prints once; and its C++ part notes on stderr that a CPU machine has no libcuda."""
+    from monarch.rdma import RDMATcpFallbackWarning
+
+    warnings.filterwarnings("ignore", category=RDMATcpFallbackWarning)
+    with without_lines(b"[RdmaXcel] Can't open libcuda"):
+        yield
+
+
+@contextmanager
+def without_lines(prefix: bytes) -> Iterator[None]:
+    """Buffer what native code writes to stderr, then print it without the lines that start with `prefix`."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held:
+                if not line.startswith(prefix):
+                    os.write(2, line)

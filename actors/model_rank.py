@@ -1,0 +1,151 @@
+"""One rank of the trainer, the critic or a frozen role as a Monarch actor: thin endpoints over RoleModel and Staging.
+
+The controller imports this module to spawn the actor; torch and TorchTitan are imported in `start`, on the rank.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, endpoint
+
+from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
+from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.spans import Recorded, span
+from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
+from titan_rl.wire.weight_plan import Copy, Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from titan_rl.actors.sync.transport import Offer
+
+
+class ModelRank(Actor):
+    def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
+        self._given = role, config, shape, parallelism
+        self._packed: tuple[PhaseName, int] | None = None  # the phase and step of the weights packed last
+
+    @endpoint
+    @fallible
+    async def start(self) -> int:
+        """Build the model; return the bytes of parameters that this rank holds."""
+        from titan_rl.actors.titan.role_model import RoleModel
+
+        quiet()
+        self._model = RoleModel(*self._given)
+        return self._model.nbytes
+
+    @endpoint
+    @fallible
+    async def load_weights(self, folder: str, lent: str) -> None:
+        self._model.load_weights(folder, lent)
+
+    @endpoint
+    @fallible
+    async def begin_phase(self, at: int | SnapshotPart, phase: PhaseName) -> tuple[int, str]:
+        """Return the step that the phase resumes after, and the controller's state saved with that step."""
+        state = self._model.begin_phase(phase, at)
+        return state.step, state.controller
+
+    @endpoint
+    @fallible
+    async def step(self, batches: list[Batch]) -> StepStats:
+        """Take one optimizer update per batch."""
+        return self._model.step(batches)
+
+    @endpoint
+    @fallible
+    async def accumulate(self, part: Batch) -> None:
+        """Run forward and backward over a part of an update."""
+        self._model.accumulate(part)
+
+    @endpoint
+    @fallible
+    async def update(self, whole: Batch, divisor: float) -> StepStats:
+        """Take the optimizer update of what was accumulated."""
+        return self._model.update(whole, divisor)
+
+    @endpoint
+    @fallible
+    async def scores(self, batch: Batch, temperature: float, lent: str) -> "tuple[list[np.ndarray], int]":
+        """Return each place's log-prob or value, and the checksum of the weights if they are frozen."""
+        with span("scores", weights=lent or "own"):
+            return self._model.scores(batch, temperature, lent)
+
+    @endpoint
+    @fallible
+    async def save(self, step: int, controller: str) -> None:
+        with span("save", step=step):
+            self._model.save(step, controller)
+
+    @endpoint
+    @fallible
+    async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
+        """Begin to copy this rank's state into `part`; return its bytes."""
+        return self._model.snapshot(step, controller, part)
+
+    @endpoint
+    @fallible
+    async def export(self, folder: str) -> None:
+        self._model.export(folder)
+
+    @endpoint
+    @fallible
+    async def shards(self) -> list[Shard]:
+        """Return the rectangles of tensors that this rank holds: the trainer's half of the weight plan."""
+        from titan_rl.actors.sync.staging import shards_of
+
+        model = self._model
+        return shards_of(model.model.named_parameters(), model.names, model.rope_head_dims)
+
+    @endpoint
+    @fallible
+    async def stage(
+        self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSyncSection
+    ) -> "dict[int, Offer]":
+        """Allocate this rank's staging memory for readers at these places; return where each finds its bytes."""
+        import torch
+
+        from titan_rl.actors.sync.staging import Staging
+        from titan_rl.actors.sync.transport import is_remote
+
+        model = self._model
+        self._staging = Staging(
+            {model.names[name]: p for name, p in model.model.named_parameters()},
+            copies,
+            getattr(torch, model.config.generator.dtype),
+            slice_bytes=sync.slice_mb << 20,
+            block_bytes=sync.block_kb << 10,
+            checksums=sync.verify != "off" or sync.delta,
+        )
+        with quiet_rdma():
+            return self._staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
+
+    @endpoint
+    @fallible
+    async def publish(
+        self, version: int, slot: int, serial: int, again: bool = False
+    ) -> tuple[dict[int, Manifest], float] | None:
+        """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. Return None if
+        what was packed last is wanted `again` but the weights have changed since."""
+        if again and self._packed != self._model.phase_step:
+            return None
+        began, self._packed = time.perf_counter(), self._model.phase_step
+        with span("publish", version=version):
+            manifests = self._staging.pack(version, slot, serial)
+        return manifests, time.perf_counter() - began
+
+    @endpoint
+    @fallible
+    async def spans(self) -> Recorded:
+        """Return what this process recorded since the last call."""
+        return span.take()
+
+    @endpoint
+    @fallible
+    async def close(self) -> None:
+        self._model.close()

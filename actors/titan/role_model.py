@@ -1,0 +1,135 @@
+"""One role's model on one rank: the weights it starts from, the phase it is trained in, and weights lent to it.
+
+RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
+  ├─ Phase                                    trainer: "cold_start", then "rl"; critic: "rl"; frozen roles: none
+  └─ FrozenWeights "reference", "teacher"     trainer only, for those without a mesh of their own
+"""
+
+import numpy as np
+
+from titan_rl.actors.titan.model import FrozenWeights, TitanModel
+from titan_rl.actors.titan.objectives import Objectives
+from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
+from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
+
+
+class RoleModel(TitanModel):
+    def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
+        super().__init__(config, shape, parallelism)
+        self.role = role
+        self._objectives = Objectives(self, config)
+        self._lent: dict[str, FrozenWeights] = {}
+        self._phase: Phase | None = None
+        self._phase_name: PhaseName = "rl"
+        if role == "trainer":
+            if config.model.hf_assets_path:
+                self.load_weights(config.model.hf_assets_path)
+            else:
+                self.initialize()
+        elif role != "critic":
+            self.model.eval().requires_grad_(False)
+
+    def load_weights(self, folder: str, lent: str = "") -> None:
+        """Read a Hugging Face folder into the model; or keep its weights next to the model's own, `lent` under a name
+        that `scores` takes."""
+        if lent:
+            self._settle()
+            self._lent[lent] = FrozenWeights(self, folder)
+            return
+        self.close()
+        head = True
+        if self.role == "trainer":
+            head = self.shape.head == "lm"  # a reward model in training begins with a new head
+        elif self.role == "critic":
+            head = shape_of_folder(folder, "critic.hf_assets_path").head == "value"  # a reward model: its head is kept
+        self.read(folder, head=head)
+        if not head:
+            self.zero_value_head()
+
+    def begin_phase(self, name: PhaseName, at: int | SnapshotPart) -> TrainState:
+        """Begin a phase on the current weights (at=0), or resume it from a checkpoint's step or from a snapshot."""
+        self.close()
+        inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
+        folder = self.config.checkpoint.folder + inner
+        self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder, at=at), name
+        return self._phase.state
+
+    @property
+    def phase_step(self) -> tuple[PhaseName, int]:
+        """The phase, and the steps taken in it: they identify the current weights."""
+        return self._phase_name, self._in_phase.state.step
+
+    def _schedule(self, name: PhaseName) -> Schedule:
+        c, cold, s = self.config, self.config.cold_start, self.config.lr_scheduler
+        if self.role == "critic":
+            return Schedule(lr=c.critic.lr, steps=c.training.steps, warmup_steps=c.critic.warmup_steps, decay_ratio=0.0)
+        if name == "cold_start":
+            return Schedule(lr=cold.lr, steps=cold.steps, warmup_steps=cold.warmup_steps, decay_ratio=cold.decay_ratio)
+        return Schedule(
+            lr=c.optimizer.lr,
+            steps=c.training.steps,
+            warmup_steps=s.warmup_steps,
+            decay_ratio=s.decay_ratio,
+            decay_type=s.decay_type,
+            min_lr_factor=s.min_lr_factor,
+        )
+
+    def step(self, batches: list[Batch]) -> StepStats:
+        return self._in_phase.step(batches, self._objective)
+
+    def accumulate(self, part: Batch) -> None:
+        self._in_phase.accumulate(part, self._objective)
+
+    def update(self, whole: Batch, divisor: float) -> StepStats:
+        return self._in_phase.update(whole, divisor)
+
+    @property
+    def _objective(self) -> Objective:
+        kind = "supervised" if self._phase_name == "cold_start" else self.config.algorithm.kind
+        return self._objectives.named("value" if self.role == "critic" else kind)
+
+    def scores(self, batch: Batch, temperature: float, lent: str = "") -> tuple[list[np.ndarray], int]:
+        """Return each place's log-prob or value, under the model's own weights or those `lent` to it; and the checksum
+        of the weights if they are frozen, else 0."""
+        if lent:
+            self._settle()
+            with self._lent[lent].swapped_in():
+                return self._scores(batch, temperature), self.checksum()
+        found = self._scores(batch, temperature)
+        if self.role in ("trainer", "critic"):
+            self.reshard()
+            return found, 0
+        return found, self.checksum()
+
+    def _scores(self, batch: Batch, temperature: float) -> list[np.ndarray]:
+        return [self.score(rows, temperature=temperature) for rows in batch.microbatches]
+
+    def save(self, step: int, controller: str) -> None:
+        self._in_phase.save(step, controller)
+
+    def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
+        return self._in_phase.snapshot(step, controller, part)
+
+    def export(self, folder: str) -> None:
+        self.write(folder)
+        if self._phase is not None:
+            self._phase.wait_for_saving()
+
+    def close(self) -> None:
+        if self._phase is not None:
+            self._phase.close()
+            self._phase = None
+
+    def _settle(self) -> None:
+        """Wait for a snapshot in progress: the weights are about to be exchanged in place."""
+        if self._phase is not None:
+            self._phase.settle()
+
+    @property
+    def _in_phase(self) -> Phase:
+        if self._phase is None:
+            raise RuntimeError(f"the {self.role} has begun no phase: call begin_phase() before step() or save()")
+        return self._phase

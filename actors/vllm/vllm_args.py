@@ -1,0 +1,54 @@
+"""What vLLM is called with: the arguments of an engine, and the sampling parameters of one sample."""
+
+from dataclasses import asdict
+from typing import Any
+
+from titan_rl.config.sections import GeneratorSection
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Sampling
+
+VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
+"""Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
+NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps"}
+
+
+def engine_args(settings: GeneratorSection) -> dict[str, Any]:
+    """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
+    keys = {VLLM_NAMES.get(key, key): value for key, value in asdict(settings).items() if key not in NOT_VLLMS}
+    return {
+        **keys,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
+        # The processes exist already: each rank builds its own engine, and finds its peers by RANK and MASTER_ADDR.
+        "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "async_scheduling": False,  # a step returns what it sampled, so that its version is known
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+
+
+def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
+    """Return vLLM's parameters for the rest of a sample that has `begun` tokens.
+
+    Only the request's own stop tokens stop it: `ignore_eos` switches off those that vLLM finds in the model's folder.
+    A resumed sample draws from a new random stream. With the first stream from its start, each new token would depend
+    on the noise that chose an earlier one.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens - begun,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=derive(seed, "go on", begun) % 2**31 if begun else seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        logprobs=0,  # the sampled token's only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,
+    )

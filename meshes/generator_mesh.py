@@ -1,0 +1,196 @@
+"""The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
+
+    GeneratorMesh ──> Dispatch ── requests ──> Replica <── lost ones replaced, number changed ── Fleet
+
+A pull has two phases: every rank of every replica fetches, then every engine switches. No rank takes a version before
+all of them have fetched it, and none serves it before it has passed the check that weight_sync.verify asks for.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import HostMesh
+from monarch.spmd import setup_torch_elastic_env_async
+
+from titan_rl.actors.vllm.engine import ENV, EngineInfo, EngineSettings
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.meshes.dispatch import Dispatch
+from titan_rl.meshes.faults import ask, ask_all
+from titan_rl.meshes.healing import Fleet, GeneratorPolicy
+from titan_rl.meshes.replica import Replica
+from titan_rl.meshes.routing import Load
+from titan_rl.meshes.spawn import spawn
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.spans import Recorded
+from titan_rl.wire.types import Completion, EngineStats, ReaderCost, Request, SyncStats
+
+if TYPE_CHECKING:
+    from titan_rl.actors.sync.landing import Source
+
+POLICY = GeneratorPolicy()
+SYNC = WeightSyncSection()
+
+
+class GeneratorMesh:
+    def __init__(
+        self,
+        replicas: Iterable[Replica],
+        policy: GeneratorPolicy,
+        *,
+        slots: int | None = None,
+        make: Callable[[int], Awaitable[Replica]] | None = None,
+    ) -> None:
+        """`slots`: how many samples an engine advances in one step, if replicas steal; see Routing."""
+        self.replicas = {replica.index: replica for replica in replicas}
+        self._dispatch = Dispatch(self.replicas, slots)
+        self._fleet = Fleet(self.replicas, self._dispatch, policy, make)
+        self.coming, self.tend, self.scale = self._fleet.coming, self._fleet.tend, self._fleet.scale
+        self._policy = policy
+
+    @classmethod
+    async def spawn(
+        cls,
+        host: HostMesh,
+        settings: EngineSettings,
+        *,
+        replicas: int,
+        env: Mapping[str, str],
+        env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
+        policy: GeneratorPolicy = POLICY,
+    ) -> "GeneratorMesh":
+        """`env_of` adds to `env` what differs by {"replica": i, "tp": j}: a GPU, say."""
+        tp = settings.tensor_parallel_degree
+
+        async def make(replica: int) -> Replica:
+            def extra(point: dict[str, int]) -> Mapping[str, str]:
+                return env_of({"replica": replica, **point}) if env_of else {}
+
+            name = f"generator{replica}"
+            procs = spawn(host, name=name, shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
+            if tp > 1:
+                await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
+            return Replica(replica, name, procs, settings, hang_seconds=policy.hang_seconds, seconds=policy.seconds)
+
+        made = await asyncio.gather(*map(make, range(replicas)))
+        return cls(made, policy, slots=settings.max_num_seqs if policy.steals else None, make=make)
+
+    async def start(self) -> list[EngineInfo]:
+        """Build every engine. Returns what start-up came to, rank by rank, replica by replica. A replica that fails
+        during start-up is not healed; the run ends."""
+        info = await self._all("start", seconds=self._policy.init_seconds)
+        for replica in self.replicas.values():
+            self._fleet.serve(replica)
+        return info
+
+    async def places(self) -> list[str]:
+        """Return where each rank is: ranks of equal places can map each other's memory."""
+        return await self._all("place")
+
+    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSyncSection = SYNC) -> list[str]:
+        """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
+        replica. Returns the transport of every run that is read."""
+        names = await self._fleet.each(lambda r: r.scatter("connect", sources, sync, seconds=self._policy.init_seconds))
+        return [name for ranks in names.values() for names in ranks for name in names]
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """Sample a request on the replica with the least to do."""
+        self._fleet.check()
+        return await self._dispatch.generate(request)
+
+    async def pull(
+        self,
+        version: int,
+        manifests: Sequence[list[Manifest]] | None = None,
+        lease: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        *,
+        forgives: bool = False,
+    ) -> SyncStats:
+        """Fetch the weights on every rank while sampling continues; then write, check and serve them as `version`.
+
+        `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
+        lost meanwhile is not waited for. With `forgives`, one that refuses its weights is not lost: it is reported in
+        `refused`, and serves nothing for now."""
+        self._fleet.check()
+        reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
+        names = {index: replica.name for index, replica in self.replicas.items()}  # one may be lost by the end
+        seconds = self._policy.seconds
+
+        async def pulled(replica: Replica) -> tuple[list[ReaderCost], ReaderCost]:
+            with lease(replica.name):
+                try:
+                    fetched = await replica.fetch_weights(manifests, seconds)
+                except RunError as error:
+                    failed.append(error)
+                    raise
+                finally:
+                    reading.discard(replica.index)
+                    if not reading:
+                        all_read.set()
+                await all_read.wait()
+                if failed and self._policy.incidents is None:
+                    raise failed[0]
+                await self._dispatch.settle_moves()
+                return fetched, await replica.switch_weights(version, seconds)
+
+        refused: list[str] = []
+        found = await self._fleet.each(pulled, refused if forgives else None)
+        self._dispatch.resume_moves()  # even after a refusal: a replica that serves nothing can take nothing over
+        ranks = [rank for fetched, _ in found.values() for rank in fetched]
+        return _cost(version, ranks, {names[i]: switched for i, (_, switched) in found.items()}, refused)
+
+    async def sleep(self) -> None:
+        """Stop every engine until the next pull, whatever is unfinished."""
+        await self._fleet.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
+
+    async def fingerprint(self) -> list[dict[str, str]]:
+        """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""
+        return await self._all("fingerprint")
+
+    async def stats(self) -> list[EngineStats]:
+        """Return each replica's counts since start-up."""
+        return list((await self._fleet.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
+
+    def spans(self) -> dict[str, Awaitable[Recorded]]:
+        """Ask each rank of each replica, by name, what it recorded since the last call."""
+        calls = {name: call for replica in self.replicas.values() for name, call in replica.calls("spans").items()}
+        return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls.items()}
+
+    def loads(self) -> dict[int, Load]:
+        """Return what each replica has to do, and has done."""
+        return self._dispatch.loads()
+
+    async def close(self) -> None:
+        """Close every engine between two steps. Open requests fail."""
+        await self._fleet.close()
+        self._dispatch.fail_answers(RunError("the generators are closed"))
+
+    async def stop(self) -> None:
+        """Stop the processes."""
+        await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
+
+    async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
+        """Call all ranks of all replicas, and gather the answers."""
+        limit = seconds or self._policy.seconds
+        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=limit))
+        return [answer for ranks in answers.values() for answer in ranks]
+
+
+def _cost(
+    version: int, ranks: Sequence[ReaderCost], engines: Mapping[str, ReaderCost], refused: Sequence[str]
+) -> SyncStats:
+    """Sum up a pull: `ranks` is what fetching cost each rank, `engines` what switching cost each replica."""
+    switched = engines.values()
+    return SyncStats(
+        version,
+        bytes=sum(rank.bytes for rank in ranks),
+        read=max((rank.read for rank in ranks), default=0.0),
+        write=max((engine.write for engine in switched), default=0.0),
+        verify=max((r.verify for r in ranks), default=0.0) + max((e.verify for e in switched), default=0.0),
+        pause=max((engine.pause for engine in switched), default=0.0),
+        changed=sum(rank.changed for rank in ranks) / max(1, sum(rank.blocks for rank in ranks)),
+        engines={name: engine.engine for name, engine in engines.items()},
+        refused=tuple(refused),
+    )

@@ -1,0 +1,217 @@
+"""The replicas of the generator mesh over time: lost ones are replaced, and their number can be changed.
+
+A replica that dies, hangs or fails is lost: the others take over its work at once, and continue. A whole new replica is
+spawned next to them, and serves when it holds the weights that they hold. Without `incidents` a loss ends the mesh.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from titan_rl.meshes.dispatch import Dispatch
+from titan_rl.meshes.faults import ask_all
+from titan_rl.meshes.replica import GRACE_SECONDS, Replica
+from titan_rl.record.incidents import Incident, Incidents
+from titan_rl.wire.errors import RankDied, RunError, WeightsRefused
+
+T = TypeVar("T")
+
+REFUSED = WeightsRefused.__name__  # the `kind` of the error of a rank that refuses its weights
+CAUSE_SECONDS = 0.5  # a trainer that dies breaks its readers' transfers: its death must be known before theirs
+DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it has
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorPolicy:
+    """Deadlines of a generator mesh, and what it does about slow and lost replicas."""
+
+    init_seconds: float = 300
+    seconds: float = 600  # of one pull
+    hang_seconds: float = 60
+    steals: bool = False  # an idle replica takes over samples of a slow one
+    incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
+    min_replicas: int = 1  # fewer end the mesh
+
+
+class Fleet:
+    """The replicas that serve and those that are being spawned."""
+
+    def __init__(
+        self,
+        replicas: dict[int, Replica],
+        dispatch: Dispatch,
+        policy: GeneratorPolicy,
+        make: Callable[[int], Awaitable[Replica]] | None,
+    ) -> None:
+        self.replicas = replicas
+        self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
+        self.error: Exception | None = None  # final once set: too few replicas are left
+        self._dispatch, self._make = dispatch, make
+        self._policy, self._incidents = policy, policy.incidents
+        self._catch_up: Callable[[Replica], Awaitable[None]] | None = None
+        self._gone: Callable[[str], None] = lambda _: None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scaling = asyncio.Lock()
+
+    def tend(self, catch_up: Callable[[Replica], Awaitable[None]], gone: Callable[[str], None]) -> None:
+        """Replace lost replicas from now on. `catch_up` brings a new one to the weights that the others serve; `gone`
+        gets the name of a replica that has stopped reading weights."""
+        self._catch_up, self._gone = catch_up, gone
+
+    def serve(self, replica: Replica) -> None:
+        self._dispatch.serve(replica, partial(self._lost, replica))
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def each(self, work: Callable[[Replica], Awaitable[T]], refused: list[str] | None = None) -> dict[int, T]:
+        """Return what every replica answers, except those that are lost over it. With `refused`, a replica that refuses
+        its weights is listed there instead of lost."""
+        answers: dict[int, T] = {}
+
+        async def one(replica: Replica) -> None:
+            try:
+                answers[replica.index] = await work(replica)
+            except RunError as error:
+                if self._incidents is None:
+                    raise
+                if refused is not None and error.kind == REFUSED:
+                    refused.append(replica.name)
+                    return
+                if not isinstance(error, RankDied):
+                    await asyncio.sleep(CAUSE_SECONDS)
+                self._lost(replica, error)
+
+        await asyncio.gather(*map(one, self.replicas.values()))
+        self.check()
+        return dict(sorted(answers.items()))
+
+    async def scale(self, replicas: int) -> int:
+        """Spawn or drain replicas until there are `replicas`. Return how many there are."""
+        if self._make is None:
+            raise RunError("these generators cannot be scaled")
+        async with self._scaling:
+            while len(self.replicas) + len(self.coming) < replicas:
+                index = next(i for i in count() if i not in self.replicas and i not in self.coming)
+                self.coming[index] = None
+                self._in_background(self._grow(index))
+            while len(self.replicas) + len(self.coming) > replicas:
+                index = max([*self.replicas, *self.coming])
+                if index in self.coming:
+                    raise RunError(f"generator{index} is being spawned: try again once it serves")
+                await self._let_go(self.replicas[index])
+            while self.coming and self.error is None:
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            return len(self.replicas)
+
+    async def close(self) -> None:
+        """Close every engine between two steps."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self.replicas.values()))
+
+    def _lost(self, replica: Replica, error: Exception) -> None:
+        """Let the others take over what a replica had, and replace it."""
+        if self.replicas.get(replica.index) is not replica:
+            return
+        replica.fail(error)
+        incidents = self._incidents
+        if incidents is None or self._catch_up is None or incidents.never_respawns(len(self.replicas)):
+            self._end(error)
+            return
+        known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
+        incident = incidents.lost(replica.name, known)
+        del self.replicas[replica.index]
+        again = self._dispatch.lose(replica.index)
+        self.coming[replica.index] = None
+
+        async def replaced() -> None:
+            await self._bury(replica)
+            await self._replace(incidents, replica.index, known, incident, again)
+
+        self._in_background(replaced())
+
+    async def _replace(self, incidents: Incidents, index: int, error: RunError, incident: Incident, again: int) -> None:
+        """Spawn another replica, as often as it takes and the budget allows."""
+        name = incident.role
+        while True:
+            if not incidents.may_respawn(name):
+                del self.coming[index]
+                left = len(self.replicas) + len(self.coming)
+                incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
+                if left < self._policy.min_replicas:
+                    self._end(incidents.over_budget(name, error))
+                return
+            try:
+                await self._join(index)
+            except RunError as failed:
+                incidents.note(f"{name} did not come back: {failed}")
+                error = failed
+            else:
+                incidents.back(incident, f"{again} samples were started again", resampled=again)
+                return
+
+    async def _join(self, index: int) -> None:
+        """Bring up a replica: its processes, its engine, the weights that the others serve, and then requests."""
+        assert self._make is not None
+        assert self._catch_up is not None
+        replica = self.coming[index] = await self._make(index)
+        try:
+            await ask_all(replica.calls("start"), verb="start", seconds=self._policy.init_seconds)
+            await self._catch_up(replica)
+        except RunError as error:
+            replica.fail(error)
+            await self._bury(replica)
+            raise
+        del self.coming[index]
+        self.replicas[index] = replica
+        self.serve(replica)
+        self._dispatch.join(index)
+
+    async def _grow(self, index: int) -> None:
+        """Add a replica. One that fails to come up is treated as lost."""
+        try:
+            await self._join(index)
+        except RunError as error:
+            if (incidents := self._incidents) is None:
+                raise
+            await self._replace(incidents, index, error, incidents.lost(f"generator{index}", error), 0)
+
+    async def _bury(self, replica: Replica) -> None:
+        await replica.kill()
+        self._gone(replica.name)
+
+    async def _let_go(self, replica: Replica) -> None:
+        """End a replica after it has given back what it has not finished, with the tokens sampled so far."""
+        self._dispatch.retire(replica.index)
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while replica.busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self.replicas.pop(replica.index, None) is not replica:
+            return  # lost meanwhile
+        self._dispatch.lose(replica.index)
+        with suppress(Exception):  # it is killed in any case
+            await asyncio.wait_for(replica.close(), GRACE_SECONDS)
+        await self._bury(replica)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # a bug of ours, but no caller may wait for ever because of it
+                self._end(error)
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _end(self, error: Exception) -> None:
+        self.error = self.error or error
+        self._dispatch.fail_answers(error)

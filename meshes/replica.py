@@ -1,0 +1,189 @@
+"""One replica of the generator mesh: an engine of tensor-parallel ranks, which is one failure domain.
+
+put ── submit ──> engine ── take ──> the awaiting put
+relieve ── withdraw ──> engine ──> gave
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch.actor import ProcMesh
+
+from titan_rl.actors.vllm.engine import EngineReport, EngineSettings, Withdrawn
+from titan_rl.actors.vllm.generator import Generator, News, drain
+from titan_rl.meshes.faults import ask, ask_all, label
+from titan_rl.meshes.routing import Move
+from titan_rl.meshes.spawn import end
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.types import Completion, ReaderCost, Request
+
+BEATS = 10  # signs of life that an idle engine gives before it counts as hung
+GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says what it was reading
+
+
+class Replica:
+    """One engine: its processes, its open requests, and the tasks that carry requests in and answers out."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        procs: ProcMesh,
+        settings: EngineSettings,
+        *,
+        hang_seconds: float = 60.0,
+        seconds: float = 600.0,
+    ) -> None:
+        self.index, self.name = index, name
+        self.error: Exception | None = None  # final once set: another replica may take this one's index
+        self.state = "starting"
+        self.since = time.time()
+        self._procs = procs
+        self._hang_seconds, self._seconds = hang_seconds, seconds
+        actors: Any = procs.spawn(name, Generator, settings)
+        tp = settings.tensor_parallel_degree
+        self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
+        self._open: dict[str, asyncio.Future[list[Completion]]] = {}
+        self._outbox: asyncio.Queue[Request] = asyncio.Queue()
+        self._moves: asyncio.Queue[Move] = asyncio.Queue()
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def ranks(self) -> list[str]:
+        return list(self._ranks)
+
+    @property
+    def busy(self) -> bool:
+        """True if it has unanswered requests."""
+        return bool(self._open)
+
+    def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
+        """Make the same call on every rank. Returns the futures by rank name."""
+        return {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
+
+    async def head(self, verb: str, *arguments: Any, seconds: float | None) -> Any:
+        """Call rank 0, which decides for the other ranks."""
+        name, rank = next(iter(self._ranks.items()))
+        return await ask(getattr(rank, verb).call_one(*arguments), actor=name, verb=verb, seconds=seconds)
+
+    async def scatter(self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float) -> list[Any]:
+        """Call every rank, each with its own first argument."""
+        ranks = zip(self._ranks.items(), each, strict=True)
+        calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
+        return await ask_all(calls, verb=verb, seconds=seconds)
+
+    async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
+        """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""
+        each = manifests or [[]] * len(self._ranks)
+        return await self.scatter("fetch_weights", each, seconds, seconds=seconds + GRACE_SECONDS)
+
+    async def switch_weights(self, version: int, seconds: float) -> ReaderCost:
+        """Write the fetched weights, verify them, and serve them as `version`."""
+        return await self.head("switch", version, seconds, seconds=seconds)
+
+    def serve(
+        self,
+        heard: Callable[[EngineReport], None],
+        gave: Callable[[Move, list[Withdrawn]], None],
+        lost: Callable[[Exception], None],
+        within: float | None = None,
+    ) -> None:
+        """Watch the built engine and carry its requests. Calls `heard` when a request is done, and at least every
+        `within` seconds; `gave` with the samples that a move withdrew; `lost` at the first failure, which fails every
+        open request."""
+        within = min(self._hang_seconds / BEATS, within or self._hang_seconds)
+
+        async def run() -> None:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
+                    tasks.create_task(self._submit_requests())
+                    tasks.create_task(self._take_answers(heard, within))
+                    tasks.create_task(self._withdraw_samples(gave))
+            except* Exception as errors:
+                self.fail(errors.exceptions[0])
+                lost(errors.exceptions[0])
+
+        self._serving = asyncio.create_task(run())
+        self._set_state("serving")
+
+    def put(self, request: Request) -> asyncio.Future[list[Completion]]:
+        """Queue a request for the engine. Samples that are withdrawn from it come back with finish "abort"."""
+        done = self._open[request.id] = asyncio.get_running_loop().create_future()
+        if self.error:
+            done.set_exception(self.error)
+        else:
+            self._outbox.put_nowait(request)
+        return done
+
+    def relieve(self, move: Move) -> None:
+        """Ask for samples back, to be continued elsewhere."""
+        self._moves.put_nowait(move)
+
+    async def delivered(self) -> None:
+        """Wait until everything that was put is in the engine, or the replica is lost."""
+        assert self._serving is not None
+        joining = asyncio.create_task(self._outbox.join())
+        await asyncio.wait({joining, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+
+    async def close(self) -> None:
+        """Close the engine between two steps. Open requests fail."""
+        if self._serving is None or self.error:
+            return
+        self._serving.cancel()
+        await asyncio.wait({self._serving})
+        if self.error is None:
+            self.fail(RunError("the generators are closed"))
+            await ask_all(self.calls("close"), verb="close", seconds=10)
+
+    async def stop(self) -> None:
+        """Stop the processes by way of Monarch."""
+        await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
+
+    async def kill(self) -> None:
+        """Kill the processes, whatever they are doing."""
+        await end(self.ranks, self._procs)
+
+    def fail(self, error: Exception) -> None:
+        """Take no more requests, and fail the open ones."""
+        self.error = self.error or error
+        self._set_state("lost")
+        if self._serving is not None and self._serving is not asyncio.current_task():
+            self._serving.cancel()
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _set_state(self, state: str) -> None:
+        self.state, self.since = state, time.time()
+
+    async def _submit_requests(self) -> None:
+        """Send all requests of an event-loop tick in one message: they enter the engine together, run after run."""
+        while True:
+            requests = await drain(self._outbox)
+            await self.head("submit", requests, seconds=self._hang_seconds)
+            for _ in requests:
+                self._outbox.task_done()
+
+    async def _take_answers(self, heard: Callable[[EngineReport], None], within: float) -> None:
+        """Resolve what is done. Every answer is a sign of life."""
+        while True:
+            news: News = await self.head("take", within, seconds=within + self._hang_seconds)
+            for request in news.done:
+                self._open.pop(request.id).set_result(request.completions)
+            asyncio.get_running_loop().call_soon(heard, news.report)  # after the callbacks of these results
+
+    async def _withdraw_samples(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:
+        """Ask the engine, because only it knows how far its samples are. An engine that drains keeps them until it has
+        finished them."""
+        while True:
+            move, withdrawn = await self._moves.get(), []
+            try:
+                await self._outbox.join()  # the engine must know the samples before it can give them back
+                withdrawn = await self.head("withdraw", move.samples, seconds=self._seconds)
+            finally:
+                gave(move, withdrawn)

@@ -1,0 +1,113 @@
+"""Model shapes, the shards of TorchTitan's layouts, and the execution of weight plans in numpy."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.weight_plan import Shard, WeightPlan
+
+TINY = ModelShape(
+    family="llama3",
+    vocab_size=100,
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=1,
+    head_dim=32,
+    hidden_dim=48,
+    max_seq_len=64,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=False,
+)
+LLAMA_8B = replace(
+    TINY, vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336
+)
+
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")  # the trainer's TP
+BY_COLS = ("o_proj", "down_proj")
+
+
+def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Return the size of every tensor of a Hugging Face checkpoint; vectors have one column."""
+    q, kv, dim = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.dim
+    sizes = {"model.embed_tokens": (shape.vocab_size, dim), "model.norm": (dim, 1)}
+    for i in range(shape.n_layers):
+        layer = {
+            "self_attn.q_proj": (q, dim),
+            "self_attn.k_proj": (kv, dim),
+            "self_attn.v_proj": (kv, dim),
+            "self_attn.o_proj": (dim, q),
+            "mlp.gate_proj": (shape.hidden_dim, dim),
+            "mlp.up_proj": (shape.hidden_dim, dim),
+            "mlp.down_proj": (dim, shape.hidden_dim),
+            "input_layernorm": (dim, 1),
+            "post_attention_layernorm": (dim, 1),
+        }
+        if shape.family == "qwen3":
+            layer |= {"self_attn.q_norm": (shape.head_dim, 1), "self_attn.k_norm": (shape.head_dim, 1)}
+        sizes |= {f"model.layers.{i}.{name}": size for name, size in layer.items()}
+    if not shape.tied:
+        sizes["lm_head"] = (shape.vocab_size, dim)
+    return {f"{name}.weight": size for name, size in sizes.items()}
+
+
+def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+    """Return tensors in which no two elements are equal."""
+    tensors, start = {}, 0
+    for name, (rows, cols) in sizes.items():
+        tensors[name] = np.arange(start, start + rows * cols).reshape(rows, cols)
+        start += rows * cols
+    return tensors
+
+
+def interleaved(name: str, shape: ModelShape) -> bool:
+    return shape.family == "llama3" and name.endswith(("q_proj.weight", "k_proj.weight"))
+
+
+def titan_order(tensors: dict[str, np.ndarray], shape: ModelShape) -> dict[str, np.ndarray]:
+    """Reorder a Hugging Face checkpoint as TorchTitan's adapter does (Llama3StateDictAdapter._reverse_permute)."""
+    half = shape.head_dim // 2
+    return {
+        name: w.reshape(-1, 2, half, shape.dim).swapaxes(1, 2).reshape(w.shape) if interleaved(name, shape) else w
+        for name, w in tensors.items()
+    }
+
+
+def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
+    """Return (first, size) of a torch.chunk: all chunks but the last non-empty one have the same size."""
+    each = -(-size // parts)
+    skip = min(index * each, size)
+    return start + skip, min(each, size - skip)
+
+
+def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1) -> list[list[Shard]]:
+    """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards."""
+    ranks = []
+    for _ in range(replicate):
+        for f in range(fsdp):
+            for t in range(tp):
+                shards = []
+                for name, (rows, cols) in hf_sizes(shape).items():
+                    row, col = (0, rows), (0, cols)
+                    if any(part in name for part in BY_ROWS):
+                        row = chunk(*row, tp, t)
+                    if any(part in name for part in BY_COLS):
+                        col = chunk(*col, tp, t)
+                    row = chunk(*row, fsdp, f)
+                    shards.append(Shard(name, *row, *col, shape.head_dim if interleaved(name, shape) else 0))
+                ranks.append(shards)
+    return ranks
+
+
+def execute(plan: WeightPlan, held: list[dict[str, np.ndarray]], live: list[dict[str, np.ndarray]]) -> None:
+    """Pack every pair's run and add it to the live parameters, element by element."""
+    for (rank, reader), copies in plan.copies.items():
+        run = []
+        for c in copies:
+            rows = [c.src_row0 + b * c.block_stride + i * c.src_step for b in range(c.blocks) for i in range(c.rows)]
+            run.append(held[rank][c.name][rows, c.src_col0 : c.src_col0 + c.cols])
+        for c, values in zip(copies, run, strict=True):
+            rows = [c.dst_row0 + b * c.block_stride + i for b in range(c.blocks) for i in range(c.rows)]
+            live[reader][c.param][rows, c.dst_col0 : c.dst_col0 + c.cols] += values

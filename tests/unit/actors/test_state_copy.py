@@ -1,0 +1,77 @@
+"""One rank's part of a snapshot: written, restored, and refused where it does not fit."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from titan_rl.actors.titan.state_copy import StateCopy
+from titan_rl.wire.snapshot import SnapshotPart
+
+
+class Values:
+    """A Stateful of plain values."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict
+
+
+@pytest.fixture
+def part() -> Iterator[SnapshotPart]:
+    fd = os.memfd_create("titan_rl test")
+    yield SnapshotPart(f"/proc/{os.getpid()}/fd/{fd}", 1)
+    os.close(fd)
+
+
+def test_values_of_every_kind_come_back_as_they_were(part: SnapshotPart) -> None:
+    kinds = {
+        "float32": torch.randn(3, 5),
+        "transposed": torch.randn(4, 3).t(),
+        "float16": torch.randn(7).half(),
+        "flags": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "nan": torch.tensor([float("nan"), float("-inf"), -0.0]),
+    }
+    values = {"lr": 0.1 + 0.2, "betas": (0.9, 0.95), "off": None, "on": True, "text": '{"é": [1]}', "inf": float("inf")}
+    state = Values(**kinds, **values)
+    copies = StateCopy({"state": state})
+    assert copies.begin(part) == sum(t.nbytes for t in kinds.values())
+    copies.wait()
+    new = Values(
+        **{name: torch.zeros_like(t) for name, t in kinds.items()}, **{**values, "lr": 0.0, "betas": (0.0, 0.0)}
+    )
+    StateCopy({"state": new}).restore(part)
+    for name, tensor in kinds.items():
+        assert new.values[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes(), name
+    assert {name: new.values[name] for name in values} == values
+    copies.close()
+
+
+def test_another_layout_is_refused_by_the_name_of_the_tensor(part: SnapshotPart) -> None:
+    copies = StateCopy({"model": Values(weight=torch.ones(3, 4), bias=torch.ones(3))})
+    copies.begin(part)
+    copies.wait()
+    with pytest.raises(RuntimeError, match=r"expected model/weight as \['torch.float32', 3, 2\].*, 3, 4\]: a snapshot"):
+        StateCopy({"model": Values(weight=torch.ones(3, 2), bias=torch.ones(3))}).restore(part)
+    with pytest.raises(RuntimeError, match="expected model/bias as no tensor"):
+        StateCopy({"model": Values(weight=torch.ones(3, 4))}).restore(part)
+    copies.close()
+
+
+def test_a_snapshot_that_fails_says_so_and_is_none(part: SnapshotPart, capfd: pytest.CaptureFixture[str]) -> None:
+    copies = StateCopy({"state": Values(weights=torch.ones(2), other=object())})
+    copies.begin(part)
+    copies.wait()
+    assert "a snapshot failed: TypeError: Object of type object is not JSON serializable" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="expected snapshot 1, found the stamp 0"):
+        StateCopy({"state": Values(weights=torch.ones(2), other=None)}).restore(part)
+    copies.close()

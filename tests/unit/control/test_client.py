@@ -1,0 +1,132 @@
+"""ctl: what it prints and refuses, and which runs it finds."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.control_socket import STATUS, fail, never, refuse, serving
+from titan_rl.control.client import Endpoint, RequestFailed
+from titan_rl.control.server import ANNOUNCEMENT
+from titan_rl.ctl import main
+
+
+def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
+    async def run() -> int:
+        async with serving(tmp_path, sockets) as control:
+            control.offer(checkpoint=never, pause=fail, resume=refuse)
+            return await asyncio.to_thread(main, [str(tmp_path), *argv])
+
+    return asyncio.run(run())
+
+
+def test_ctl_shows_tables(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl_with_server(tmp_path, sockets, "status") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == [["run"], ["state", "training"]]
+    assert ["saved", "-"] in lines
+    assert ["up", "1", "min", "15", "s"] in lines
+    assert ["name", "pid", "state", "since"] in lines
+    assert ["trainer[dp=0", "tp=0]", "11", "serving", "1", "min", "10", "s"] in lines
+    assert lines[lines.index(["waits"]) + 1] == ["none"]
+    assert lines[-2:] == [["restarts"], ["generators", "1"]]
+
+
+def test_ctl_prints_json(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl_with_server(tmp_path, sockets, "status", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["resume"], "not now"),
+        (["pause"], "RuntimeError: the engine is gone"),
+        (["scale", "--json", "generators=3"], "unknown command 'scale'; available now: "),
+        (["checkpoint", "--timeout", "0.3"], "did not answer checkpoint within 0.3 s"),
+    ],
+)
+def test_ctl_says_what_was_refused(
+    tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
+    assert ctl_with_server(tmp_path, sockets, *argv) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert error in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["stat"], "invalid choice: 'stat'"),
+        (["scale", "generators"], "expected NAME=VALUE, found 'generators'"),
+        (["status", "--wait"], "--wait is only for the command stop"),
+        (["stop", "--timeout", "0"], "expected seconds above 0, found 0"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_bad_usage_is_told_before_anybody_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], error: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([str(tmp_path), *argv])
+    assert left.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def ended() -> int:
+    """A process id that was just free."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("announced", "error"),
+    [
+        (None, "no run is active"),
+        ("", "no run is active"),
+        ('{"pid": 1', "no run is active"),
+        ("[]", "no run is active"),
+        ({"pid": 0}, "is not running: its process"),
+        ({"pid": os.getpid()}, "is not running: its process"),  # another process has its id by now
+        ({"host": "elsewhere"}, "is on elsewhere, process"),
+    ],
+)
+def test_a_run_that_is_over_or_elsewhere_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], announced: Any, error: str
+) -> None:
+    if isinstance(announced, dict):
+        where = {"pid": ended(), "host": socket.gethostname(), "socket": str(tmp_path / "gone" / "control")}
+        announced = json.dumps(where | {k: v for k, v in announced.items() if v})
+    if announced is not None:
+        (tmp_path / ANNOUNCEMENT).write_text(announced)
+    assert main([str(tmp_path), "status"]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_process_that_ended_but_was_not_reaped_is_not_running(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    endpoint = Endpoint(tmp_path, process.pid, tmp_path / "control")
+    time.sleep(0.3)
+    assert not endpoint.runs()
+    process.wait()
+
+
+def test_a_run_that_does_not_end_in_time_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestFailed, match=r"has not ended within 0\.2 s"):
+        Endpoint(tmp_path, os.getpid(), tmp_path / "control").wait(0.2)
+
+
+def test_ctl_loads_no_heavy_library() -> None:
+    heavy = {"tensorboard", "google.protobuf", "numpy", "torch"}
+    code = f"import sys, titan_rl.ctl; print(*{heavy} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")

@@ -1,0 +1,179 @@
+"""Spans as they are collected and written."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.traces import lanes, overlaps, read, tracks
+from titan_rl.record import timeline as module
+from titan_rl.record.timeline import Timeline, timeline
+from titan_rl.wire.spans import Recorded, Recorder, Span
+
+
+def test_the_file_names_tracks_and_lanes_and_holds_every_span(tmp_path: Path) -> None:
+    with Timeline(tmp_path / "timeline.json") as file:
+        file.track("controller")
+        file.track("trainer[dp=0 tp=0]")
+        file.add("generator0[tp=0]", Recorded([Span("read", "weights", 7_000_000, 2_500, {"bytes": 9})]))
+        file.add("controller", Recorded([Span("group", "groups", 1_000_000, 5_000_000, {}, 3)], dropped=4))
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    assert list(tracks(events).values()) == ["controller", "trainer[dp=0 tp=0]", "generator0[tp=0]"]
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    assert sorted(order, key=order.__getitem__) == list(tracks(events))  # as announced, whoever answers first
+    (spans,) = lanes(events).values()
+    assert spans == [{"name": "read", "pid": 3, "ts": 7000, "args": {"bytes": 9}, "ph": "X", "dur": 2, "tid": 2}]
+    group = {"name": "group", "pid": 1, "cat": "groups", "id": 3, "tid": 1}
+    assert events[-2:] == [group | {"ph": "b", "ts": 1000}, group | {"ph": "e", "ts": 6000}]
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["4 spans before this were dropped"]
+
+
+@given(st.lists(st.integers(0, 3000), min_size=2, max_size=40), st.data())
+def test_spans_that_nest_do_so_in_the_file(
+    tmp_path_factory: pytest.TempPathFactory, ticks: list[int], data: st.DataObject
+) -> None:
+    """Cut to the microsecond, whatever their nanoseconds are."""
+    spans: list[Span] = []
+
+    def within(times: list[int]) -> None:
+        if len(times) >= 2:
+            spans.append(Span(f"{len(spans)}", "main", times[0], times[-1] - times[0], {}))
+            cut = data.draw(st.integers(1, len(times) - 1))
+            within(times[1:cut])
+            within(times[cut:-1])
+
+    within(sorted(ticks))
+    path = tmp_path_factory.mktemp("nests") / "timeline.json"
+    with Timeline(path) as file:
+        file.add("controller", Recorded(spans[::-1]))
+    (found,) = lanes(read(path)).values()
+    assert len(found) == len(spans)
+    assert not overlaps(found)
+    assert [e["ts"] for e in found] == sorted(e["ts"] for e in found)
+
+
+def test_a_file_that_ends_anywhere_opens_with_all_but_its_last_event(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    recorder = Recorder()
+    with Timeline(path) as file:
+        for step in range(3):
+            with recorder("step", step=step, text='a "quoted",\n line ]'):
+                recorder.since(recorder.now(), "group", id=step)
+            file.add("controller", recorder.take())
+    text, whole = path.read_bytes(), read(path)
+    for end in range(1, len(text)):
+        path.write_bytes(text[:end])
+        found = read(path)
+        assert found == whole[: len(found)]
+        assert len(found) >= text[:end].count(b"\n") - 2
+
+
+def test_what_lies_there_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    for name in ("first", "second", "third"):
+        with Timeline(path) as file:
+            file.add(name, Recorded([]))
+    names = [list(tracks(read(tmp_path / n)).values()) for n in ("timeline.1.json", "timeline.2.json", path.name)]
+    assert names == [["first"], ["second"], ["third"]]
+
+
+def test_a_large_file_is_followed_by_another_that_has_all_names(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with Timeline(path, largest=3000) as file:
+        file.track("controller")
+        for step in range(100):
+            file.add("trainer", Recorded([Span("step", "main", step * 1000, 1000, {"step": step})]))
+    files = sorted(tmp_path.iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    assert len(files) > 2
+    assert max(p.stat().st_size for p in files) < 3500
+    steps = []
+    for events in map(read, files):
+        assert list(tracks(events).values()) == ["controller", "trainer"]
+        steps += [e["args"]["step"] for spans in lanes(events).values() for e in spans]
+    assert sorted(steps) == list(range(100))
+
+
+# -- collecting ---------------------------------------------------------------------------------------------------
+
+
+class Mesh:
+    """Ranks that answer with a span, fail, or never answer."""
+
+    def __init__(self, *ranks: str) -> None:
+        self.ranks, self.asked = ranks, 0
+
+    def spans(self) -> Mapping[str, Awaitable[Recorded]]:
+        self.asked += 1
+        return {rank: self._answer(rank) for rank in self.ranks}
+
+    async def _answer(self, rank: str) -> Recorded:
+        if rank == "dead":
+            raise RuntimeError("it died")
+        if rank == "hangs":
+            await asyncio.Event().wait()
+        return Recorded([Span("step", "main", time.time_ns(), 1000, {})])
+
+
+def test_spans_are_collected_while_a_run_lasts_and_when_it_ends(tmp_path: Path) -> None:
+    path, recorder, meshes = tmp_path / "timeline.json", Recorder(), (Mesh("trainer"), Mesh("dead", "generator0"))
+
+    async def run() -> None:
+        async with timeline(path, meshes, print, every=0.01, controller=recorder):
+            deadline = time.monotonic() + 10
+            while len(lanes(read(path)) if path.exists() and path.read_text() else ()) < 2:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            with recorder("the last"):
+                pass
+
+    asyncio.run(run())
+    found = lanes(json.loads(path.read_text()))
+    assert found.keys() == {("controller", "main"), ("trainer", "main"), ("generator0", "main")}
+    assert len(found["trainer", "main"]) == meshes[0].asked == meshes[1].asked
+    assert [e["name"] for e in found["controller", "main"]] == ["the last"]
+
+
+def test_a_rank_that_never_answers_does_not_keep_a_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.05)
+    path = tmp_path / "timeline.json"
+
+    async def run() -> None:
+        async with timeline(path, [Mesh("hangs", "trainer")], print, every=0.01, controller=Recorder()):
+            await asyncio.sleep(0.05)
+
+    asyncio.run(asyncio.wait_for(run(), 5))
+    assert ("trainer", "main") in lanes(json.loads(path.read_text()))
+
+
+def test_nobody_is_asked_after_a_failure_but_the_controller_tells(tmp_path: Path) -> None:
+    path, recorder, mesh = tmp_path / "timeline.json", Recorder(), Mesh("trainer")
+
+    async def run() -> None:
+        async with timeline(path, [mesh], print, every=60, controller=recorder):
+            await asyncio.sleep(0.01)
+            with recorder("train"):
+                raise RuntimeError("the run's")
+
+    with pytest.raises(RuntimeError, match="the run's"):
+        asyncio.run(run())
+    assert mesh.asked == 0
+    assert [e["name"] for e in lanes(json.loads(path.read_text()))["controller", "main"]] == ["train"]
+
+
+def test_a_file_that_cannot_be_written_is_told_and_is_no_failure(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    async def run() -> None:
+        async with timeline(tmp_path / "missing" / "timeline.json", [Mesh("trainer")], notes.append):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert len(notes) == 1
+    assert "missing" in notes[0]

@@ -1,0 +1,63 @@
+"""Checks of keys against each other, before anything is spawned. toml.py checks each key by itself.
+
+Every message names the key to change, what was expected, and what was found.
+"""
+
+from titan_rl.config.sections import Config
+from titan_rl.preflight.checks.algorithm import check_algorithm
+from titan_rl.preflight.checks.assets import check_assets, usable_shape
+from titan_rl.preflight.checks.dataset import check_task
+from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
+from titan_rl.preflight.checks.host import check_placement, snapshot_warning
+from titan_rl.preflight.checks.role_folders import check_roles
+from titan_rl.preflight.checks.titan_keys import check_titan_keys
+from titan_rl.preflight.checks.whole_run import check_resume, check_run
+
+
+def problems(config: Config, *, gpus: int = 0) -> list[str]:
+    """Return everything that would make the run fail on this host, which has `gpus` GPUs."""
+    shape, unusable = usable_shape(config)
+    checks = [
+        check_assets(config, shape),
+        check_task(config),
+        check_run(config),
+        check_titan_keys(config),
+        check_algorithm(config),
+        check_resume(config, shape),
+    ]
+    if shape:
+        checks += [
+            check_dimensions(config, shape),
+            check_parallelism(config, shape),
+            check_lengths(config, shape),
+            check_roles(config, shape),
+        ]
+    return [*unusable, *(problem for check in checks for problem in check), *host_problems(config, gpus=gpus)]
+
+
+def host_problems(config: Config, *, gpus: int = 0) -> list[str]:
+    """Return the problems that depend on this host."""
+    return list(check_placement(config, usable_shape(config)[0], gpus))
+
+
+def warnings(config: Config) -> list[str]:
+    """Return the settings that run, but are probably not intended."""
+    found = []
+    trainer, generator = config.training.mixed_precision_param, config.generator.dtype
+    if trainer != generator:
+        found.append(
+            f"generator.dtype is {generator}, training.mixed_precision_param is {trainer}: expect the log-probs of "
+            "trainer and generator to differ by about 4e-3 on average, compared with 3e-7 if both are float32"
+        )
+    if config.rollout.top_p < 1:
+        found.append(
+            f"rollout.top_p is {config.rollout.top_p}: the sampling log-probs are of the truncated distribution, the "
+            "trainer's of the full one, so their ratio is biased; 1.0 is exact"
+        )
+    a = config.algorithm
+    if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
+        found.append(
+            'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
+            'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
+        )
+    return [*found, *snapshot_warning(config, usable_shape(config)[0])]

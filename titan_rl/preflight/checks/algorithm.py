@@ -1,0 +1,41 @@
+"""Checks within [algorithm], and of [algorithm] against [rollout]."""
+
+from collections.abc import Iterator
+
+from titan_rl.config.sections import Config
+
+
+def check_algorithm(config: Config) -> Iterator[str]:
+    a, rollout = config.algorithm, config.rollout
+    if a.kind != "rl":
+        if a.kind == "reward" and config.cold_start.steps:
+            why = "because a reward model generates no answers"
+            yield f"cold_start.steps: expected 0, {why}, found {config.cold_start.steps}"
+        return
+    if a.advantage in ("group", "leave_one_out") and rollout.group_size < 2:
+        why = f'because algorithm.advantage = "{a.advantage}" compares the samples of a group'
+        yield f"rollout.group_size: expected at least 2, {why}, found {rollout.group_size}"
+    if a.normalize == "group" and a.advantage != "group":
+        why = f'because algorithm.advantage = "{a.advantage}" is not relative to the group'
+        yield f'algorithm.normalize: expected "none" or "batch", {why}, found "group"'
+    if a.dynamic_sampling and rollout.group_size < 2:
+        why = f"because all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
+        yield f"algorithm.dynamic_sampling: expected false, {why}, found true"
+    if 0 < a.dual_clip <= 1 + a.clip_high:
+        least = f"above 1 + clip_high = {1 + a.clip_high:g}"
+        yield f"algorithm.dual_clip: expected a value {least}, or 0 for off, found {a.dual_clip:g}"
+    if a.dual_clip and a.clip != "ppo":
+        yield f'algorithm.dual_clip: expected 0, because algorithm.clip is "{a.clip}", found {a.dual_clip:g}'
+    for key in ("correction", "rejection"):
+        low, high = getattr(a, f"{key}_low"), getattr(a, f"{key}_high")
+        if low >= high:
+            yield f"algorithm.{key}_low: expected a value below algorithm.{key}_high = {high:g}, found {low:g}"
+    if a.correction != "none" and a.proximal == "generator":
+        why = f'because with algorithm.correction = "{a.correction}" the ratio would correct the same difference twice'
+        yield f'algorithm.proximal: expected "trainer", {why}, found "generator"'
+    if rollout.groups_per_step % a.minibatches:
+        groups = f"rollout.groups_per_step = {rollout.groups_per_step}"
+        yield f"algorithm.minibatches: expected a divisor of {groups}, found {a.minibatches}"
+    if a.overlong_buffer > rollout.max_new_tokens:
+        most = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
+        yield f"algorithm.overlong_buffer: expected at most {most}, found {a.overlong_buffer}"

@@ -1,0 +1,71 @@
+"""Checks of the policy's Hugging Face folder: shape, weights, tokenizer, chat template."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from titan_rl.config.sections import Config
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.tasks.tokenizer import TextTokenizer, build
+from titan_rl.wire.model_shape import ModelShape
+
+
+def usable_shape(config: Config) -> tuple[ModelShape | None, list[str]]:
+    """Return the policy's shape, or None and the reason why there is none."""
+    try:
+        return shape_of(config.model), []
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    folder = Path(config.model.hf_assets_path)
+    if not config.model.hf_assets_path or not folder.is_dir():
+        return
+    if config.model.flavor:
+        yield f'model.flavor: expected "", because model.hf_assets_path is set, found "{config.model.flavor}"'
+    yield from check_weights(folder, "model.hf_assets_path")
+    if shape is None:
+        return  # the tokenizer needs the same config.json
+    try:
+        tokenizer = TextTokenizer.load(folder)
+    except Exception as error:  # tokenizers raises Exception itself
+        yield f"model.hf_assets_path: expected a tokenizer, found {error}"
+        return
+    if tokenizer.size > shape.vocab_size:
+        yield (
+            f"model.hf_assets_path: expected a vocab_size of at least the tokenizer's {tokenizer.size} in "
+            f"{folder / 'config.json'}, found {shape.vocab_size}"
+        )
+    settings = folder / "tokenizer_config.json"
+    templated = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+    if config.task.template == "chat" and not (templated or (folder / "chat_template.jinja").is_file()):
+        yield f'task.template: expected "plain", because {folder} has no chat template, found "chat"'
+
+
+def check_weights(folder: Path, key: str) -> Iterator[str]:
+    """Check that the safetensors files exist; their contents are not read."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            yield f"{key}: expected a weight_map in {index}, found {error!r}"
+            return
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            yield f"{key}: expected every file listed in {index}, found no {', '.join(missing)}"
+    elif not any(folder.glob("*.safetensors")):
+        yield f"{key}: expected *.safetensors in {folder}, found none"
+
+
+def policy_tokenizer(config: Config) -> TextTokenizer | None:
+    """Return the policy's tokenizer; None if it cannot be loaded, which check_assets reports."""
+    with tempfile.TemporaryDirectory() as scratch, suppress(Exception):
+        folder = Path(config.model.hf_assets_path)
+        if not config.model.hf_assets_path:
+            folder = Path(scratch)
+            build(folder)
+        return TextTokenizer.load(folder)
+    return None

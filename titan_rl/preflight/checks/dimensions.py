@@ -1,0 +1,71 @@
+"""Checks of the model's dimensions against each other, the parallel degrees and the sequence lengths."""
+
+import math
+from collections.abc import Iterator
+
+from titan_rl.config.sections import BYTES, Config
+from titan_rl.preflight.checks.role_folders import shape_of_role
+from titan_rl.tasks.tokenizer import SIZE
+from titan_rl.wire.model_shape import ModelShape
+
+ADDITION_PROMPT = 7  # tokens: BOS and "47+38="
+
+
+def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
+    model = config.model
+    if shape.n_heads % shape.n_kv_heads:
+        yield f"model.n_kv_heads: expected a divisor of the model's {shape.n_heads} heads, found {shape.n_kv_heads}"
+    if shape.head_dim % 2:
+        why = "because rotary embeddings pair its elements"
+        yield f"model.head_dim: expected an even number, {why}, found {shape.head_dim}"
+    if shape.family == "llama3" and shape.head_dim * shape.n_heads != shape.dim:
+        product = f"head_dim x n_heads = {shape.head_dim} x {shape.n_heads}"
+        yield f"model.dim: expected {product}, as TorchTitan's Llama 3 requires, found {shape.dim}"
+    elif not (model.hf_assets_path or model.flavor or model.head_dim) and model.dim % model.n_heads:
+        yield f"model.dim: expected a multiple of n_heads = {model.n_heads}, because head_dim is 0, found {model.dim}"
+    if not model.hf_assets_path and shape.vocab_size < SIZE:
+        yield f"model.vocab_size: expected at least the built-in tokenizer's {SIZE}, found {shape.vocab_size}"
+
+
+def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
+    seq_len = config.training.seq_len
+    for mesh, p in {"parallelism": config.parallelism, **{n: r.parallelism for n, r in config.roles.items()}}.items():
+        key, tp = f"{mesh}.tensor_parallel_degree", p.tensor_parallel_degree
+        own = shape_of_role(config, mesh) or shape
+        for size in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
+            if getattr(own, size) % tp:
+                yield f"{key}: expected a divisor of the model's {size} = {getattr(own, size)}, found {tp}"
+        if p.enable_sequence_parallel and seq_len % tp:
+            yield f"training.seq_len: expected a multiple of {key} = {tp} (sequence parallelism), found {seq_len}"
+
+    key, tp = "generator.tensor_parallel_degree", config.generator.tensor_parallel_degree
+    for size in ("n_heads", "hidden_dim"):
+        if getattr(shape, size) % tp:
+            yield f"{key}: expected a divisor of the model's {size} = {getattr(shape, size)}, found {tp}"
+    if shape.n_kv_heads % tp and tp % shape.n_kv_heads:
+        yield f"{key}: expected a divisor or a multiple of the model's n_kv_heads = {shape.n_kv_heads}, found {tp}"
+
+
+def check_lengths(config: Config, shape: ModelShape) -> Iterator[str]:
+    generator, seq_len, new = config.generator, config.training.seq_len, config.rollout.max_new_tokens
+    # The length of a file's prompts or of a chat template is unknown before tokenization: at least one token.
+    prompt = ADDITION_PROMPT if (config.task.name, config.task.template) == ("addition", "plain") else 1
+    needed = f"at least {prompt + new} (a prompt of {prompt} and rollout.max_new_tokens = {new})"
+    most = f"at most the model's max_seq_len = {shape.max_seq_len}"
+    if seq_len > shape.max_seq_len:
+        yield f"training.seq_len: expected {most}, found {seq_len}"
+    if prompt + new > seq_len:
+        yield f"training.seq_len: expected {needed}, found {seq_len}"
+    if generator.max_model_len > shape.max_seq_len:
+        yield f"generator.max_model_len: expected {most}, found {generator.max_model_len}"
+    if 0 < generator.max_model_len < prompt + new:
+        yield f"generator.max_model_len: expected {needed}, found {generator.max_model_len}"
+
+    length = generator.max_model_len or seq_len
+    blocks = math.ceil(length / generator.block_size) + 1  # vLLM keeps one for itself
+    heads = max(1, shape.n_kv_heads // generator.tensor_parallel_degree)
+    token = 2 * shape.n_layers * heads * shape.head_dim * BYTES[generator.dtype]
+    mib = math.ceil(blocks * generator.block_size * token / 2**20)
+    if 0 < generator.kv_cache_memory_mb < mib:
+        cache = f"the KV cache of one sequence of {length} tokens"
+        yield f"generator.kv_cache_memory_mb: expected at least {mib}, {cache}, found {generator.kv_cache_memory_mb}"

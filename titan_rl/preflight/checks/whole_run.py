@@ -1,0 +1,70 @@
+"""Checks of what concerns the run as a whole: steps, overlap of sampling and training, checkpoints, resuming."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, as_toml, load
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.model_shape import ModelShape
+
+
+def check_run(config: Config) -> Iterator[str]:
+    rollout, cold = config.rollout, config.cold_start
+    if cold.stop_at and config.eval.size == 0:
+        why = "because eval.size = 0 leaves no problems to measure it on"
+        yield f"cold_start.stop_at: expected 0, {why}, found {cold.stop_at:g}"
+    if config.training.steps == 0 and cold.steps == 0:
+        yield "training.steps: expected at least 1, because cold_start.steps is 0 too, found 0"
+    if rollout.window and rollout.lag == 0:
+        yield f"rollout.window: expected 0, because rollout.lag = 0 leaves nothing to overtake, found {rollout.window}"
+    if rollout.window and config.algorithm.dynamic_sampling:
+        why = "because replaced groups would exceed the window"
+        yield f"rollout.window: expected 0 with algorithm.dynamic_sampling, {why}, found {rollout.window}"
+    if rollout.lag and config.placement.kind == "colocated" and config.weight_sync.in_flight == "drain":
+        why = 'because engines sleep before their requests finish if placement.kind is "colocated" and rollout.lag > 0'
+        yield f'weight_sync.in_flight: expected "swap", {why}, found "drain"'
+    yield from _check_streaming(config)
+    if config.checkpoint.keep_latest_k == 1:
+        yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as the newest may be half-written, found 1"
+
+
+def _check_streaming(config: Config) -> Iterator[str]:
+    """Refuse stream_groups where the update needs all groups of a step at once."""
+    a, size = config.algorithm, config.training.stream_groups
+    needs = {
+        'algorithm.normalize is "batch"': a.normalize == "batch",
+        "a step has several updates": a.updates > 1,
+        "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
+        "a critic is trained": a.needs_critic,
+        "rollout.window lets groups overtake each other": config.rollout.window > 0,
+        'placement.kind is "colocated"': config.placement.kind == "colocated",
+    }
+    if size and a.kind == "rl" and any(needs.values()):
+        why = " and ".join(reason for reason, holds in needs.items() if holds)
+        yield f"training.stream_groups: expected 0, because {why}, found {size}"
+
+
+def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Refuse changes that a resumed run cannot make: the order of its prompts and the model in its checkpoint."""
+    folder = Path(config.job.dump_folder)
+    if config.job.fresh or not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+        return
+    try:
+        before = load(folder / "config.toml")
+        had = shape_of(before.model)
+    except (ConfigError, OSError, ValueError):
+        return  # written by another version, or its model folder is gone: loading the checkpoint will tell
+    kept = {
+        "debug.seed": (before.debug.seed, config.debug.seed),
+        "task.name": (before.task.name, config.task.name),
+    }
+    if config.task.name == before.task.name == "addition":  # eval.size decides which sums are training examples
+        kept["eval.size"] = (before.eval.size, config.eval.size)
+    hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
+    for key, (was, found) in kept.items():
+        if was != found:
+            yield f"{key}: expected {as_toml(was)}, {hint}, found {as_toml(found)}"
+    if shape is not None and replace(had, head=shape.head) != shape:
+        yield f"[model]: expected the same shape {hint}, found another"

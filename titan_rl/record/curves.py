@@ -1,0 +1,54 @@
+"""TensorBoard curves of one event folder, written without torch."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import (
+    HistogramProto,  # pyright: ignore[reportAttributeAccessIssue]
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from titan_rl.record.metric_docs import DOCS
+from titan_rl.wire.types import RATIO_EDGES
+
+
+class Curves:
+    """Scalars and histograms. The START event removes the points that an earlier process wrote from `first` on."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self._writer = EventFileWriter(str(folder))
+        self._described: set[str] = set()
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
+
+    def write(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        values = [Summary.Value(tag=t, simple_value=v, metadata=self._metadata(t)) for t, v in scalars.items()]
+        values += [Summary.Value(tag=tag, histo=histogram(tag, counts)) for tag, counts in histograms.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _metadata(self, tag: str) -> SummaryMetadata | None:
+        """Return the tag's description for its first point, and None for later ones."""
+        if tag not in DOCS or tag in self._described:
+            return None
+        self._described.add(tag)
+        return SummaryMetadata(summary_description=DOCS[tag])
+
+
+def histogram(tag: str, counts: Sequence[float]) -> HistogramProto:
+    """Return TensorBoard's histogram of `counts`.
+
+    The buckets of ratios are between RATIO_EDGES; the last has no end and is drawn up to twice its start. The buckets
+    of ages are centered on the whole numbers from 0 on.
+    """
+    edges = [k - 0.5 for k in range(len(counts) + 1)]
+    if tag == "ratio/histogram":
+        edges = [*RATIO_EDGES[:-1], 2 * RATIO_EDGES[-2]]
+    return HistogramProto(min=edges[0], max=edges[-1], num=sum(counts), bucket_limit=edges[1:], bucket=counts)

@@ -1,0 +1,76 @@
+"""summary.json: a whole run in one object, computed from its metrics.jsonl."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_rl.config.sections import Config
+from titan_rl.record.lines import whole_lines
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.provenance import git_commit, machine, versions
+
+
+def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
+    """Summarize the run so far, over all its processes.
+
+    An evaluation at step 0 is of the policy with which RL began, after the cold start.
+    """
+    lines = [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
+    rl = [line for line in lines if line["kind"] == "rl"]
+    trained = [line for line in lines if line["kind"] in ("rl", "fit")]
+    scored = [line for line in lines if EVAL_SCORE in line]
+    cold_start_evals = [line[EVAL_SCORE] for line in scored if line["kind"] == "cold_start"]
+    evals = [line[EVAL_SCORE] for line in scored if line["kind"] != "cold_start"]
+    initial_evals = [line[EVAL_SCORE] for line in scored if line["kind"] == "eval" and line["step"] == 0]
+    wall, seconds = times(lines)
+    tokens, gap_mean, gap_max = (
+        np.array([line[key] for line in rl], dtype=float)  # null stands for NaN, and becomes NaN again
+        for key in ("tokens/trained", "logprob_gap/mean", "logprob_gap/max")
+    )
+    return {
+        "config_name": config_name,
+        "seed": config.debug.seed,
+        "steps": trained[-1]["step"] if trained else 0,
+        "cold_start_eval": cold_start_evals[0] if cold_start_evals else None,
+        "initial_eval": initial_evals[-1] if initial_evals else None,
+        "final_eval": evals[-1] if evals else None,
+        "wall_seconds": wall,
+        "seconds": seconds,
+        "logprob_gap": {
+            "mean": float(gap_mean @ tokens / max(1, tokens.sum())) if rl else None,
+            "max": float(gap_max.max()) if rl else None,
+        },
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "machine": machine(),
+    }
+
+
+def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+    """Return the wall seconds of all processes, this one until now, and how they were spent.
+
+    A process lasts from "time/startup" seconds before its startup line to its last line; time whose work a crash undid
+    is not counted. A cold start line took the time since the line before it. "other" is the rest, such as the end.
+    """
+    split = dict.fromkeys(
+        ("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save", "pause"), 0.0
+    )
+    wall = 0.0
+    before = lines[0]["time"] if lines else time.time()
+    for line in lines:
+        if line["kind"] == "startup":
+            before = line["time"] - line["time/startup"]
+        elapsed = line["time"] - before
+        if line["kind"] == "cold_start":
+            split["cold_start"] += elapsed
+        else:
+            for part in split:
+                split[part] += line.get(f"time/{part}", 0.0)
+        wall += elapsed
+        before = line["time"]
+    wall += time.time() - before
+    return wall, split | {"other": max(0.0, wall - sum(split.values()))}

@@ -1,0 +1,126 @@
+"""The live parameters of vLLM's LlamaForCausalLM and Qwen3ForCausalLM, and the Hugging Face tensors that fill them.
+
+vLLM fuses q, k and v, and gate and up, pads embeddings, and cuts parameters over its tensor-parallel ranks.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.weight_plan import Piece
+
+VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
+
+
+def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
+    """Return what fills the parameters of one tensor-parallel rank."""
+    result = []
+    for param, parts in _parameters(shape, tp):
+        dst_row0 = 0
+        for part in parts:
+            row0 = part.height * (rank * part.row_cuts // tp)
+            col0 = part.width * (rank * part.col_cuts // tp)
+            rows = min(part.height, part.rows - row0)  # the rest of the height is vocabulary padding
+            if rows > 0:
+                result.append(Piece(param, dst_row0, 0, part.name, row0, rows, col0, part.width))
+            dst_row0 += part.height
+    return result
+
+
+def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
+    """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
+
+    def local(parts: list[_Part]) -> tuple[int, ...]:
+        rows = sum(part.height for part in parts)
+        return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
+
+    return {param: local(parts) for param, parts in _parameters(shape, tp)}
+
+
+def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
+    """Raise unless a live model has exactly the parameters that the plan fills, in their shapes."""
+    expected = param_shapes(shape, tp)
+    wrong = [f"{name} (not in the plan)" for name in live if name not in expected]
+    for name, size in expected.items():
+        if name not in live:
+            wrong.append(f"{name} (not in the model)")
+        elif tuple(live[name]) != size:
+            wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
+    if wrong:
+        raise ValueError(
+            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
+            f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A Hugging Face tensor in a live parameter, cut into equal parts by rows or columns. Each rank has one part; if
+    there are fewer cuts than ranks, neighbouring ranks share one."""
+
+    name: str
+    rows: int
+    cols: int
+    row_cuts: int = 1
+    col_cuts: int = 1
+    padded: int = 0  # rows to cut instead of `rows`; 0: no padding
+
+    @property
+    def height(self) -> int:
+        return (self.padded or self.rows) // self.row_cuts
+
+    @property
+    def width(self) -> int:
+        return self.cols // self.col_cuts
+
+
+def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield vLLM's parameters in its own order, each with its Hugging Face tensors from top to bottom."""
+    vocab = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    kv_cuts = min(shape.n_kv_heads, tp)
+    sizes = {"attention heads": shape.n_heads, "feed-forward rows": shape.hidden_dim, "padded vocabulary rows": vocab}
+    for what, size in sizes.items():
+        if size % tp:
+            raise ValueError(f"[generator] tensor_parallel_degree: expected a divisor of {size} {what}, found {tp}")
+    if shape.n_kv_heads % kv_cuts or tp % kv_cuts:
+        raise ValueError(
+            f"[generator] tensor_parallel_degree: expected a divisor or a multiple of {shape.n_kv_heads} key/value "
+            f"heads, found {tp}"
+        )
+
+    dim, q, kv, ffn = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_dim
+
+    def vector(name: str, size: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, size, 1)]
+
+    def embedding(name: str) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, shape.vocab_size, dim, row_cuts=tp, padded=vocab)]
+
+    def by_columns(name: str, cols: int) -> tuple[str, list[_Part]]:
+        return name, [_Part(name, dim, cols, col_cuts=tp)]
+
+    yield embedding("model.embed_tokens.weight")
+    for layer in range(shape.n_layers):
+        at = f"model.layers.{layer}"
+        yield (
+            f"{at}.self_attn.qkv_proj.weight",
+            [
+                _Part(f"{at}.self_attn.q_proj.weight", q, dim, row_cuts=tp),
+                _Part(f"{at}.self_attn.k_proj.weight", kv, dim, row_cuts=kv_cuts),
+                _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
+            ],
+        )
+        yield by_columns(f"{at}.self_attn.o_proj.weight", q)
+        if shape.facts.head_norms:
+            yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
+            yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
+        yield (
+            f"{at}.mlp.gate_up_proj.weight",
+            [_Part(f"{at}.mlp.{half}_proj.weight", ffn, dim, row_cuts=tp) for half in ("gate", "up")],
+        )
+        yield by_columns(f"{at}.mlp.down_proj.weight", ffn)
+        yield vector(f"{at}.input_layernorm.weight", dim)
+        yield vector(f"{at}.post_attention_layernorm.weight", dim)
+    yield vector("model.norm.weight", dim)
+    if not shape.tied:
+        yield embedding("lm_head.weight")
