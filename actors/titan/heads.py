@@ -1,13 +1,10 @@
-"""What stands at the end of a decoder in place of its output projection, inside FSDP2's and TP's wrapping of it.
+"""Replacements for a decoder's output projection. FSDP2 and TP wrap them like the original.
 
 TokenHead    hidden -> log-prob of the target, entropy       without logits (kernels/token_logprob.py)
-ValueHead    hidden -> one number a place                    critic and reward model
+ValueHead    hidden -> one number per position               critic and reward model
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,33 +19,23 @@ from titan_rl.wire.model_shape import Head
 
 
 class TokenHead(Linear):
-    """The vocabulary projection, asked for the log-probs of given targets. Under TP each rank has its rows of it.
+    """The vocabulary projection, which returns log-probs of given targets. Under TP each rank has some of its rows.
 
-    Only places that count are projected: prompts, tool output and padding cost nothing here, and answer 0.
+    Only positions under the mask are projected: prompts, tool output and padding cost nothing here, and return 0.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
-
-    @contextmanager
-    def asked(
-        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
-    ) -> Iterator[None]:
-        """The decoder's forward hands over hidden states only: what is asked of them is set around it."""
-        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
-        try:
-            yield
-        finally:
-            self._question = None
-
-    def forward(self, input: torch.Tensor) -> Any:
-        assert self._question is not None, "asked() sets the targets"
-        targets_BL, on_BL, temperature, with_entropy_grad = self._question
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input: torch.Tensor,
+        targets_BL: torch.Tensor,
+        on_BL: torch.Tensor,
+        temperature: float,
+        with_entropy_grad: bool,
+    ) -> tuple[torch.Tensor, ...]:
         hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
@@ -86,7 +73,7 @@ def token_head(config: Linear.Config) -> TokenHead.Config:
     return derive(config, TokenHead.Config, sharding_config=_local_output(config))
 
 
-@override(target=Linear.Config, fqns=["lm_head"], description="One number a place instead of logits.")
+@override(target=Linear.Config, fqns=["lm_head"], description="One number per position instead of logits.")
 def value_head(config: Linear.Config) -> ValueHead.Config:
     sharding = _local_output(config)
     if sharding is not None:

@@ -1,7 +1,7 @@
 """One rank's share of a TorchTitan model: built, parallelized, initialized, run forward, read and written.
 
-A plain class: it needs torchrun's environment variables, not Monarch. Every role is one of these: the policy and the
-critic with an optimizer beside it (phase.py), the reference, the teacher and the reward model as they are.
+TitanModel needs torchrun's environment variables, but not Monarch. Every role is one: the policy and the critic
+together with an optimizer (phase.py); the reference, the teacher and the reward model alone.
 """
 
 import os
@@ -35,18 +35,19 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan import heads, titan_cpu
-from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, rope_head_dims
+from titan_rl.actors.titan.private import skip_lm_head
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Rows
 
-HF_VALUE_HEAD = "score.weight"  # what transformers' *ForSequenceClassification calls it
+HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
 
 
 @dataclass(kw_only=True, slots=True)
 class TitanConfig:
-    """The part of a TorchTitan job config that building and parallelizing a model reads."""
+    """The sections of a TorchTitan config that are read to build and parallelize a model."""
 
     parallelism: ParallelismConfig
     training: TrainingConfig
@@ -56,7 +57,7 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    """TorchTitan's own config sections, filled from ours."""
+    """Fill TorchTitan's config sections from ours."""
     # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
     return TitanConfig(
         parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
@@ -94,7 +95,7 @@ class TitanModel:
 
     @property
     def nbytes(self) -> int:
-        """Parameter bytes that this rank holds."""
+        """Bytes of the parameters on this rank."""
         return sum(local(p).nbytes for p in self.model.parameters())
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -124,16 +125,18 @@ class TitanModel:
         model.to_empty(device=titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=None)
+        if self.shape.head == "lm":
+            skip_lm_head(model)  # logprobs() calls it, with the targets
         return model.train()
 
     def initialize(self) -> None:
-        """Random weights from the run's seed."""
+        """Draw random weights from debug.seed."""
         std, value_head = self.config.model.initializer_range, self.shape.head == "value"
         titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
         self.zero_value_head()
 
     def zero_value_head(self) -> None:
-        """A new value head, if there is one at all: every place is worth 0 until it has learnt better."""
+        """Set the value head, if the model has one, to zero: every position starts with value 0."""
         if self.shape.head == "value":
             with torch.no_grad():
                 local(self.model.lm_head.weight).zero_()
@@ -143,13 +146,13 @@ class TitanModel:
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-prob of each target under the mask and the entropy of its distribution, [B, L] float32 each."""
-        head: heads.TokenHead = self.model.lm_head
-        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
-            return self._forward(rows)
+        """Return log-prob of each target under the mask and entropy of its distribution, [B, L] float32 each."""
+        with self.context():
+            hidden = self._forward(rows)
+            return self.model.lm_head(hidden, rows.targets, rows.mask > 0, temperature, with_entropy_grad)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
-        """The value head's answer at each place, [B, L] float32."""
+        """Return the value of each position, [B, L] float32."""
         with self.context():
             return self._forward(rows)
 
@@ -158,7 +161,7 @@ class TitanModel:
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
     def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
-        """What the model's head says of each place, as [B, L] numpy, without a graph."""
+        """Return the values, or the log-probs of the targets, as [B, L] numpy, without building a graph."""
         placed = DeviceRows.of(rows, self.device)
         with torch.no_grad():
             if self.shape.head == "value":
@@ -166,8 +169,8 @@ class TitanModel:
             return self.logprobs(placed, temperature=temperature)[0].cpu().numpy()
 
     def reshard(self) -> None:
-        """Drop gathered parameters. FSDP2 keeps those of the last layers after a forward that no backward follows: a
-        later forward would run on them even where the shards have changed since."""
+        """Free gathered parameters. FSDP2 keeps those of the last layers after a forward without a backward. The next
+        forward would use them even if the shards have changed."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -175,7 +178,7 @@ class TitanModel:
     # -- weights ----------------------------------------------------------------------------------------------
 
     def checksum(self) -> int:
-        """Over the bits of this rank's shards. It reads them once."""
+        """Return a checksum over the bits of this rank's shards."""
         self.reshard()
         total = 0
         for parameter in self.model.parameters():
@@ -183,7 +186,7 @@ class TitanModel:
         return total
 
     def read(self, folder: str | Path, *, head: bool = True) -> None:
-        """Hugging Face safetensors into the model, each rank its own shards; without `head`, the head stays."""
+        """Load this rank's shards from Hugging Face safetensors. Keep the current head if `head` is False."""
         translate = adapter(self.spec, str(folder))
         state = self._to_hf(translate)
         if not head:
@@ -194,7 +197,7 @@ class TitanModel:
         self.model.load_state_dict(translate.from_hf(state), strict=False)
 
     def write(self, folder: str | Path) -> None:
-        """The weights as Hugging Face safetensors; config.json and tokenizer are the controller's to add."""
+        """Write the weights as Hugging Face safetensors. The controller adds config.json and the tokenizer."""
         writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
         with torch.no_grad():
             save(self._to_hf(adapter(self.spec, None)), storage_writer=writer)
@@ -208,20 +211,20 @@ class TitanModel:
         return state
 
     def _permutable(self) -> dict[str, torch.Tensor]:
-        """The state dict with rotary projections whole on every rank. Undoing their row order across shards that cut a
+        """Return the state dict with unsharded rotary projections. Undoing their row order across shards that cut a
         head (FSDP2 within TP) gives DTensors that claim overlapping rows: DCP refuses to save them, and would misload.
         """
+        rotary = {plain(name) for name in self.rope_head_dims}
         return {
             name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-            if name in self.rope_head_dims and isinstance(value, DTensor)
+            if name in rotary and isinstance(value, DTensor)
             else value
             for name, value in self.model.state_dict().items()
         }
 
 
 class FrozenWeights:
-    """A second set of weights for a model that is there already: this rank's shards of them, swapped in for a forward.
-    No optimizer has ever seen them."""
+    """This rank's shards of a second, frozen set of weights, which are swapped into a model for a forward."""
 
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
         self._model = model
@@ -235,7 +238,7 @@ class FrozenWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[TitanModel]:
-        """Exchanged in place, tensor by tensor: one tensor of extra memory."""
+        """Exchange the weights in place, tensor by tensor: this needs the memory of one tensor."""
         self._exchange()
         try:
             yield self._model
@@ -255,7 +258,7 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows as tensors on the rank's device."""
+    """Rows as tensors on this rank's device."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -275,6 +278,6 @@ class DeviceRows:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, sharing memory."""
+    """Return this rank's shard, which shares memory with `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,17 +1,35 @@
 """Every private name of TorchTitan 0.3.0 and torch 2.13 that this project uses. Only this file imports such names.
 
+CHECKPOINT_PREFIX
+    What activation checkpointing adds to the names of parameters, though not to those of a state dict.
 build_llama3_layers, build_qwen3_layers
     TorchTitan's public flavors fuse q, k and v into one matrix and fix all sizes. The weight plan moves rectangles of
     Hugging Face's tensors, so the three stay separate; only these builders take sizes and `fuse_qkv`.
 llama3_output_init
     Llama 3's initializer of the output projection depends on `dim`; a flavor has only the one of its own size.
+skip_lm_head
+    The decoder then returns hidden states and the loss calls the head, as in TorchTitan's Trainer for chunked losses.
 StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 """
 
+from typing import Any
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torchtitan.models.llama3 import _build_llama3_layers as build_llama3_layers
 from torchtitan.models.llama3 import _output_linear_init as llama3_output_init
 from torchtitan.models.qwen3 import _build_qwen3_layers as build_qwen3_layers
 
-__all__ = ["StridedShard", "build_llama3_layers", "build_qwen3_layers", "llama3_output_init"]
+__all__ = [
+    "CHECKPOINT_PREFIX",
+    "StridedShard",
+    "build_llama3_layers",
+    "build_qwen3_layers",
+    "llama3_output_init",
+    "skip_lm_head",
+]
+
+
+def skip_lm_head(decoder: Any) -> None:
+    decoder._skip_lm_head = True

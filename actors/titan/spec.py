@@ -81,13 +81,18 @@ def adapter(spec: ModelSpec, assets: str | None) -> Any:
     return spec.state_dict_adapter(spec.model, assets)
 
 
+def plain(name: str) -> str:
+    """The name that a parameter has in a state dict: without the marks of activation checkpointing."""
+    return name.replace(private.CHECKPOINT_PREFIX, "")
+
+
 def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
     """TorchTitan's parameter names -> Hugging Face's."""
     back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:
         layer = re.search(r"\d+", name)
-        generic = re.sub(r"\d+", "{}", name, count=1)
+        generic = re.sub(r"\d+", "{}", plain(name), count=1)
         if generic not in back:
             raise ValueError(f"override.imports: expected overrides that keep the parameters' names, found {name}")
         return back[generic].format(layer[0]) if layer else back[name]

@@ -86,10 +86,10 @@ def force_sum_reduction(model: torch.nn.Module) -> None:
 
 
 def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False) -> None:
-    """The same random weights on any mesh: an unsharded copy is drawn from the seed, then each rank keeps its part.
-    Matrices are normal with `std`, or as TorchTitan's model has it where that is 0.
+    """Draw the same random weights on any mesh: draw an unsharded copy from the seed, then keep this rank's part.
+    Matrices are normal with `std`; if `std` is 0, TorchTitan's initializers apply.
 
-    Needs one unsharded copy in host memory while it runs, so it is for models small enough to start from nothing.
+    This needs one unsharded copy in host memory, so it is for models small enough to train from random weights.
     """
     parameter = next(model.parameters())
     with torch.device("meta"), titan_utils.set_default_dtype(parameter.dtype):
@@ -106,7 +106,7 @@ def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float
 
 
 def load_whole(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Load unsharded tensors that every rank holds into a sharded model; what `state` lacks stays."""
+    """Load unsharded tensors that every rank holds into a sharded model. Parameters not in `state` stay as they are."""
     sharded = model.state_dict()
     wrapped = {}
     for name, value in state.items():

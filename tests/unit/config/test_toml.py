@@ -87,6 +87,8 @@ def test_values_over_defaults_and_overrides_over_values(tmp_path: Path) -> None:
         ("rollout.stop_token_ids", "1, 2", [1, 2]),
         ("rollout.stop_token_ids", "[3]", [3]),
         ("rollout.stop_token_ids", "", []),
+        ("override.imports", "my.module.f, other.g", ["my.module.f", "other.g"]),
+        ("override.imports", '["my.module.f"]', ["my.module.f"]),
         ("model.name", "qwen3", "qwen3"),
     ],
 )
