@@ -95,7 +95,7 @@ def latest_step(checkpoints: Path) -> int | None:
 
 
 def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
-    """Resolve a checked config. With a `scratch` folder for the model's files (dry run), leave the dump folder as is."""
+    """Resolve a checked config. With a `scratch` folder for model files (dry run), do not touch the dump folder."""
     folder = Path(config.job.dump_folder).absolute()
     if scratch is None and config.job.fresh and folder.exists():
         folder.rename(aside(folder))
