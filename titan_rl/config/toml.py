@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_rl.config import sections as declarations
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
@@ -116,16 +115,16 @@ def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
 
 def docs() -> dict[str, dict[str, str]]:
     """Map section -> key -> the string literal below the field, read from the source because Python discards it."""
-    classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for node in ast.parse(inspect.getsource(declarations)).body:
-        if isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                classes[node.name] |= classes[ast.unparse(base)]
+    described: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for section, kind in get_type_hints(Config).items():
+        for declared in kind.__mro__[-2::-1]:  # without object; a section's own keys come last
+            (node,) = ast.parse(inspect.getsource(declared)).body
+            assert isinstance(node, ast.ClassDef)
             for pair in itertools.pairwise(node.body):
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(doc))):
-                        classes[node.name][key] = " ".join(doc.split())
-    return {section: classes[kind.__name__] for section, kind in get_type_hints(Config).items()}
+                        described[section][key] = " ".join(doc.split())
+    return dict(described)
 
 
 def find(name: str) -> Path:
