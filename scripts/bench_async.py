@@ -55,6 +55,7 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.provenance import git_commit, machine, versions
 from titan_rl.rollout.judges import by_rule
+from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.prompts import PromptSource
@@ -345,19 +346,22 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
     folder = tempfile.TemporaryDirectory()
     characters.build(Path(folder.name))
     tokenizer = TextTokenizer.load(Path(folder.name))
+    settings = StreamSettings(
+        algorithm=c.AlgorithmSection(),
+        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, lag=LAG),
+        sampling=Sampling(TOKENS),
+        seed=0,
+        first=1,
+        groups=groups * steps,
+    )
     stream = RolloutStream(
+        settings,
         stopwatch,
         PromptSource(load_task(c.TaskSection(), seed=0, eval_size=0), tokenizer, seed=0),
         by_rule(reward_for("exact")),
         tokenizer.decode,
-        algorithm=c.AlgorithmSection(),
-        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, lag=LAG),
-        sampling=Sampling(TOKENS),
-        first=1,
-        groups=groups * steps,
-        seed=0,
-        clock=Clock(),
-        ledger=Ledger(Path(folder.name)),
+        Clock(),
+        Ledger(Path(folder.name)),
     )
     cpu, wall, settled = 0.0, 0.0, 0
     resident = dict.fromkeys((SETTLED, (SETTLED + steps - LAG) // 2, steps - LAG), 0.0)  # by step; as much under way

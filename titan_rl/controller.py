@@ -23,6 +23,7 @@ from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.ledger import Ledger
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, by_rule, scores_of
+from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.rewards import reward_for
@@ -258,22 +259,19 @@ class Controller:
 
     def stream(self, prompts: PromptSource, ledger: Ledger, first: int, last: int) -> RolloutStream:
         assert self.meshes.generators is not None
-        reward_model, config = self.meshes.reward_model, self.config
-        return RolloutStream(
-            self.meshes.generators,
-            prompts,
-            by_rule(reward_for(config.task.reward), config.rollout.timeout_seconds)
-            if reward_model is None
-            else by_model(reward_model, config, self.setup.tokenizer.pad),
-            self.setup.tokenizer.decode,
+        reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
+        if reward_model is None:
+            judge = by_rule(reward_for(config.task.reward), config.rollout.timeout_seconds)
+        else:
+            judge = by_model(reward_model, config, tokenizer.pad)
+        settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,
             sampling=self.setup.sampling,
+            seed=config.debug.seed,
             first=first,
             groups=(last - first + 1) * config.rollout.groups_per_step,
-            seed=config.debug.seed,
-            clock=self.clock,
-            ledger=ledger,
-            fault=config.fault,
+            reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
         )
+        return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)

@@ -1,4 +1,4 @@
-"""Rewards to advantages: how much better each token did than what was to be expected. Pure functions on numpy.
+"""Computes advantages from rewards: how much better each token did than expected. Pure functions on numpy.
 
     group            r - mean(group)                     GRPO, Dr.GRPO
     leave_one_out    r - mean(the others)                RLOO
@@ -7,7 +7,7 @@
     teacher          teacher log-prob - sampling log-prob: on-policy distillation, reverse KL token by token
 
 Then, by `normalize`: divided by the group's standard deviation ("group"), or whitened over all tokens of the step
-("batch"), or left alone.
+("batch"), or unchanged.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ EPS = 1e-4  # TRL's; verl adds 1e-6
 
 
 def group_relative(rewards: Sequence[float], *, normalize_std: bool, eps: float = EPS) -> list[float]:
-    """Reward minus the group's mean; over its sample standard deviation (ddof = 1, as TRL takes it) plus eps.
+    """Return reward minus group mean, divided by the sample standard deviation (ddof = 1, as in TRL) plus eps.
 
     A flat group gets exact zeros: its mean may differ from its rewards by rounding, and eps would blow that up.
     """
@@ -32,7 +32,8 @@ def group_relative(rewards: Sequence[float], *, normalize_std: bool, eps: float 
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """Reward minus the mean of its siblings' rewards: an unbiased baseline, for a sample has no part in its own."""
+    """Return reward minus the mean of the other samples' rewards: unbiased, because this baseline does not
+    depend on the sample itself."""
     r = np.asarray(rewards, dtype=np.float64)
     if (r == r[:1]).all():
         return [0.0] * len(r)
@@ -40,8 +41,8 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
 
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
-    """Returns of one trajectory: R_t = r_t + gamma R_{t+1} over the tokens under the mask, which alone are steps; what
-    lies between them (tool output) is passed over."""
+    """Return R_t = r_t + gamma R_{t+1} of one trajectory, over the tokens under the mask. Tokens outside it (tool
+    output) are not steps and are skipped."""
     returns = np.zeros(len(rewards))
     running = 0.0
     for t in np.flatnonzero(mask)[::-1]:
@@ -53,8 +54,8 @@ def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarra
 def gae(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, *, gamma: float, lam: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generalized advantage estimates of one trajectory, and the returns (advantage + value) that a critic learns. The
-    state after the last token is worth nothing."""
+    """Return the generalized advantage estimates of one trajectory, and the returns (advantage + value) that a critic
+    learns. The value after the last token is 0."""
     advantages = np.zeros(len(rewards))
     running = following = 0.0
     for t in np.flatnonzero(mask)[::-1]:
@@ -65,8 +66,8 @@ def gae(
 
 
 def whiten(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray], eps: float = 1e-8) -> list[np.ndarray]:
-    """Mean 0 and (sample) variance 1 over all tokens under the masks, as verl's masked_whiten; 0 elsewhere. Equal
-    advantages become exact zeros."""
+    """Scale to mean 0 and (sample) variance 1 over all tokens under the masks, as verl's masked_whiten; 0 elsewhere.
+    Equal advantages become exact zeros."""
     on = [np.asarray(mask) > 0 for mask in masks]
     every = np.concatenate([a[m] for a, m in zip(advantages, on, strict=True)] or [np.zeros(0)])
     if not len(every) or (every == every[0]).all():
@@ -76,7 +77,7 @@ def whiten(advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray], eps: f
 
 
 def kl_penalty(logprobs: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
-    """Per-token KL estimates in numpy, for the reward; kernels/kl.py says what they are."""
+    """Return per-token KL estimates in numpy, for the reward; kernels/kl.py defines them."""
     log_r = np.asarray(reference, np.float64) - np.asarray(logprobs, np.float64)
     if estimator == "k1":
         return -log_r

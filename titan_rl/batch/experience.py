@@ -1,4 +1,4 @@
-"""Rollouts to training samples: what is trained on, and each token's advantage. Pure; numpy only."""
+"""Turns rollouts into training samples with a mask and an advantage for each token. Pure; numpy only."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from titan_rl.wire.types import Group, Rollout, Sample
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
-    """Every rollout of every group, in order, under the mask of what is trained on."""
+    """Return a sample for every rollout of every group, in order, with the mask of the tokens to train on."""
     return [
         Sample(r.tokens, _trained(r, algorithm), {"behaviour": r.logprobs}) for group in groups for r in group.rollouts
     ]
@@ -20,7 +20,7 @@ def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sam
 def with_advantages(
     groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection
 ) -> tuple[list[Group], list[Sample]]:
-    """The samples with their "advantage" column (and the critic's "return"); the groups with each rollout's mean."""
+    """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups."""
     masks = [np.asarray(s.mask) for s in samples]
     returns: list[np.ndarray] | None = None
     if algorithm.advantage in ("group", "leave_one_out"):
@@ -45,31 +45,33 @@ def with_advantages(
     found = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
     if returns is not None:
         found = [s.with_columns(**{"return": r}) for s, r in zip(found, returns, strict=True)]
-    return _told(groups, advantages, masks), found
+    return _with_means(groups, advantages, masks), found
 
 
 def dead(samples: Sequence[Sample]) -> bool:
-    """No token under a mask has an advantage: an update would only follow KL and entropy."""
+    """Return True if no token under a mask has an advantage: an update would only follow KL and entropy."""
     return not any((np.asarray(s.columns["advantage"])[np.asarray(s.mask) > 0] != 0).any() for s in samples)
 
 
 def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[list[Sample]]:
-    """The step's updates: `epochs` passes over `minibatches` equal parts, whole groups in order."""
+    """Return the step's updates: `epochs` passes over `minibatches` equal parts, made of whole groups in order."""
     size = -(-len(samples) // algorithm.minibatches)
     parts = [list(samples[i : i + size]) for i in range(0, len(samples), size)]
     return parts * algorithm.epochs
 
 
 def _trained(rollout: Rollout, algorithm: AlgorithmSection) -> list[int]:
-    """The sampled tokens, but none of a truncated rollout under overlong_filter; and none without a finite log-prob,
-    which would spread to its siblings through a KL in the reward, and to the whole step through whitening."""
+    """Return the mask of the sampled tokens, without truncated rollouts if overlong_filter is set, and without tokens
+    whose log-prob is not finite: those would spread to the group through a KL in the reward, and to the whole step
+    through whitening."""
     if algorithm.overlong_filter and rollout.truncated:
         return [0] * len(rollout.mask)
     return (np.asarray(rollout.mask) * np.isfinite(rollout.logprobs)).tolist()
 
 
 def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[np.ndarray]:
-    """One advantage a rollout, on each of its trained tokens. A KL in the reward is charged before the baseline."""
+    """Return one advantage per rollout, on each of its trained tokens. A KL in the reward is subtracted before the
+    baseline."""
     rest = iter(samples)
     advantages = []
     for group in groups:
@@ -85,7 +87,7 @@ def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: Al
 
 
 def _token_rewards(reward: float, sample: Sample, algorithm: AlgorithmSection) -> np.ndarray:
-    """The rollout's reward on its last trained token; each token charged its KL, where that is in the reward."""
+    """Return the rollout's reward on its last trained token, minus each token's KL if that is in the reward."""
     rewards = np.zeros(len(sample.tokens))
     trained = np.flatnonzero(sample.mask)
     if len(trained):
@@ -94,7 +96,7 @@ def _token_rewards(reward: float, sample: Sample, algorithm: AlgorithmSection) -
 
 
 def _kl(sample: Sample, algorithm: AlgorithmSection) -> np.ndarray:
-    """What each token is charged; nothing where the KL is in the loss, or there is none."""
+    """Return the KL to subtract from each token's reward; zeros if the KL is in the loss or there is none."""
     if algorithm.kl_in != "reward" or "reference" not in sample.columns:
         return np.zeros(len(sample.tokens))
     policy = np.asarray(sample.columns.get("proximal", sample.columns["behaviour"]))
@@ -106,6 +108,6 @@ def _signals(groups: Sequence[Group]) -> list[float]:
     return [signal for group in groups for signal in group.signals]
 
 
-def _told(groups: Sequence[Group], advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[Group]:
+def _with_means(groups: Sequence[Group], advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[Group]:
     means = iter([float(a[m > 0].mean()) if (m > 0).any() else 0.0 for a, m in zip(advantages, masks, strict=True)])
     return [replace(group, rollouts=[replace(r, advantage=next(means)) for r in group.rollouts]) for group in groups]

@@ -1,10 +1,10 @@
-"""Groups to batches: token sequences of any length in microbatches of one shape, and per-token answers back.
+"""Packs token sequences of any length into microbatches of one shape, and returns per-token answers to their samples.
 
-    samples -> pack -> one Batch a data-parallel rank, all of equally many [B, L] microbatches
-    samples <- unpack <- one [B, L] array a microbatch
+    samples -> pack -> one Batch per data-parallel rank, all with the same number of [B, L] microbatches
+    samples <- unpack <- one [B, L] array per microbatch
 
 A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and columns
-lie at place i. So a document's first token is read, but is nobody's target.
+are at place i. So a document's first token is read, but is never a target.
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +16,7 @@ import numpy as np
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
-ALIGN = 16  # row lengths are multiples of it: few shapes in a run, and divisible by the usual TP degrees
+ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
 
 
 def pack(
@@ -31,12 +31,13 @@ def pack(
     together: int = 1,
     whole: bool = True,
 ) -> list[Batch]:
-    """The samples as one Batch a shard, all of equally many microbatches of [rows_per_microbatch, L].
+    """Return one Batch per shard, all with the same number of microbatches of [rows_per_microbatch, L].
 
-    How many: as few as rows of seq_len allow. L: the shortest length at which the samples still fit those rows, since
-    an empty place costs what a filled one does. A token whose sampling log-prob is not finite is masked out.
-    `together` consecutive samples always share a row: a preference pair needs both members in one place. Where the
-    samples are not the `whole` of an update, the weights lack its `divisor`, and the counts are those of the part.
+    The number of microbatches is the least that rows of seq_len allow. L is the shortest length at which the samples
+    still fit those rows, because an empty place costs as much as a filled one. A token whose sampling log-prob is not
+    finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
+    row. If the samples are not the `whole` update, the weights are not yet divided by its `divisor`, and the counts are
+    those of this part.
     """
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
@@ -47,11 +48,11 @@ def pack(
     block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
     weights, tokens, sequences = _weights(block, len(samples), aggregation, length)
     if whole:
-        tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without a trained token has loss 0
+        tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without trained tokens has loss 0
         weights = weights / divisor(aggregation, tokens, sequences)
     weights = weights.astype(np.float32)
 
-    # Rows come fullest first and are dealt back and forth, so that shards carry nearly equal tokens.
+    # Rows are sorted fullest first and dealt back and forth, so that shards get nearly equal numbers of tokens.
     deal = np.arange(slots).reshape(-1, shards)
     deal[1::2] = deal[1::2, ::-1].copy()
     hands = deal.T.reshape(shards, rounds, rows_per_microbatch)
@@ -59,15 +60,15 @@ def pack(
 
 
 def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
-    """The denominator that is fixed once all of an update's samples are known."""
+    """Return the denominator of the loss, known once all samples of an update are."""
     return tokens if aggregation == "token_mean" else sequences
 
 
 def unpack(
     batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample]
 ) -> list[np.ndarray]:
-    """Per-place answers, batch by batch and microbatch by microbatch, as one float32 array a sample; a sample's first
-    token is no target and gets 0."""
+    """Return per-place answers, given by batch and microbatch, as one float32 array per sample. A sample's first token
+    is never a target and gets 0."""
     sizes = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
     ends = sizes.cumsum()
     begins, flat = ends - sizes, np.zeros(sizes.sum(), np.float32)
@@ -81,12 +82,12 @@ def unpack(
 
 def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
     if len(samples) % together:
-        raise ValueError(f"{len(samples)} samples do not come in units of {together}")
+        raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     for i, s in enumerate(samples):
         n = len(s.tokens)
         for name, values in (("mask", s.mask), *s.columns.items()):
-            if len(values) != n:  # one short list would shift every later sample's training data
-                raise ValueError(f"sample {i}: {n} tokens, but {len(values)} entries of {name}")
+            if len(values) != n:  # a short list would shift the training data of every later sample
+                raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {len(values)}")
     for i in range(0, len(samples), together):
         unit = sum(len(s.tokens) - 1 for s in samples[i : i + together])
         if unit > seq_len:
@@ -98,8 +99,8 @@ def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
 
 
 def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
-    and n log n where first-fit scans every open row."""
+    """Return row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
+    and O(n log n), whereas first-fit scans every open row."""
     row, offset = np.zeros_like(places), np.zeros_like(places)
     rooms: list[tuple[int, int]] = []  # (free places, row), ascending
     sizes = places.tolist()
@@ -116,7 +117,7 @@ def _rows_needed(places: np.ndarray, capacity: int) -> int:
 
 
 def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
-    """The shortest aligned row length at which the units fit `slots` rows; seq_len is known to."""
+    """Return the shortest aligned row length at which the units fit into `slots` rows. They do at seq_len."""
     least = max(int(places.max(initial=1)), -(-int(places.sum()) // slots))
     lengths = range(-(-least // ALIGN) * ALIGN, seq_len, ALIGN)
     first = bisect_left(lengths, True, key=lambda length: _rows_needed(places, length) <= slots)
@@ -146,7 +147,7 @@ def _write(
     fullest = np.argsort(-filled, kind="stable")
     row = np.argsort(fullest)[row]  # a permutation's argsort is its inverse
 
-    # Per place, [P]: its position in its document, where it goes, and which flat source token it predicts.
+    # Per place, [P]: its position in its document, its destination, and the flat source token that it predicts.
     sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
     position = np.arange(places.sum()) - np.repeat(places.cumsum() - places, places)
     goes = np.repeat(row * length + offset, places) + position
@@ -180,8 +181,8 @@ def _write(
 
 
 def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int) -> tuple[np.ndarray, int, int]:
-    """What each token counts, less the divisor, and how many tokens and sequences are trained on: global numbers, which
-    is what makes a loss independent of mesh and microbatching.
+    """Return each token's weight before the divisor, and the numbers of trained tokens and sequences. The numbers are
+    global, which makes the loss independent of mesh and microbatching.
 
     token_mean      1 / tokens
     sequence_mean   1 / (tokens of the sequence x sequences)
@@ -191,7 +192,7 @@ def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int)
     per_sample = np.bincount(block.owner[on], minlength=samples)
     weights = block.mask.astype(np.float64)
     if aggregation == "sequence_mean":
-        own = np.append(per_sample, 1)[block.owner]  # -1, padding, finds the appended 1
+        own = np.append(per_sample, 1)[block.owner]  # padding, -1, indexes the appended 1
         weights = weights / np.maximum(own, 1)
     elif aggregation == "sequence_sum":
         weights = weights / length

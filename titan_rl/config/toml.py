@@ -2,7 +2,8 @@
 
     find("grpo_llama") -> path    load(path, [("training.steps", "20")]) -> Config    to_toml(config) -> text
 
-Reading does not stop at the first problem: one ConfigError lists all of them.
+A file may name another one to start from: base = "grpo_llama" (a shipped config) or base = "../mine.toml" (relative to
+the file). Reading does not stop at the first problem: one ConfigError lists all of them.
 """
 
 import ast
@@ -15,14 +16,13 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_rl.config import sections as declarations
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
@@ -119,16 +119,16 @@ def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
 
 def docs() -> dict[str, dict[str, str]]:
     """Map section -> key -> the string literal below the field, read from the source because Python discards it."""
-    classes: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for node in ast.parse(inspect.getsource(declarations)).body:
-        if isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                classes[node.name] |= classes[ast.unparse(base)]
+    described: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for section, kind in get_type_hints(Config).items():
+        for declared in kind.__mro__[-2::-1]:  # without object; a section's own keys come last
+            (node,) = ast.parse(inspect.getsource(declared)).body
+            assert isinstance(node, ast.ClassDef)
             for pair in itertools.pairwise(node.body):
                 match pair:
                     case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(doc))):
-                        classes[node.name][key] = " ".join(doc.split())
-    return {section: classes[kind.__name__] for section, kind in get_type_hints(Config).items()}
+                        described[section][key] = " ".join(doc.split())
+    return dict(described)
 
 
 def find(name: str) -> Path:
@@ -151,7 +151,7 @@ def shipped() -> list[str]:
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """Read a file over the defaults and its preset, then apply the overrides ("training.steps", "20")."""
+    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20")."""
     problems: list[str] = []
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
@@ -165,15 +165,15 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             hint = did_you_mean(str(value), key.choices)
             problems.append(f"{label}: expected {key.expected}, found {_shown(value)}{hint}")
 
-    for section, table in _read(path, problems).items():
+    for file, section, table in _tables(path, problems):
         if section not in schema() or not isinstance(table, dict):
-            problems.append(f"{path.name}: {_misplaced(section, table)}")
+            problems.append(f"{file}: {_misplaced(section, table)}")
             continue
         for name, value in table.items():
             if name in schema()[section]:
-                put(section, name, value, f"{path.name}: [{section}] {name}")
+                put(section, name, value, f"{file}: [{section}] {name}")
             else:
-                problems.append(f"{path.name}: {_unknown(section, name)}")
+                problems.append(f"{file}: {_unknown(section, name)}")
     for flag, text in overrides:
         section, _, name = flag.partition(".")
         if name in schema().get(section, {}):
@@ -206,6 +206,26 @@ def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
     """Return the end of a message that refuses a name, if a similar valid name exists."""
     nearest = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
     return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
+
+
+def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
+    """Yield (file name, section, its keys): those of the file's base first, so that the file's own keys win."""
+    tables = _read(path, problems)
+    base = tables.pop("base", None)
+    chain = (*above, path.resolve())
+    if base is not None:
+        candidates = (path.parent / base, SHIPPED / f"{base}.toml") if isinstance(base, str) else ()
+        found = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+        if found is None:
+            hint = did_you_mean(str(base), shipped())
+            expected = "the name of a shipped config, or a path relative to this file"
+            problems.append(f"{path.name}: base: expected {expected}, found {_shown(base)}{hint}")
+        elif found.resolve() in chain:
+            ring = " -> ".join(file.name for file in (*chain, found))
+            problems.append(f"{path.name}: base: expected a file that does not start from this one, found {ring}")
+        else:
+            yield from _tables(found, problems, chain)
+    yield from ((path.name, section, table) for section, table in tables.items())
 
 
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:

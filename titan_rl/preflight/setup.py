@@ -46,7 +46,7 @@ class Setup:
 
 
 def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
-    """Resolve a checked config. With a `scratch` folder for the model's files (dry run), keep off the dump folder."""
+    """Resolve a checked config. With a `scratch` folder for model files (dry run), do not touch the dump folder."""
     folder = Path(config.job.dump_folder).absolute()
     if scratch is None and config.job.fresh and folder.exists():
         folder.rename(aside(folder))

@@ -1,4 +1,4 @@
-"""Who judges a group's completions: a rule, or a reward model on its mesh."""
+"""Judges a group's completions by a reward function, or by a reward model on its mesh."""
 
 import asyncio
 import threading
@@ -6,29 +6,38 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config
-from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.rollout.stream import Judge
+from titan_rl.rollout.sampling import Judge
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.rewards import BUILT_IN, Reward
-from titan_rl.wire.types import Completion, Prompt, Sample
+from titan_rl.wire.types import Batch, Completion, Prompt, Sample
 
 T = TypeVar("T")
 
 
+class Scores(Protocol):
+    """The part of a reward model's mesh that a judge needs."""
+
+    @property
+    def dp(self) -> int: ...
+
+    async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]: ...
+
+
 class SideThread:
-    """Calls functions one at a time, so that they need not be thread-safe, while the event loop goes on. One that
-    outlasts its deadline is left alone with its thread, and the next call gets another; no thread delays the process's
-    end. Against a function that never lets go of the interpreter's lock (one long regular expression, say) there is no
-    help in this process."""
+    """Calls functions one at a time on a thread, so that they need not be thread-safe and the event loop continues.
+
+    A function that outlasts its deadline is abandoned with its thread, and the next call gets a new one; no thread
+    delays the end of the process. A function that never releases the interpreter's lock (such as one long regular
+    expression) blocks the process anyway."""
 
     def __init__(self) -> None:
-        self._free = asyncio.Lock()  # first come, first served: results come in the order of the calls
+        self._free = asyncio.Lock()  # first come, first served: results arrive in the order of the calls
         self._calls: SimpleQueue[Callable[[], None] | None] | None = None
 
     async def run(self, function: Callable[[], T], seconds: float | None) -> T:
@@ -39,9 +48,9 @@ class SideThread:
             def call() -> None:
                 try:
                     value = function()
-                except BaseException as error:  # a user's sys.exit ends nothing but his own call
+                except BaseException as error:  # a sys.exit in user code must end only this call
                     value = _Raised(error)
-                with suppress(RuntimeError):  # the loop is closed, and nobody waits
+                with suppress(RuntimeError):  # the loop is closed and nothing waits
                     loop.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(value))
 
             self._queue().put(call)
@@ -49,7 +58,7 @@ class SideThread:
             if not done:
                 answer.cancel()
                 self._abandon()
-                raise TimeoutError(f"no answer within {seconds:g} s")
+                raise TimeoutError(f"the reward function did not return within {seconds:g} s (rollout.timeout_seconds)")
             if isinstance(value := answer.result(), _Raised):
                 raise value.error if isinstance(value.error, Exception) else RuntimeError(repr(value.error))
             return value
@@ -61,7 +70,7 @@ class SideThread:
         return self._calls
 
     def _abandon(self) -> None:
-        """It ends when its call does, if ever."""
+        """Let the thread end when its call does, if ever."""
         if self._calls is not None:
             self._calls.put(None)
         self._calls = None
@@ -78,22 +87,22 @@ def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 
 def by_rule(reward: Reward, seconds: float | None = None) -> Judge:
-    """The user's own function may take its time, at most so many seconds a group (None: for ever), on a thread beside
-    the event loop; ours take none."""
-    beside = None if reward in BUILT_IN.values() else SideThread()
+    """Judge by a reward function. A user's function runs on its own thread, for at most `seconds` per group (None: no
+    limit); built-in ones return at once and run in the event loop."""
+    side = None if reward in BUILT_IN.values() else SideThread()
 
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
         def rewards() -> list[float]:
             return [reward(prompt, text) for text in texts]
 
-        return rewards() if beside is None else await beside.run(rewards, seconds)
+        return rewards() if side is None else await side.run(rewards, seconds)
 
     return judge
 
 
-def by_model(mesh: ModelMesh, config: Config, pad: int) -> Judge:
-    """One call a group: while a group is judged others are still being sampled, and a score depends on its own group
-    alone, so the same run twice has the same rewards to the last bit."""
+def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
+    """Judge by a reward model, one call per group, so that other groups are sampled meanwhile. A score depends only on
+    its own group: repeating a run gives the same rewards to the last bit."""
 
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
         samples = [to_judge([*prompt.tokens, *completion.tokens], pad) for completion in completions]
@@ -111,10 +120,10 @@ def by_model(mesh: ModelMesh, config: Config, pad: int) -> Judge:
 
 
 def scores_of(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> list[float]:
-    """Each sequence's score: the value under its mask."""
+    """Return each sequence's score: the value under its mask."""
     return [float(value[-1]) for _, value in zip(samples, values, strict=True)]
 
 
 def accuracy(scores: Sequence[float]) -> float:
-    """The share of (chosen, rejected) pairs whose chosen member scores higher."""
+    """Return the share of (chosen, rejected) pairs whose chosen member scores higher."""
     return float(np.mean(np.asarray(scores[0::2]) > np.asarray(scores[1::2])))

@@ -1,1 +1,1 @@
-"""Holds tasks: their problems, order, tokenizer, rewards, and the fixed sets that a run is evaluated on."""
+"""Holds tasks: examples, their order, tokenizer, rewards, and the fixed sets used for evaluation."""

@@ -1,4 +1,4 @@
-"""The greedy score on a fixed set of problems. On the held-out set it is the number that a run is judged by."""
+"""Measures the greedy score on a fixed set of problems. On the held-out set, it is the evaluation score of the run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from titan_rl.wire.types import Decode, Generates, Prompt, Request, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """A fixed set of problems, and how an answer is judged."""
+    """A fixed set of problems, and the reward of an answer."""
 
     prompts: Sequence[Prompt]
     reward: Reward
@@ -19,7 +19,7 @@ class Problems:
     sampling: Sampling
 
     async def score(self, generators: Generates) -> float:
-        """Mean reward of one greedy sample per problem, on the weights that the generators hold."""
+        """Return the mean reward of one greedy sample per problem, with the weights that the generators hold."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
 
         async def one(prompt: Prompt) -> float:

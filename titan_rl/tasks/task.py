@@ -1,8 +1,8 @@
-"""What a policy is trained on: training examples, held-out examples, and how one becomes a Prompt.
+"""Tasks: training examples, held-out examples, and the template that makes an example a Prompt.
 
     config.TaskSection -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
 
-"addition" makes its own data; "jsonl" reads one JSON object a line.
+"addition" generates its own data; "jsonl" reads one JSON object per line.
 """
 
 import json
@@ -29,12 +29,12 @@ class Example:
     prompt: str | list[Message]
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
-    rejected: str = ""  # the other answer of a preference pair, whose chosen one is `answer`
+    rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Examples to train on, examples to evaluate on, and the template that both are read through."""
+    """Examples to train on, examples to evaluate on, and the template of both."""
 
     train: Sequence[Example]
     heldout: Sequence[Example]
@@ -42,14 +42,14 @@ class Task:
     system_prompt: str = ""
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
-        """The example as the policy reads it; of a chat, `text` is the rendered template."""
+        """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
         tokens = tokenizer.prompt(example.prompt, self.template, self.system_prompt)
         text = example.prompt if self.template == "plain" else tokenizer.decode(tokens, skip_special=False)
         return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:
-    """The task that [task] describes, with at most `eval_size` held-out examples; with rejected answers for `pairs`."""
+    """Load the task of [task], with at most `eval_size` held-out examples, and with rejected answers if `pairs`."""
     if task.name == "addition":
         train, heldout = addition(seed, eval_size)
     else:
@@ -59,8 +59,8 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
 
 
 def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
-    """All two-digit sums, split by the seed. The answer's three digits come least significant first, so that a digit
-    depends only on digits already read and a carry already made."""
+    """Return all two-digit sums, split by the seed. The answer's three digits are written least significant first, so
+    that each digit depends only on digits already read and a carry already computed."""
     wrong = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(1,))).random_raw(10_000).tolist()
     sums = [
         Example(f"{a:02d}+{b:02d}=", answer, {"a": a, "b": b}, rejected_answer(answer, wrong[100 * a + b]))
@@ -69,13 +69,13 @@ def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
         for answer in [f"{a + b:03d}"[::-1]]
     ]
     if eval_size >= len(sums):
-        raise ValueError(f"eval.size: addition has {len(sums)} problems and must keep one to train on; got {eval_size}")
+        raise ValueError(f"eval.size: expected less than addition's {len(sums)} problems, found {eval_size}")
     held = set(shuffled(len(sums), seed)[:eval_size].tolist())
     return [e for i, e in enumerate(sums) if i not in held], [sums[i] for i in sorted(held)]
 
 
 def rejected_answer(answer: str, draw: int) -> str:
-    """A wrong answer of the kinds that a learner gives: a digit off (most often), one missing, one too many."""
+    """Return a wrong answer as a learner would give it: one digit off (most often), missing, or added."""
     kind, place, shift = draw % 8, draw // 8 % len(answer), draw // 64 % 9 + 1
     if kind == 0:
         return answer[:place] + answer[place + 1 :]
@@ -87,10 +87,10 @@ def rejected_answer(answer: str, draw: int) -> str:
 def jsonl(
     task: config.TaskSection, key: Literal["path", "eval_path"], limit: int | None = None, *, pairs: bool = False
 ) -> list[Example]:
-    """The first `limit` examples of the file that `task.<key>` names; blank lines are no rows."""
+    """Read the first `limit` examples of the file at `task.<key>`, skipping blank lines."""
     path = Path(getattr(task, key))
     if not path.is_file():
-        without = "" if key == "path" else "; eval.size = 0 evaluates nothing"
+        without = "" if key == "path" else "; eval.size = 0 disables evaluation"
         raise FileNotFoundError(f"task.{key}: expected a JSONL file, found none at {getattr(task, key)!r}{without}")
     with path.open(encoding="utf-8") as file:
         lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
@@ -101,8 +101,8 @@ def jsonl(
 
 
 def shuffled(size: int, seed: int, *stream: int) -> np.ndarray:
-    """0..size-1 in an order that (seed, stream) fixes for good: numpy promises stable raw bits of PCG64 across
-    versions and machines, but not stable shuffles, and a resumed run must see the same order."""
+    """Return a permutation of 0..size-1 that depends only on (seed, stream). It sorts raw bits of PCG64, which numpy
+    keeps stable across versions and machines, unlike its shuffles: a resumed run must see the same order."""
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
     return np.argsort(bits.random_raw(size), kind="stable")
 
@@ -121,15 +121,17 @@ def _example(line: str, where: str, task: config.TaskSection, pairs: bool) -> Ex
             raise ValueError(f"{where}: expected task.{key} = {getattr(task, key)!r}, {found}")
     prompt, answer, *rejected = (row[getattr(task, key)] for key in keys)
     if not (isinstance(prompt, str) or _is_chat(prompt)):
-        raise ValueError(f"{where}: {task.prompt_key!r} must be a string or a list of chat messages, found {prompt!r}")
+        raise ValueError(
+            f"{where}: expected a string or a list of chat messages in {task.prompt_key!r}, found {prompt!r}"
+        )
     for key, text in zip(keys[1:], (answer, *rejected), strict=True):
         if isinstance(text, bool) or not isinstance(text, str | int | float):
-            raise ValueError(f"{where}: {getattr(task, key)!r} must be a string or a number, found {text!r}")
+            raise ValueError(f"{where}: expected a string or a number in {getattr(task, key)!r}, found {text!r}")
     return Example(prompt, str(answer), row, *map(str, rejected))
 
 
 def _is_chat(value: Any) -> bool:
-    """A non-empty list of {"role": ..., "content": ...}."""
+    """Return True for a non-empty list of {"role": ..., "content": ...}."""
     return (
         isinstance(value, list)
         and bool(value)

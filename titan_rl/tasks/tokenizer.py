@@ -1,7 +1,7 @@
-"""Text to token ids and back: the built-in character tokenizer, and one reader for it and any Hugging Face folder.
+"""Converts text to token ids and back, with the built-in character tokenizer or that of a Hugging Face folder.
 
-The Rust `tokenizers` library does it all and imports in 0.04 s; transformers (4 s) is imported only to render a chat
-template.
+The Rust `tokenizers` library does all of it and imports in 0.04 s; transformers (4 s) is imported only to render a
+chat template.
 """
 
 import json
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHARACTERS = string.digits + "+-*=?., \n" + string.ascii_lowercase
 SIZE = len(SPECIAL) + len(CHARACTERS)
-"""Tokens of the built-in tokenizer."""
+"""Number of tokens of the built-in tokenizer."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def build(folder: Path) -> None:
-    """Write the built-in tokenizer: one token a character, ids in the order of SPECIAL, then CHARACTERS."""
+    """Write the built-in tokenizer: one token per character, ids in the order of SPECIAL, then CHARACTERS."""
     vocab = {token: id for id, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.decoder = Fuse()  # without a decoder, decode puts a space between tokens
@@ -54,12 +54,12 @@ def build(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer folder, read once."""
+    """The tokenizer of a folder."""
 
     folder: Path
     tokenizer: Tokenizer
     size: int  # rows that an embedding needs: the highest id + 1
-    bos: int | None  # None: prompts begin with no BOS (Qwen)
+    bos: int | None  # None: prompts have no BOS (Qwen)
     eos_ids: tuple[int, ...]  # every id that ends a turn; the tokenizer's own first
     pad: int
 
@@ -68,10 +68,10 @@ class TextTokenizer:
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(
-                f"{file}: expected a fast tokenizer there; model.hf_assets_path needs tokenizer.json"
+                f"{file}: expected a fast tokenizer (tokenizer.json), found none; change model.hf_assets_path"
             )
         tokenizer = Tokenizer.from_file(str(file))
-        tokenizer.no_truncation()  # tokenizer.json may carry the settings of whoever saved it
+        tokenizer.no_truncation()  # tokenizer.json may contain truncation and padding settings
         tokenizer.no_padding()
         settings = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
 
@@ -80,12 +80,12 @@ class TextTokenizer:
             token = token["content"] if isinstance(token, dict) else token
             return None if token is None else tokenizer.token_to_id(token)
 
-        # Chat models end turns with more tokens than the tokenizer names: generation_config.json lists them all.
+        # Chat models end turns with more tokens than the tokenizer's EOS; generation_config.json lists all of them.
         listed = (_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
         eos = [id for ids in (named("eos_token"), *listed) for id in (ids if isinstance(ids, list) else [ids])]
         eos_ids = tuple(dict.fromkeys(id for id in eos if id is not None))
         if not eos_ids:
-            raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id; found none")
+            raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id, found none")
         pad = named("pad_token")
         return cls(
             folder=folder,
@@ -106,12 +106,12 @@ class TextTokenizer:
         return self.eos_ids[0]
 
     def encode(self, text: str) -> list[int]:
-        """The text's own tokens: no BOS, no EOS."""
+        """Return the tokens of the text, without BOS and EOS."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The ids' text. An id without a token (a padded row of the embedding) shows as U+FFFD: dropping it, as the
-        library does, would let a reward see a clean answer where the policy sampled garbage."""
+        """Return the text of the ids. An id without a token (a padded row of the embedding) becomes U+FFFD. The library
+        drops it, and a reward would see a clean answer where the policy sampled garbage."""
         runs = groupby(ids, key=lambda id: self.tokenizer.id_to_token(id) is not None)
         return "".join(
             self.tokenizer.decode(list(run), skip_special_tokens=skip_special) if known else "\ufffd" * len(list(run))
@@ -119,12 +119,12 @@ class TextTokenizer:
         )
 
     def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:
-        """What the policy reads. "plain" is BOS and the text; "chat" is the folder's chat template, opened for the
-        assistant's answer. `system` goes first unless the messages bring their own system message."""
+        """Return the tokens that the policy reads. "plain" is BOS and the text; "chat" is the folder's chat template up
+        to the start of the assistant's answer. `system` comes first unless the messages have a system message."""
         if template == "plain":
             if not isinstance(prompt, str):
                 raise ValueError(
-                    f'task.template = "plain" expects a text prompt, found {len(prompt)} messages; set it to "chat"'
+                    f'task.template: expected "chat" for a prompt of {len(prompt)} messages, found "plain"'
                 )
             return [*([] if self.bos is None else [self.bos]), *self.encode(prompt)]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -139,7 +139,7 @@ class TextTokenizer:
         chat = AutoTokenizer.from_pretrained(self.folder)
         if chat.chat_template is None:
             raise ValueError(
-                f'task.template = "chat" expects a chat template, found none in {self.folder}; use "plain"'
+                f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
             )
         return chat
 

@@ -280,12 +280,12 @@ def test_a_pair_that_fits_no_row_is_refused_with_the_numbers() -> None:
 
 
 def test_half_a_pair_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 samples do not come in units of 2"):
+    with pytest.raises(ValueError, match="expected a multiple of 2 samples, found 3"):
         pack([sample(2)] * 3, shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0, together=2)
 
 
 def test_a_sample_of_unequal_lists_is_refused() -> None:
-    with pytest.raises(ValueError, match="sample 0: 2 tokens, but 1 entries of behaviour"):
+    with pytest.raises(ValueError, match="sample 0: expected 2 entries of behaviour, one per token, found 1"):
         pack([Sample([1, 2], [0, 1], {"behaviour": [0.0]})], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0)
-    with pytest.raises(ValueError, match="sample 0: 2 tokens, but 3 entries of mask"):
+    with pytest.raises(ValueError, match="sample 0: expected 2 entries of mask, one per token, found 3"):
         pack([Sample([1, 2], [0, 1, 1])], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0)

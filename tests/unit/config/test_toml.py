@@ -169,6 +169,38 @@ def test_every_problem_is_found_at_once(tmp_path: Path) -> None:
     assert len(problems_of(tmp_path, "[training", ("job.fresh", "3"))) == 2
 
 
+def test_a_files_own_keys_win_over_its_base(tmp_path: Path) -> None:
+    (tmp_path / "below.toml").write_text('base = "rloo_llama"\n[training]\nsteps = 7\nseq_len = 64\n')
+    (tmp_path / "sub").mkdir()
+    config = loaded(tmp_path / "sub", 'base = "../below.toml"\n[training]\nsteps = 9\n', ("eval.size", "3"))
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
+    assert (config.algorithm.name, config.algorithm.kl, config.eval.size) == ("rloo", "k1", 3)
+    assert "base" not in to_toml(config)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ('"rlo_llama"', "found \"rlo_llama\"; did you mean 'rloo_llama'?"),
+        ('"."', 'expected the name of a shipped config, or a path relative to this file, found "."'),
+        ("3", "expected the name of a shipped config, or a path relative to this file, found 3"),
+        ('"run.toml"', "expected a file that does not start from this one, found run.toml -> run.toml"),
+        ('"other.toml"', "expected a file that does not start from this one, found run.toml -> other.toml -> run.toml"),
+    ],
+)
+def test_a_base_that_is_none(tmp_path: Path, base: str, message: str) -> None:
+    (tmp_path / "other.toml").write_text('base = "run.toml"')
+    (problem,) = problems_of(tmp_path, f"base = {base}\n")
+    assert ".toml: base: expected " in problem
+    assert message in problem
+
+
+def test_a_problem_names_the_file_that_has_it(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("[training]\nsteps = -1")
+    (problem,) = problems_of(tmp_path, 'base = "other.toml"')
+    assert problem == "other.toml: [training] steps: expected an integer >= 0, found -1"
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"run\.toml: expected a TOML file, found 'utf-8' codec"):

@@ -88,7 +88,10 @@ def test_jsonl_pairs_have_a_chosen_and_a_rejected_answer(tmp_path: Path, text: T
             {"question": "1", "chosen": "2"},
             r"train\.jsonl:1: expected task\.rejected_key = 'rejected', found the columns",
         ),
-        ({"question": "1", "chosen": "2", "rejected": None}, r"train\.jsonl:1: 'rejected' must be"),
+        (
+            {"question": "1", "chosen": "2", "rejected": None},
+            r"train\.jsonl:1: expected a string or a number in 'rejected', found",
+        ),
     ],
 )
 def test_a_bad_pair_is_named_by_file_and_line(tmp_path: Path, line: object, message: str) -> None:
@@ -121,9 +124,15 @@ def test_jsonl_keeps_rows_and_takes_the_first_heldout(tmp_path: Path) -> None:
         ("{", r"train\.jsonl:2: expected a JSON object"),
         ("[]", r"train\.jsonl:2: expected a JSON object, found list"),
         ({"question": "1"}, r"train\.jsonl:2: expected task\.answer_key = 'answer', found the columns \['question'\]"),
-        ({"question": 1, "answer": "1"}, r"train\.jsonl:2: 'question' must be"),
-        ({"question": [{"role": "user"}], "answer": "1"}, r"train\.jsonl:2: 'question' must be"),
-        ({"question": "1", "answer": None}, r"train\.jsonl:2: 'answer' must be"),
+        (
+            {"question": 1, "answer": "1"},
+            r"train\.jsonl:2: expected a string or a list of chat messages in 'question', found",
+        ),
+        (
+            {"question": [{"role": "user"}], "answer": "1"},
+            r"train\.jsonl:2: expected a string or a list of chat messages in 'question', found",
+        ),
+        ({"question": "1", "answer": None}, r"train\.jsonl:2: expected a string or a number in 'answer', found"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: object, message: str) -> None:

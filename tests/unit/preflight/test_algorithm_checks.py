@@ -1,0 +1,171 @@
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from titan_rl.preflight.checks import problems, warnings
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (
+            'name = "rloo"\n[rollout]\ngroup_size = 1',
+            'rollout.group_size: expected at least 2, because algorithm.advantage = "leave_one_out" compares',
+        ),
+        (
+            'advantage = "leave_one_out"',
+            'algorithm.normalize: expected "none" or "batch", because algorithm.advantage = "leave_one_out" is not '
+            'relative to the group, found "group"',
+        ),
+        ('advantage = "return"', 'because algorithm.advantage = "return" is not relative to the group, found "group"'),
+        (
+            'name = "reinforce_pp"\ndynamic_sampling = true\n[rollout]\ngroup_size = 1',
+            "algorithm.dynamic_sampling: expected false, because all rewards of a group are equal with "
+            "rollout.group_size = 1, found true",
+        ),
+        (
+            "dual_clip = 1.25\nclip_high = 0.28",
+            "algorithm.dual_clip: expected a value above 1 + clip_high = 1.28, or 0 for off, found 1.25",
+        ),
+        (
+            'name = "cispo"\ndual_clip = 6',
+            'algorithm.dual_clip: expected 0, because algorithm.clip is "cispo", found 6',
+        ),
+        (
+            "correction_low = 2",
+            "algorithm.correction_low: expected a value below algorithm.correction_high = 2, found 2",
+        ),
+        (
+            "rejection_high = 0.25",
+            "algorithm.rejection_low: expected a value below algorithm.rejection_high = 0.25, found 0.5",
+        ),
+        (
+            'correction = "token_tis"',
+            'algorithm.proximal: expected "trainer", because with algorithm.correction = "token_tis" the ratio would',
+        ),
+        ("minibatches = 3", "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16, found 3"),
+        (
+            "overlong_buffer = 65",
+            "algorithm.overlong_buffer: expected at most rollout.max_new_tokens = 64, found 65",
+        ),
+        (
+            'name = "reward_model"\n[cold_start]\nsteps = 5',
+            "cold_start.steps: expected 0, because a reward model generates no answers, found 5",
+        ),
+        (
+            'kl_coef = 0.5\n[reference]\nmesh = "none"',
+            'reference.mesh: expected "trainer" or "own", because algorithm.kl_coef = 0.5 needs a reference, '
+            'found "none"',
+        ),
+        (
+            'name = "dpo"\n[reference]\nmesh = "none"',
+            'reference.mesh: expected "trainer" or "own", because algorithm.name = "dpo" needs a reference, '
+            'found "none"',
+        ),
+        (
+            'name = "ppo"',
+            'critic.lr: expected a value above 0, because algorithm.name = "ppo" trains a critic, found 0',
+        ),
+        (
+            'name = "opd"',
+            'teacher.hf_assets_path: expected a Hugging Face folder, required by algorithm.name = "opd", found ""',
+        ),
+        (
+            'name = "opd"\n[teacher]\nhf_assets_path = "/no/such"',
+            "teacher.hf_assets_path: expected a Hugging Face folder, found none at /no/such",
+        ),
+        (
+            '[task]\nreward = "model"\neval_reward = "exact"',
+            'reward_model.hf_assets_path: expected a Hugging Face folder, required by task.reward = "model", found ""',
+        ),
+        (
+            '[task]\neval_reward = "model"',
+            'task.eval_reward: expected a reward other than "model", because a reward model',
+        ),
+        ('[task]\neval_reward = "exct"', 'task.eval_reward: expected "exact", "last_number"'),
+        ('[task]\neval_reward = "no_such:f"', "task.eval_reward = 'no_such:f': No module named 'no_such'"),
+        (
+            'name = "sft"\n[task]\nreward = "model"',
+            'task.eval_reward: expected a reward for the held-out answers, because task.reward is "model"',
+        ),
+        (
+            'kl_coef = 0.5\n[reference]\nmesh = "own"\ntensor_parallel_degree = 4',
+            "reference.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 2, found 4",
+        ),
+        (
+            'name = "ppo"\n[critic]\nlr = 1e-3\ndata_parallel_shard_degree = 15',
+            "hosts.slots: expected room for 17 processes (1 of the trainer, 1 of the generators, 15 of the critic)",
+        ),
+    ],
+)
+def test_one_problem_of_an_algorithm_or_its_roles(tmp_path: Path, toml: str, message: str) -> None:
+    (problem,) = problems(config(tmp_path, f"[algorithm]\n{toml}"))
+    assert message in problem
+
+
+def test_every_problem_of_an_algorithm_at_once(tmp_path: Path) -> None:
+    toml = """
+        [algorithm]
+        name = "ppo"
+        normalize = "group"
+        dynamic_sampling = true
+        dual_clip = 1.125
+        clip = "none"
+        correction = "token_mask"
+        correction_low = 3
+        rejection_low = 3
+        minibatches = 5
+        overlong_buffer = 100
+        kl_coef = 0.1
+        [rollout]
+        group_size = 1
+        [reference]
+        mesh = "none"
+        [task]
+        reward = "model"
+    """
+    keys = [problem.split(":")[0] for problem in problems(config(tmp_path, toml))]
+    assert keys == [
+        "algorithm.normalize",
+        "algorithm.dynamic_sampling",
+        "algorithm.dual_clip",
+        "algorithm.dual_clip",
+        "algorithm.correction_low",
+        "algorithm.rejection_low",
+        "algorithm.proximal",
+        "algorithm.minibatches",
+        "algorithm.overlong_buffer",
+        "reference.mesh",
+        "critic.lr",
+        "reward_model.hf_assets_path",
+        "task.eval_reward",
+    ]
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        'name = "ppo"\n[critic]\nlr = 1e-3\n[rollout]\ngroup_size = 1',  # its baseline is the critic
+        'name = "reinforce_pp"\n[rollout]\ngroup_size = 1',
+        'correction = "token_tis"\nproximal = "trainer"',
+        'rejection = "geometric"',
+        "dual_clip = 3",
+        "minibatches = 4\nepochs = 3",
+        "overlong_buffer = 64",
+        '[reference]\nmesh = "none"',  # nothing needs one
+        'name = "sft"\nminibatches = 3\ndual_clip = 0.5',  # keys of RL
+        'name = "reward_model"\n[task]\nreward = "model"',  # it is judged by the order of pairs
+        'name = "reward_model"\n[hosts]\nslots = 1',  # it has no generators
+        'name = "dpo"\n[eval]\nsize = 0\n[hosts]\nslots = 1',
+    ],
+)
+def test_no_problem_of_an_algorithm(tmp_path: Path, toml: str) -> None:
+    assert problems(config(tmp_path, f"[algorithm]\n{toml}")) == []
+
+
+def test_k1_in_the_loss_is_warned_of(tmp_path: Path) -> None:
+    (warning,) = warnings(config(tmp_path, '[algorithm]\nkl_coef = 0.1\nkl = "k1"'))
+    assert warning.startswith('algorithm.kl is "k1" in the loss: its gradient is zero on average')
+    for silent in ('kl = "k1"', 'kl_coef = 0.1\nkl = "k1"\nkl_in = "reward"', 'kl_coef = 0.1\nkl = "k2"'):
+        assert warnings(config(tmp_path, f"[algorithm]\n{silent}")) == []

@@ -1,0 +1,105 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.checked_configs import config, edit, rows
+from titan_rl.preflight.checks import problems
+
+
+def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
+    assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"')) == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
+        (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama or qwen3, found "gpt2"'),
+        (lambda f: edit(f / "config.json", vocab_size=40), "a vocab_size of at least the tokenizer's 52"),
+        (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors"),
+        (lambda f: (f / "tokenizer.json").unlink(), "model.hf_assets_path: expected a tokenizer"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "model.hf_assets_path: expected a tokenizer"),
+        (lambda f: edit(f / "tokenizer_config.json", chat_template=None), 'task.template: expected "plain"'),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "expected a weight_map in"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "a.safetensors", "b": "model.safetensors"}}'
+            ),
+            "model.safetensors.index.json, found no a.safetensors",
+        ),
+    ],
+)
+def test_an_incomplete_hugging_face_folder(tmp_path: Path, folder: Path, broken: Any, message: str) -> None:
+    broken(folder)
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"'
+    (problem,) = problems(config(tmp_path, toml))
+    assert message in problem
+
+
+def test_a_chat_template_of_its_own_file(tmp_path: Path, folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"')) == []
+
+
+def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
+    (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\nflavor = "8B"'))
+    assert problem == 'model.flavor: expected "", because model.hf_assets_path is set, found "8B"'
+
+
+GOOD = {"question": "1+1=", "answer": "2"}
+CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "toml", "message"),
+    [
+        ([GOOD, "{"], "", "train.jsonl:2: expected a JSON object, found"),
+        (
+            [GOOD, {"question": "2", "reply": "3"}],
+            "",
+            "train.jsonl:2: expected task.answer_key = 'answer', found the col",
+        ),
+        ([{"prompt": "2", "answer": "3"}], "", "['answer', 'prompt']"),
+        ([], "", "task.path: expected at least one row"),
+        ([CHAT], "", 'task.template: expected "chat" for the messages in row 1'),
+        ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, because row 2 of"),
+        ([GOOD | {"answer": "two"}], 'reward = "last_number"', "expected a number in the answer of row 1 of"),
+    ],
+)
+def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None:
+    train = rows(tmp_path / "train.jsonl", *lines)
+    heldout = rows(tmp_path / "test.jsonl", GOOD)
+    text = f'[task]\nname = "jsonl"\npath = "{train}"\neval_path = "{heldout}"\n{toml}'
+    (problem,) = problems(config(tmp_path, text))
+    assert message in problem
+
+
+def test_good_rows(tmp_path: Path) -> None:
+    train = rows(tmp_path / "train.jsonl", GOOD, "", *[GOOD] * 100, "beyond what is read")
+    text = f'[task]\nname = "jsonl"\npath = "{train}"\nreward = "last_number"\n[cold_start]\nsteps = 3\n[eval]\nsize = '
+    assert problems(config(tmp_path, text + "0")) == []
+    (problem,) = problems(config(tmp_path, text + "8"))
+    assert problem.startswith("task.eval_path: expected a JSONL file for eval.size = 8")
+    chat = rows(tmp_path / "chat.jsonl", CHAT)
+    text = f'[task]\nname = "jsonl"\ntemplate = "chat"\npath = "{chat}"\n[eval]\nsize = 0'
+    assert problems(config(tmp_path, text)) == []
+
+
+def test_pairs_are_read_by_their_own_columns(tmp_path: Path) -> None:
+    pair = {"question": "1+1=", "chosen": "2", "rejected": "3"}
+    for name in ("dpo", "ipo", "reward_model"):
+        text = f'[algorithm]\nname = "{name}"\n[eval]\nsize = 0\n[task]\nname = "jsonl"\npath = '
+        good = text + f'"{rows(tmp_path / "good.jsonl", pair)}"'
+        assert problems(config(tmp_path, good)) == []
+        (problem,) = problems(config(tmp_path, text + f'"{rows(tmp_path / "bad.jsonl", pair, GOOD)}"'))
+        assert "bad.jsonl:2: expected task.chosen_key = 'chosen', found the columns" in problem
+
+
+def test_a_reward_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    (problem,) = problems(config(tmp_path, '[task]\nreward = "broken_reward:f"'))
+    assert problem.endswith('expected "broken_reward:f" to import, found ZeroDivisionError: division by zero')

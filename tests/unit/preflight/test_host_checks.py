@@ -1,0 +1,72 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from titan_rl.preflight.checks import host_problems, problems
+from titan_rl.preflight.checks.host import CPU_HEAD_DIMS, visible_gpus
+
+
+def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
+    toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
+    (problem,) = problems(config(tmp_path, toml), gpus=2)
+    assert "hosts.slots" in problem
+    assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=2) == []
+    (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=1)
+    assert "2 GPUs (2 of the trainer, 1 of the generators; trainer and generators share GPUs)" in problem
+
+
+def test_gpus_are_slots(tmp_path: Path) -> None:
+    two = config(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2\n[generator]\nblock_size = 16")
+    assert problems(two, gpus=3) == []
+    (problem,) = host_problems(two, gpus=2)
+    assert "room for 3 processes (2 of the trainer, 1 of the generators), found 2" in problem
+    (problem,) = host_problems(replace(two, hosts=replace(two.hosts, slots=8)), gpus=2)
+    assert problem.startswith("hosts.slots: expected a GPU for each of 3 processes")
+    on_cpu = replace(two, hosts=replace(two.hosts, device="cpu"), generator=replace(two.generator, block_size=32))
+    assert problems(on_cpu, gpus=2) == []
+
+
+def test_head_dims_are_those_of_the_cpu_kernels() -> None:
+    """vLLM's own tensors, no model: the kernels refuse a size by name."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM is built for a GPU")
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
+
+    def runs(size: int) -> bool:
+        key, cache = torch.zeros(1, 1, size), torch.zeros(1, 1, 32, size)
+        slot = torch.zeros(1, dtype=torch.int64)
+        try:
+            ops.cpu_attn_reshape_and_cache(key, key, cache, cache.clone(), slot, _get_attn_isa(key.dtype, 32, size))
+        except RuntimeError as error:
+            if "Unsupported CPU attention configuration" not in str(error):
+                raise
+            return False
+        return True
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()  # the kernels take 48 too, of which vLLM says nothing
+    assert tuple(size for size in range(8, 520, 8) if runs(size) and size in supported) == CPU_HEAD_DIMS
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("1, 0", 2), ("0,7,1", 1), ("GPU-1a2b", 1), ("x", 0)],
+)
+def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int) -> None:
+    """An nvidia-smi of two GPUs, one of them split."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\nGPU 1: A (UUID: GPU-2)'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == expected

@@ -1,0 +1,94 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.checked_configs import config
+from support.folders import write_hf
+from titan_rl.config.sections import ModelSection
+from titan_rl.preflight.checks import problems
+from titan_rl.preflight.shapes import shape_of
+
+ROLES = {
+    "teacher": '[algorithm]\nname = "opd"\n[teacher]\nhf_assets_path = "{}"\n',
+    "critic": '[algorithm]\nname = "ppo"\n[critic]\nlr = 1e-3\nhf_assets_path = "{}"\n',
+    "reward_model": '[task]\nreward = "model"\neval_reward = "exact"\n[reward_model]\nhf_assets_path = "{}"\n',
+}
+roles = pytest.mark.parametrize("role", ROLES)
+
+
+def role_folder(tmp_path: Path, role: str, **changes: Any) -> Path:
+    shape = replace(shape_of(ModelSection()), **changes)
+    return write_hf(tmp_path / role, shape.with_value_head() if role == "reward_model" else shape)
+
+
+@roles
+def test_a_role_of_the_policys_shape_and_tokenizer_fits(tmp_path: Path, role: str) -> None:
+    assert problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, role)))) == []
+
+
+def test_a_critic_may_start_from_a_reward_model(tmp_path: Path) -> None:
+    folder = role_folder(tmp_path, "reward_model")
+    assert problems(config(tmp_path, ROLES["critic"].format(folder))) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "wanted"),
+    [("teacher", "a language model"), ("reward_model", "a reward model (*ForSequenceClassification)")],
+)
+def test_a_role_of_another_kind_is_refused(tmp_path: Path, role: str, wanted: str) -> None:
+    other = "reward_model" if role == "teacher" else "teacher"
+    (problem,) = problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, other))))
+    assert problem.startswith(f"{role}.hf_assets_path: expected {wanted}, found another kind of model in ")
+
+
+@roles
+def test_a_role_with_another_tokenizer_is_refused(tmp_path: Path, role: str) -> None:
+    folder = role_folder(tmp_path, role)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokens["model"]["vocab"]
+    vocabulary["+"], vocabulary["-"] = vocabulary["-"], vocabulary["+"]  # as many ids, but other texts
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    (problem,) = problems(config(tmp_path, ROLES[role].format(folder)))
+    assert problem.startswith(f"{role}.hf_assets_path: expected the policy's tokenizer, found another in {folder}")
+
+
+@roles
+def test_a_role_without_weights_or_tokenizer_is_refused(tmp_path: Path, role: str) -> None:
+    folder = role_folder(tmp_path, role)
+    found = config(tmp_path, ROLES[role].format(folder))
+    (folder / "model.safetensors").unlink()
+    assert problems(found) == [f"{role}.hf_assets_path: expected *.safetensors in {folder}, found none"]
+    (folder / "tokenizer.json").unlink()
+    (problem,) = problems(found)
+    assert problem.startswith(f"{role}.hf_assets_path: expected a tokenizer, found ")
+
+
+def test_a_role_is_held_against_the_policys_own_folder(tmp_path: Path, folder: Path) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher")) + f'[model]\nhf_assets_path = "{folder}"'
+    assert problems(config(tmp_path, toml)) == []
+
+
+def test_a_teacher_of_another_shape_needs_a_mesh_of_its_own(tmp_path: Path) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher", n_layers=9))
+    assert problems(config(tmp_path, toml)) == []
+    (problem,) = problems(config(tmp_path, toml + 'mesh = "trainer"'))
+    expected = 'teacher.mesh: expected "own", because teacher and policy differ in shape, found "trainer"'
+    assert problem == expected
+
+
+def test_a_critic_of_another_shape_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(config(tmp_path, ROLES["critic"].format(role_folder(tmp_path, "critic", n_layers=9))))
+    assert problem.startswith("critic.hf_assets_path: expected the policy's shape, found another shape in ")
+
+
+@pytest.mark.parametrize("role", ["teacher", "reward_model"])
+def test_a_role_is_cut_by_its_own_dimensions(tmp_path: Path, role: str) -> None:
+    """The policy has two kv heads; a larger model beside it may have more, or fewer."""
+    larger = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=4))
+    assert problems(config(tmp_path, larger + "tensor_parallel_degree = 4")) == []
+    smaller = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=1))
+    (problem,) = problems(config(tmp_path, smaller + "tensor_parallel_degree = 2"))
+    assert problem == f"{role}.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 1, found 2"

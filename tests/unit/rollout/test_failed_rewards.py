@@ -1,0 +1,293 @@
+"""Judges that fail, hang or answer late."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from support.rollout_streams import Echo, Failing, ids, source, stream, told
+from titan_rl.config.sections import RolloutSection
+from titan_rl.record.metrics import ages_of
+from titan_rl.rollout.judges import by_rule
+from titan_rl.rollout.sampling import RewardFailed
+from titan_rl.tasks.prompts import PromptSource
+from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RankFailed
+from titan_rl.wire.types import Completion, Prompt, Request
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
+    failing=st.sets(st.integers(0, 30), max_size=12),
+    lag=st.integers(0, 3),
+    window=st.integers(0, 3),
+    pace=st.booleans(),
+    n=st.integers(2, 4),
+    stream_size=st.integers(0, 2),
+    cut_at=st.integers(1, 5),
+)
+@example(  # the cut falls when the newest prompts have overtaken all that are in flight
+    delays=[2, 3, 0, 0, 2],
+    failing={0, 1, 2, 3, 18},
+    lag=2,
+    window=1,
+    pace=False,
+    n=3,
+    stream_size=0,
+    cut_at=5,
+)
+def test_failures_move_no_bound_and_lose_no_prompt(
+    tokenizer: TextTokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
+    delays: list[int],
+    failing: set[int],
+    lag: int,
+    window: int,
+    pace: bool,
+    n: int,
+    stream_size: int,
+    cut_at: int,
+) -> None:
+    """Whichever fail, and in a run that is cut and goes on: every prompt is trained on once or dropped once, no token
+    is too old, and the ledger agrees. Unless so many fail in a row that the run ends."""
+    window = window if lag and not stream_size else 0
+    steps, folder = 6, tmp_path_factory.mktemp("ledger")
+    trained: dict[int, int] = {}
+
+    async def life(prompts: PromptSource, first: int, last: int) -> dict[str, Any]:
+        judge = Failing(dict.fromkeys(failing, 1))
+        echo = Echo(delays)
+        echo.version = first - 1
+        rollouts = stream(
+            echo,
+            prompts,
+            tokenizer,
+            n * (steps - first + 1),
+            rollout=RolloutSection(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
+            first=first,
+            judge=judge,
+            folder=folder,
+            reward_attempts=1,
+        )
+        rollouts._ledger.begun(first - 1, cut.get("next", 0), cut.get("open", []))
+        async with aclosing(rollouts):
+            rollouts.admit(n * (lag + 1))
+            for step in range(first, last + 1):
+                if stream_size:
+                    groups = [g async for part in rollouts.parts(n, step, stream_size) for g in part]
+                    groups.sort(key=lambda group: group.prompt.id)
+                else:
+                    groups = await rollouts.take(n, step)
+                assert len(groups) == n
+                assert max(ages_of(step, groups)) <= lag + window
+                assert {*ids(rollouts.dropped)} <= failing
+                rollouts.trained(step, groups)
+                trained.update(dict.fromkeys(ids(groups), step))
+                echo.version = step
+                rollouts.admit(n)
+            return json.loads(json.dumps(rollouts.saved(last)))
+
+    cut: dict[str, Any] = {}
+    try:
+        cut = asyncio.run(asyncio.wait_for(life(source(tokenizer), 1, cut_at), 20))
+        resumed = source(tokenizer)
+        resumed.load_state_dict(cut)
+        asyncio.run(asyncio.wait_for(life(resumed, cut_at + 1, steps), 20))
+    except RewardFailed:
+        assert len(failing) >= n
+        return
+    dropped = {id for id, *_ in told(folder, "dropped")}
+    assert dropped <= failing
+    assert trained.keys().isdisjoint(failing)
+    assert len(trained) == n * steps
+    assert {*trained, *dropped} == set(range(n * steps + len(dropped)))
+    assert {attempt for *_, attempt in told(folder, "admitted")} <= {1, 2}
+
+
+def test_with_a_window_the_groups_behind_a_failed_one_move_up(tokenizer: TextTokenizer) -> None:
+    """Two a step, and 0 fails. 4 5 6 do not end by themselves: were 6 simply one more of their turn, all three would be
+    due at step 4. But 4 has moved up, and is waited for at step 3."""
+
+    class Stragglers(Echo):
+        may_end = asyncio.Event()
+
+        async def generate(self, request: Request) -> list[Completion]:
+            if request.id in ("prompt-4", "prompt-5", "prompt-6"):
+                await self.may_end.wait()
+            return await super().generate(request)
+
+    async def body() -> None:
+        echo = Stragglers([0])
+        rollout = RolloutSection(groups_per_step=2, group_size=3, lag=2, window=1, pace=False)
+        rollouts = stream(echo, source(tokenizer), tokenizer, 40, rollout=rollout, judge=Failing({0: 2}))
+        found: list[list[int]] = []
+        waited: list[int] = []
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            for step in range(1, 5):
+                taking = asyncio.create_task(rollouts.take(2, step))
+                await asyncio.sleep(0.01)
+                if not taking.done():
+                    waited.append(step)
+                    echo.may_end.set()
+                found.append(ids(await taking))
+                echo.version = step
+                rollouts.admit(2)
+        assert found == [[1, 2], [3, 7], [4, 8], [5, 6]]
+        assert waited == [3]
+
+    asyncio.run(body())
+
+
+def test_a_reward_that_always_fails_ends_the_run_by_the_first_prompt(tokenizer: TextTokenizer) -> None:
+    """After a step's worth in a row; one success in between, and the count begins anew."""
+
+    async def taken(failing: Sequence[int]) -> list[int]:
+        rollouts = stream(Echo([2, 0, 1]), source(tokenizer), tokenizer, judge=Failing(dict.fromkeys(failing, 2)))
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            return ids(await rollouts.take(4, 1))
+
+    with pytest.raises(RewardFailed, match="the reward failed on prompt 0: ZeroDivisionError") as raised:
+        asyncio.run(taken(range(99)))
+    assert "4 groups in a row had no rewards" in raised.value.details
+    assert "rollout_streams.py" in raised.value.details
+    assert asyncio.run(taken([0, 1, 3, 5, 6, 8])) == [2, 4, 7, 9]
+
+
+def test_a_meshs_failure_is_no_verdict(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        asked: list[int] = []
+
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            asked.append(prompt.id)
+            raise RankFailed("reward_model[dp=0 tp=0] failed in scores: RuntimeError")
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(1)
+            with pytest.raises(RankFailed, match="reward_model"):
+                await rollouts.take(1, 1)
+        assert asked == [0]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 0.0, float("nan")], [1.0, 0.0, float("inf")]])
+def test_rewards_are_one_a_sample_and_finite(tokenizer: TextTokenizer, rewards: list[float]) -> None:
+    async def body() -> None:
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            return rewards
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            with pytest.raises(RewardFailed, match="expected 3 finite rewards, found"):
+                await rollouts.take(4, 1)
+
+    asyncio.run(body())
+
+
+def test_a_function_that_hangs_stops_neither_the_loop_nor_the_next_group(tokenizer: TextTokenizer) -> None:
+    """Of all four the second hangs, on both attempts; it is dropped, and two threads are left behind."""
+    stuck = threading.Event()
+
+    async def body() -> None:
+        def reward(prompt: Prompt, text: str) -> float:
+            if prompt.id == 1:
+                stuck.wait(60)
+            return float(text == "1")
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=by_rule(reward, 0.2))
+        async with aclosing(rollouts):
+            rollouts.admit(4)
+            taking = asyncio.create_task(rollouts.take(4, 1))
+            turns = 0
+            while not taking.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            assert ids(await taking) == [0, 2, 3, 4]
+            assert turns > 10
+            assert ids(rollouts.dropped) == [1]
+            assert rollouts._sampler.failures == []
+
+    began = time.monotonic()
+    asyncio.run(body())
+    assert time.monotonic() - began < 10
+    left = [thread for thread in threading.enumerate() if thread.name == "reward" and thread.is_alive()]
+    assert all(thread.daemon for thread in left)
+    stuck.set()
+
+
+def test_a_function_runs_once_at_a_time_in_order_on_one_thread_and_what_it_raises_is_its_own() -> None:
+    calls: list[tuple[int, str]] = []
+    errors: list[BaseException] = [SystemExit(3), StopIteration(), ZeroDivisionError("mine"), TimeoutError("mine too")]
+
+    def reward(prompt: Prompt, text: str) -> float:
+        calls.append((threading.get_ident(), f"{prompt.id} begins"))
+        time.sleep(0.002)
+        calls.append((threading.get_ident(), f"{prompt.id} ends"))
+        if prompt.id < len(errors):
+            raise errors[prompt.id]
+        return float(prompt.id)
+
+    async def body() -> list[Any]:
+        judge, done = by_rule(reward, 30), Completion([], [], [], "stop")
+        asked = [judge(Prompt(id, "", [], ""), [done] * 2, ["", ""]) for id in range(8)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *raised, a, b, c, d = asyncio.run(body())
+    assert [str(error) for error in raised] == ["SystemExit(3)", "coroutine raised StopIteration", "mine", "mine too"]
+    assert all(isinstance(error, Exception) for error in raised)
+    assert [a, b, c, d] == [[4.0, 4.0], [5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
+    assert len({thread for thread, _ in calls} - {threading.get_ident()}) == 1
+    times = {id: 1 if id < len(errors) else 2 for id in range(8)}
+    assert [what for _, what in calls] == [
+        f"{id} {what}" for id in range(8) for _ in range(times[id]) for what in ("begins", "ends")
+    ]
+
+
+def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: TextTokenizer) -> None:
+    """Three of at most four tokens, a buffer of two: half of the penalty."""
+
+    async def body() -> None:
+        echo = Echo([0], length=3)
+        how = {"overlong_buffer": 2, "overlong_penalty": 0.25}
+        rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text: 1.0), **how)
+        async with aclosing(rollouts):
+            rollouts.admit(1)
+            (group,) = await rollouts.take(1, 1)
+        assert group.rewards == [1.0] * 3
+        assert [r.penalty for r in group.rollouts] == [0.125] * 3
+        assert group.signals == [0.875] * 3
+
+    asyncio.run(body())
+
+
+def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextTokenizer) -> None:
+    async def body() -> None:
+        seen: list[tuple[int, list[list[int]], list[str]]] = []
+
+        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+            for _ in range(9 - prompt.id):  # the first is judged last
+                await asyncio.sleep(0)
+            seen.append((prompt.id, [c.tokens for c in completions], list(texts)))
+            return [prompt.id + 0.1 * k for k in range(len(completions))]
+
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        async with aclosing(rollouts):
+            rollouts.admit(3)
+            groups = await rollouts.take(3, 1)
+        assert [group.rewards for group in groups] == [[i, i + 0.1, i + 0.2] for i in range(3)]
+        assert [id for id, _, _ in seen] == [2, 1, 0]
+        assert seen[0][1:] == ([[8], [9], [8]], ["1", "2", "1"])
+
+    asyncio.run(body())

@@ -1,0 +1,233 @@
+"""Keys of the task, the algorithm and its roles: [task] [eval] [rollout] [algorithm] [reference] [critic]
+[reward_model] [teacher]."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_rl.config.choices import Aggregation, AlgorithmName, Clip, Estimator, Level, Rejection, Weight, bounds
+from titan_rl.config.model_sections import ParallelismSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection:
+    name: Literal["addition", "jsonl"] = "addition"
+    """"addition" generates its own data; "jsonl" reads files."""
+    path: str = ""
+    """JSONL file with the training prompts."""
+    eval_path: str = ""
+    """JSONL file with the held-out prompts."""
+    prompt_key: str = "question"
+    """Column of the prompt: a string or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer."""
+    chosen_key: str = "chosen"
+    """Column of the preferred answer (dpo, ipo, reward_model)."""
+    rejected_key: str = "rejected"
+    """Column of the rejected answer (dpo, ipo, reward_model)."""
+    reward: str = "exact"
+    """"exact", "last_number", "model" (see [reward_model]), or your own "package.module:function", called with those of
+    the keywords prompt, completion, answer and row that it takes, and returning a number."""
+    eval_reward: str = ""
+    """Reward of the held-out answers, as in reward. Empty: the same as reward. "model" is not allowed: a reward model
+    cannot measure a policy trained against it."""
+    template: Literal["plain", "chat"] = "plain"
+    """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
+    system_prompt: str = ""
+    """System message put before the prompt when template = "chat"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    size: int = bounds(256, ge=0)
+    """Number of held-out problems. 0: no evaluation."""
+    interval: int = bounds(20, ge=0)
+    """Steps between evaluations. 0: only at the start and at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    groups_per_step: int = bounds(16, ge=1)
+    """Number of prompts per RL step."""
+    group_size: int = bounds(16, ge=1)
+    """Number of samples per prompt."""
+    max_new_tokens: int = bounds(64, ge=1)
+    """Maximum number of tokens sampled in one turn."""
+    temperature: float = bounds(1.0, gt=0)
+    """Sampling temperature. The trainer computes its log-probs at the same temperature."""
+    top_p: float = bounds(1.0, gt=0, le=1)
+    """Nucleus sampling. Below 1 the sampling log-probs are those of the truncated distribution, and the run prints a
+    warning."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Additional stop tokens. EOS always stops."""
+    lag: int = bounds(0, ge=0)
+    """Maximum age, in optimizer steps, of the weights that sampled a token when it is trained on. Above 0, sampling and
+    training overlap. 0: exact on-policy."""
+    window: int = bounds(0, ge=0)
+    """Number of steps by which finished groups may overtake a slow one. The maximum age becomes lag + window."""
+    pace: bool = True
+    """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
+    speed."""
+    timeout_seconds: int = bounds(600, ge=1)
+    """Timeout for sampling one prompt's group, and for scoring it with your own reward function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSection:
+    """The defaults are those of "grpo"; presets.py lists what every other name changes."""
+
+    name: AlgorithmName = "grpo"
+    """Preset: sets every key below that the file does not set. See docs/algorithms.md for the table."""
+    advantage: Literal["group", "leave_one_out", "return", "gae", "teacher"] = "group"
+    """Baseline of a reward: the mean of its group ("group"), of the other samples ("leave_one_out"), none ("return"), a
+    critic ("gae"). "teacher" uses the teacher's log-probs instead of rewards."""
+    normalize: Literal["none", "group", "batch"] = "group"
+    """Scale of the advantages: unchanged, divided by the group's standard deviation, or whitened over the step's
+    tokens."""
+    gamma: float = bounds(1.0, ge=0, le=1)
+    """Discount per token (advantage "return" and "gae")."""
+    gae_lambda: float = bounds(0.95, ge=0, le=1)
+    """Lambda of GAE."""
+    ratio: Level = "token"
+    """Importance ratio: per token, or the geometric mean over a sequence (GSPO)."""
+    clip: Clip = "ppo"
+    """"ppo" clips the objective; "cispo" clips the weight in front of the log-prob."""
+    clip_low: float = bounds(0.2, ge=0, le=1)
+    """Clip the ratio from below at 1 - clip_low."""
+    clip_high: float = bounds(0.2, ge=0)
+    """Clip the ratio from above at 1 + clip_high."""
+    dual_clip: float = bounds(0.0, ge=0)
+    """Upper limit of the ratio where the advantage is negative. 0: off. 3 is a common value."""
+    aggregation: Aggregation = "token_mean"
+    """Loss of a step: mean over its tokens, mean over sequences of each sequence's token mean, or mean over sequences
+    of each sequence's sum / length_constant."""
+    length_constant: int = bounds(0, ge=0)
+    """Divisor for "sequence_sum". 0: rollout.max_new_tokens."""
+    kl_coef: float = bounds(0.0, ge=0)
+    """Weight of the KL to the reference, a frozen copy of the policy at the start of RL. 0: no reference is loaded."""
+    kl: Estimator = "k3"
+    """Estimator of the KL to the reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL is added. "reward" subtracts each token's KL from its reward."""
+    entropy_coef: float = bounds(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    minibatches: int = bounds(1, ge=1)
+    """Number of optimizer updates that the groups of a step are split into."""
+    epochs: int = bounds(1, ge=1)
+    """Number of passes over the groups of a step."""
+    proximal: Literal["generator", "trainer"] = "generator"
+    """Log-probs in the denominator of the ratio: those of the generator at sampling time, or those of the trainer
+    before the step's first update."""
+    correction: Weight = "none"
+    """Weight by the probability ratio of trainer to generator: truncated above ("*_tis"), or 0 outside its bounds
+    ("*_mask"; IcePop is "token_mask")."""
+    correction_low: float = bounds(0.5, ge=0)
+    """Lower bound of "token_mask" and "sequence_mask"."""
+    correction_high: float = bounds(2.0, gt=0)
+    """Value at which "*_tis" truncates the weight; upper bound of "*_mask"."""
+    rejection: Rejection = "none"
+    """Drop tokens ("token"), or whole sequences by their geometric mean ("geometric"), whose probability ratio of
+    trainer to generator is outside the bounds."""
+    rejection_low: float = bounds(0.5, ge=0)
+    """Lower bound of the ratio that is kept."""
+    rejection_high: float = bounds(2.0, gt=0)
+    """Upper bound of the ratio that is kept."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal until the step is full (DAPO)."""
+    max_refills: int = bounds(10, ge=1)
+    """Maximum rounds of replacements per step. After that the step continues with the groups it has."""
+    overlong_filter: bool = False
+    """Exclude truncated rollouts from training."""
+    overlong_buffer: int = bounds(0, ge=0)
+    """Soft overlong punishment: number of tokens before rollout.max_new_tokens over which the penalty grows from 0 to
+    overlong_penalty. 0: off."""
+    overlong_penalty: float = bounds(1.0, ge=0)
+    """Reward subtracted from a rollout of maximum length."""
+    max_dead_steps: int = bounds(20, ge=0)
+    """Stop after this many consecutive steps without any learning signal. 0: never stop."""
+    beta: float = bounds(0.1, gt=0)
+    """Beta of DPO and IPO."""
+    label_smoothing: float = bounds(0.0, ge=0, le=0.5)
+    """Fraction of preferences assumed to be mislabeled (conservative DPO)."""
+
+    @property
+    def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
+        """Return what a step trains on: rollouts, examples, pairs for a policy, or pairs for a reward model."""
+        kinds: dict[str, Literal["supervised", "preference", "reward"]] = {
+            "sft": "supervised",
+            "dpo": "preference",
+            "ipo": "preference",
+            "reward_model": "reward",
+        }
+        return kinds.get(self.name, "rl")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kind == "preference" or (self.kind == "rl" and self.kl_coef > 0)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.kind == "rl" and self.advantage == "gae"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.kind == "rl" and self.advantage == "teacher"
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates per step."""
+        return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSection:
+    """A model besides the policy, on its own mesh or in the trainer's processes."""
+
+    data_parallel_replicate_degree: int = bounds(1, ge=1)
+    """Number of replicas on its own mesh (HSDP)."""
+    data_parallel_shard_degree: int = bounds(1, ge=1)
+    """FSDP2 sharding degree on its own mesh."""
+    tensor_parallel_degree: int = bounds(1, ge=1)
+    """Tensor-parallel degree on its own mesh."""
+
+    @property
+    def parallelism(self) -> ParallelismSection:
+        return ParallelismSection(
+            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
+            data_parallel_shard_degree=self.data_parallel_shard_degree,
+            tensor_parallel_degree=self.tensor_parallel_degree,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceSection(RoleSection):
+    mesh: Literal["trainer", "own", "none"] = "trainer"
+    """"trainer" swaps the frozen weights into the trainer's model; "own" spawns processes for them. Loaded only if the
+    algorithm needs a reference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection(RoleSection):
+    lr: float = bounds(0.0, ge=0)
+    """Peak learning rate of the critic. ppo requires a value above 0."""
+    warmup_steps: int = bounds(0, ge=0)
+    """Steps of linear warm-up of the critic's rate."""
+    value_clip: float = bounds(0.2, ge=0)
+    """Maximum change of a value within one step. 0: no clipping."""
+    hf_assets_path: str = ""
+    """Hugging Face folder to start from, such as a reward model. Empty: the policy at the start of RL, with a new
+    head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelSection(RoleSection):
+    hf_assets_path: str = ""
+    """Folder that a reward_model run exported (its hf/). Required by task.reward = "model"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSection(RoleSection):
+    mesh: Literal["trainer", "own"] = "own"
+    """"own" spawns processes for the teacher; "trainer" swaps its weights into the trainer's model, which requires the
+    policy's shape."""
+    hf_assets_path: str = ""
+    """Hugging Face folder of the teacher, with the policy's tokenizer. Required by opd."""

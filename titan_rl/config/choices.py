@@ -1,0 +1,35 @@
+"""What the sections share: choices that other rooms name too, and keys with a range."""
+
+from dataclasses import field
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16"]
+BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+Family = Literal["llama3", "qwen3"]
+Level = Literal["token", "sequence"]
+Clip = Literal["ppo", "cispo", "none"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
+Estimator = Literal["k1", "k2", "k3"]
+Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
+Rejection = Literal["none", "token", "geometric"]
+AlgorithmName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "ppo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "opd",
+    "sft",
+    "dpo",
+    "ipo",
+    "reward_model",
+]
+
+
+def bounds(default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
+    """Return a field with a default and a range, which toml.py enforces."""
+    return field(default=default, metadata={"ge": ge, "gt": gt, "le": le})

@@ -1,0 +1,173 @@
+"""Keys of the model and its training: [model] [training] [optimizer] [lr_scheduler] [parallelism]
+[activation_checkpoint] [compile] [checkpoint] [cold_start]."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_rl.config.choices import Dtype, Family, bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    name: Family = "llama3"
+    """Model family."""
+    hf_assets_path: str = ""
+    """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
+    below."""
+    flavor: str = ""
+    """TorchTitan flavor ("debugmodel", "8B", ...) to use instead of the dimensions below."""
+    dim: int = bounds(128, ge=1)
+    """Hidden size."""
+    n_layers: int = bounds(4, ge=1)
+    """Number of transformer blocks."""
+    n_heads: int = bounds(4, ge=1)
+    """Number of query heads."""
+    n_kv_heads: int = bounds(2, ge=1)
+    """Number of key/value heads (grouped-query attention)."""
+    head_dim: int = bounds(0, ge=0)
+    """Dimension of a head. 0: dim / n_heads."""
+    hidden_dim: int = bounds(384, ge=1)
+    """Hidden size of the feed-forward layers."""
+    vocab_size: int = bounds(64, ge=1)
+    """Rows of the embedding. At least the tokenizer's size."""
+    max_seq_len: int = bounds(2048, ge=1)
+    """Context length written to the model's config.json."""
+    rope_theta: float = bounds(10000.0, gt=0)
+    """Base of the rotary position embedding (RoPE)."""
+    norm_eps: float = bounds(1e-6, gt=0)
+    """Epsilon of RMSNorm."""
+    enable_weight_tying: bool = False
+    """Share one weight between the embedding and the output head."""
+    initializer_range: float = bounds(0.02, ge=0)
+    """Standard deviation of random initial weights, as in Hugging Face. 0: TorchTitan's per-layer initializers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSection:
+    steps: int = bounds(100, ge=0)
+    """Number of training steps. 0: run the cold start only."""
+    global_batch_size: int = bounds(64, ge=1)
+    """Examples (sft) or pairs (dpo, ipo, reward_model) per step. RL uses rollout.groups_per_step instead."""
+    seq_len: int = bounds(256, ge=2)
+    """Length of a packed row in tokens."""
+    stream_groups: int = bounds(0, ge=0)
+    """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
+    is the same, summed in another order. 0: wait for the whole step."""
+    local_batch_size: int = bounds(8, ge=1)
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients."""
+    max_norm: float = bounds(1.0, gt=0)
+    """Maximum gradient norm; larger gradients are clipped to it."""
+    dtype: Dtype = "float32"
+    """Dtype of master weights, gradients and optimizer states."""
+    mixed_precision_param: Dtype = "float32"
+    """Dtype of forward and backward (FSDP2 mixed precision)."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Dtype of gradient reduction."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
+    gc_freq: int = bounds(50, ge=1)
+    """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer class."""
+    lr: float = bounds(1e-5, gt=0)
+    """Peak learning rate."""
+    beta1: float = bounds(0.9, ge=0, le=1)
+    """Adam's beta1."""
+    beta2: float = bounds(0.95, ge=0, le=1)
+    """Adam's beta2."""
+    eps: float = bounds(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = bounds(0.0, ge=0)
+    """Decoupled weight decay."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Torch implementation of the optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRSchedulerSection:
+    warmup_steps: int = bounds(0, ge=0)
+    """Steps of linear warm-up."""
+    decay_ratio: float = bounds(0.0, ge=0, le=1)
+    """Fraction of the steps, at the end, over which the rate decays. 0: constant after warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: float = bounds(0.0, ge=0, le=1)
+    """Lowest rate of the decay, as a factor of lr."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismSection:
+    data_parallel_replicate_degree: int = bounds(1, ge=1)
+    """Number of replicas of the sharded trainer (HSDP)."""
+    data_parallel_shard_degree: int = bounds(1, ge=1)
+    """Number of ranks that one copy of the weights is sharded over (FSDP2)."""
+    tensor_parallel_degree: int = bounds(1, ge=1)
+    """Tensor-parallel degree of the trainer."""
+    enable_sequence_parallel: bool = True
+    """Use sequence parallelism within tensor parallelism."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default."""
+
+    @property
+    def dp(self) -> int:
+        return self.data_parallel_replicate_degree * self.data_parallel_shard_degree
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tensor_parallel_degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpointSection:
+    mode: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward instead of storing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileSection:
+    enable: bool = False
+    """Apply torch.compile to each transformer block. GPU only in practice: on CPU it does not pay off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideSection:
+    imports: list[str] = field(default_factory=list)
+    """TorchTitan overrides, each "module.function", applied to every model. They must keep the parameters' names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    enable: bool = True
+    """Write checkpoints. Without them a run cannot be resumed."""
+    folder: str = "checkpoint"
+    """Checkpoint folder, relative to job.dump_folder."""
+    interval: int = bounds(20, ge=1)
+    """Training steps between checkpoints. The last step and a clean stop always write one."""
+    keep_latest_k: int = bounds(3, ge=0)
+    """Number of checkpoints to keep. 0: all. 1 is refused, because the newest may be half-written."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write while training continues: "async" copies first, "async_with_pinned_mem" copies in parallel too (GPU)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStartSection:
+    steps: int = bounds(0, ge=0)
+    """Supervised steps on the task's reference answers before RL. 0: none."""
+    batch_size: int = bounds(64, ge=1)
+    """Examples per supervised step."""
+    lr: float = bounds(1e-3, gt=0)
+    """Peak learning rate of the supervised steps."""
+    warmup_steps: int = bounds(20, ge=0)
+    """Steps of linear warm-up of the supervised rate."""
+    decay_ratio: float = bounds(0.0, ge=0, le=1)
+    """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
+    stop_at: float = bounds(0.0, ge=0, le=1)
+    """End early once the greedy score on eval.size training problems reaches this. 0: take all steps."""
+    stop_interval: int = bounds(25, ge=1)
+    """Supervised steps between checks of that score."""
+    interval: int = bounds(500, ge=1)
+    """Supervised steps between checkpoints. The last step always writes one."""

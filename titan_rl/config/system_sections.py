@@ -1,0 +1,160 @@
+"""Keys of a run's processes, faults and records: [job] [debug] [metrics] [comm] [fault] [generator] [weight_sync]
+[hosts] [placement]."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_rl.config.choices import Dtype, bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSection:
+    dump_folder: str = "./outputs/run"
+    """Output folder of the run. A run resumes from the newest checkpoint in it."""
+    description: str = ""
+    """One line about the experiment, printed with the plan."""
+    fresh: bool = False
+    """Rename an existing dump folder (it is never deleted) and start from scratch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugSection:
+    seed: int = bounds(0, ge=0)
+    """The only seed: data order, sampling and initialization all derive from it."""
+    deterministic: bool = False
+    """Use deterministic torch algorithms. Slower on GPU; on CPU runs are deterministic anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSection:
+    enable_tensorboard: bool = True
+    """Write TensorBoard events."""
+    save_tb_folder: str = "tb"
+    """TensorBoard folder, relative to job.dump_folder."""
+    timeline: bool = True
+    """Write timeline.json, the activity of every process, for ui.perfetto.dev or chrome://tracing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilingSection:
+    enable_profiling: bool = False
+    """Write a torch.profiler trace of the trainers every profile_freq steps."""
+    save_traces_folder: str = "profiling/traces"
+    """Folder of the traces, relative to job.dump_folder."""
+    profile_freq: int = bounds(10, ge=1)
+    """Steps of one profiling cycle: idle, warm-up, active."""
+    profiler_warmup: int = bounds(3, ge=0)
+    """Steps that run under the profiler before it records."""
+    profiler_active: int = bounds(1, ge=1)
+    """Steps that a trace records."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the allocator's history every profile_freq steps (GPU), for pytorch.org/memory_viz."""
+    save_memory_snapshot_folder: str = "profiling/memory_snapshot"
+    """Folder of the snapshots, relative to job.dump_folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommSection:
+    init_timeout_seconds: int = bounds(300, ge=1)
+    """Timeout for spawning processes, loading engines and building process groups."""
+    train_timeout_seconds: int = bounds(600, ge=1)
+    """Timeout for one trainer step, weight sync or checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultSection:
+    detect_seconds: float = bounds(2.0, gt=0)
+    """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
+    every half of this."""
+    hang_seconds: float = bounds(60.0, gt=0)
+    """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step."""
+    max_restarts: int = bounds(3, ge=0)
+    """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
+    0 disables respawning."""
+    restart_window_seconds: float = bounds(600.0, gt=0)
+    """Length of the window in which max_restarts counts."""
+    min_replicas: int = bounds(1, ge=1)
+    """Minimum generator replicas. The run continues with fewer replicas when some cannot be replaced, down to this
+    number."""
+    snapshot_interval: int = bounds(5, ge=0)
+    """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
+    checkpoints."""
+    reward_attempts: int = bounds(2, ge=1)
+    """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
+    prompt."""
+    max_failed_saves: int = bounds(3, ge=0)
+    """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
+    straggler_factor: float = bounds(2.0, gt=1)
+    """Report a replica or rank as a straggler when it takes this many times its peers' median."""
+    straggler_steps: int = bounds(5, ge=0)
+    """Consecutive slow steps before a straggler is reported. 0: never report."""
+    max_bad_steps: int = bounds(3, ge=0)
+    """Consecutive steps with a non-finite gradient, whose updates are skipped, before on_bad_steps applies. 0:
+    never."""
+    on_bad_steps: Literal["stop", "rollback"] = "stop"
+    """"stop" ends the run; "rollback" returns to the newest snapshot or checkpoint from before those steps, at most
+    max_restarts times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSection:
+    replicas: int = bounds(1, ge=1)
+    """Number of independent vLLM engines."""
+    tensor_parallel_degree: int = bounds(1, ge=1)
+    """Tensor-parallel degree of one engine, which is its number of processes."""
+    dtype: Dtype = "float32"
+    """Dtype of the rollout weights."""
+    max_num_seqs: int = bounds(256, ge=1)
+    """Maximum number of sequences in one engine's batch."""
+    max_model_len: int = bounds(0, ge=0)
+    """Maximum length of a sequence. 0: training.seq_len."""
+    kv_cache_memory_mb: int = bounds(256, ge=0)
+    """Size of the KV cache of one process in MiB. 0: vLLM derives it from gpu_memory_utilization (GPU)."""
+    gpu_memory_utilization: float = bounds(0.9, gt=0, le=1)
+    """Fraction of a GPU's memory that the engine may use."""
+    block_size: int = bounds(32, ge=1)
+    """Tokens per KV-cache block, the unit of prefix caching."""
+    enable_prefix_caching: bool = True
+    """Share the KV cache of the prompt between the samples of a group."""
+    enforce_eager: bool = True
+    """Run vLLM without CUDA graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSyncSection:
+    transport: Literal["auto", "shm", "rdma"] = "auto"
+    """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": "shm" when all processes
+    share a host."""
+    slice_mb: int = bounds(8, ge=1, le=64)
+    """Size of one RDMA read. 4 to 8 measured best over Monarch's TCP fallback."""
+    block_kb: int = bounds(1024, ge=1, le=65536)
+    """Size of a block, the unit of checksums. They are computed right after packing, so a block should fit in a core's
+    cache."""
+    verify: Literal["off", "transfer", "live"] = "live"
+    """Compare with the trainer's checksums before serving new weights: nothing, the bytes received, or the live
+    parameters."""
+    in_flight: Literal["swap", "drain"] = "swap"
+    """Unfinished requests at a weight update: "swap" continues them with the new weights (each token records its
+    version), "drain" finishes them with the old weights first."""
+    delta: bool = False
+    """Transfer and write only the blocks that changed, unless most of them did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsSection:
+    kind: Literal["local"] = "local"
+    """Where processes run. "local": on this host."""
+    slots: int = bounds(0, ge=0)
+    """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" uses CUDA if the host has a GPU."""
+    threads: int = bounds(1, ge=1)
+    """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
+    cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    kind: Literal["disaggregated", "colocated"] = "disaggregated"
+    """"disaggregated" gives generators and trainers devices of their own; "colocated" makes them take turns on the same
+    devices: engines sleep while the trainers compute."""

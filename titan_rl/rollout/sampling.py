@@ -1,0 +1,149 @@
+"""Turns a prompt into a judged group: samples it, decodes it, scores it."""
+
+import asyncio
+import math
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from titan_rl.batch.advantages import soft_overlong_punishment
+from titan_rl.config.sections import AlgorithmSection, RolloutSection
+from titan_rl.record.ledger import Ledger
+from titan_rl.wire.errors import DeadlinePassed, RunError
+from titan_rl.wire.seeds import sample_seed
+from titan_rl.wire.spans import span
+from titan_rl.wire.types import Completion, Decode, Generates, Group, Prompt, Request, Rollout, Sampling, Turn
+
+MEMORY = 0.05
+"""Weight of the newest group in the running mean of sample lengths."""
+BRIEF = 200
+"""Maximum characters of an error's message."""
+
+Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
+"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
+rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
+
+
+class RewardFailed(RunError):
+    """A judge had no rewards for a group. One such group is replaced; a step's worth in a row ends the run."""
+
+    def __init__(self, prompt: int, reason: str, details: str) -> None:
+        super().__init__(f"the reward failed on prompt {prompt}: {reason}", details)
+        self.prompt, self.reason = prompt, reason
+
+    @classmethod
+    def of(cls, prompt: int, error: Exception) -> "RewardFailed":
+        reason = f"{type(error).__name__}: {str(error)[:BRIEF]}"
+        return cls(prompt, reason, "".join(traceback.format_exception(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class Unjudged(Group):
+    """A group whose judge failed on every attempt: its rewards are NaN."""
+
+    failure: RewardFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSettings:
+    """What is fixed for the life of a stream."""
+
+    algorithm: AlgorithmSection
+    rollout: RolloutSection
+    sampling: Sampling
+    seed: int
+    first: int  # the step that trains the first group
+    groups: int  # number of groups that the rest of the run trains on
+    reward_attempts: int = 2
+    attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
+
+
+class GroupSampler:
+    """`sample(prompt)` returns the prompt's group with its rewards."""
+
+    def __init__(
+        self, settings: StreamSettings, generators: Generates, judge: Judge, decode: Decode, ledger: Ledger
+    ) -> None:
+        self._settings, self._generators, self._judge = settings, generators, judge
+        self._decode, self._ledger = decode, ledger
+        self._suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""  # of request ids
+        self._mean_length = 0.0  # of recent samples: the length that routing expects next
+        self._running = 0
+        self.failures: list[RewardFailed] = []  # consecutive groups without rewards, up to the latest one judged
+
+    async def sample(self, prompt: Prompt) -> Group:
+        completions = await self._generate(prompt)
+        self._ledger.sampled(prompt.id, completions)
+        length = sum(len(completion.tokens) for completion in completions) / len(completions)
+        self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
+        texts = [self._decode(completion.tokens) for completion in completions]
+        with span("judge", lane="groups", id=prompt.id):
+            rewards = await self._judged(prompt, completions, texts)
+        failed = isinstance(rewards, RewardFailed)
+        rollouts = [
+            Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
+            for completion, text, reward in zip(
+                completions, texts, [math.nan] * len(texts) if failed else rewards, strict=True
+            )
+        ]
+        if failed:
+            return Unjudged(prompt, rollouts, rewards)
+        self._ledger.scored(prompt.id, rewards)
+        return Group(prompt, rollouts)
+
+    async def _generate(self, prompt: Prompt) -> Sequence[Completion]:
+        rollout, seconds = self._settings.rollout, self._settings.rollout.timeout_seconds
+        seeds = [sample_seed(self._settings.seed, prompt.id, k) for k in range(rollout.group_size)]
+        expected = round(self._mean_length) if rollout.lag else 0
+        name = f"prompt-{prompt.id}{self._suffix}"
+        request = Request(name, prompt.tokens, seeds, self._settings.sampling, expected=expected)
+        self._running += 1
+        try:
+            with span("sample", lane="groups", id=prompt.id):
+                async with asyncio.timeout(seconds):
+                    return await self._generators.generate(request)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"generators.generate did not answer prompt {prompt.id} within {seconds} s",
+                f"{self._running} groups are being sampled. If the engines are slow rather than stuck, raise "
+                "rollout.timeout_seconds.",
+            ) from None
+        finally:
+            self._running -= 1
+
+    async def _judged(
+        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
+    ) -> Sequence[float] | RewardFailed:
+        """Return the rewards, or why there are none. Raise if a step's worth of groups in a row have none: then the
+        reward function is at fault, not a rollout."""
+        errors: list[Exception] = []
+        while len(errors) < self._settings.reward_attempts:
+            try:
+                rewards = await self._judge(prompt, completions, texts)
+                if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+                    raise ValueError(f"expected {len(texts)} finite rewards, found {list(rewards)}")
+            except RunError:
+                raise
+            except Exception as error:
+                errors.append(error)
+                self._ledger.failed(prompt.id, len(errors), RewardFailed.of(prompt.id, error).reason)
+            else:
+                self.failures = []
+                return rewards
+        self.failures.append(RewardFailed.of(prompt.id, errors[-1]))
+        if len(self.failures) < self._settings.rollout.groups_per_step:
+            return self.failures[-1]
+        first = min(self.failures, key=lambda failure: failure.prompt)
+        raise RewardFailed(
+            first.prompt,
+            first.reason,
+            f"{first.details}\n{len(self.failures)} groups in a row had no rewards after "
+            f"{self._settings.reward_attempts} attempts each. Fix the function of task.reward, or raise "
+            "fault.reward_attempts if it fails at random.",
+        )
+
+    def _penalty(self, completion: Completion) -> float:
+        """Return the soft overlong punishment, 0 if it is off."""
+        algorithm, longest = self._settings.algorithm, self._settings.sampling.max_new_tokens
+        punishment = soft_overlong_punishment(len(completion.tokens), longest=longest, buffer=algorithm.overlong_buffer)
+        return -algorithm.overlong_penalty * punishment
