@@ -124,7 +124,7 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
     return compare(made, timings, nbytes, f"{megabytes} MB, {ranks} ranks to {readers} readers")
 
 
-def groups(meshes: Meshes, megabytes: int) -> list[tuple[Callable[[], Awaitable[None]], dict[str, Move]]]:
+def groups(meshes: Meshes, megabytes: int) -> list[tuple[Callable[[], Awaitable[None]], Mapping[str, Move]]]:
     """Ways that are prepared together and timed in turn. All ways at once would need ten times the model's memory."""
 
     def titan_rl(*verify: str) -> dict[str, Move]:

@@ -19,7 +19,7 @@ def curves(points: Sequence[tuple[int, int, str, int, float]]) -> list[dict[str,
 
 def test_a_group_of_drawn_lengths_comes_back_whole_and_in_order() -> None:
     class Engine:
-        """Answers the last sample first, with as many tokens as it may; each is the sample's seed."""
+        """Answers the last sample first, with as many tokens as allowed; each token is the sample's seed."""
 
         def __init__(self) -> None:
             self.ids: set[str] = set()
