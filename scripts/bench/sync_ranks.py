@@ -257,6 +257,7 @@ class Reader(Rank):
     async def prepare_tensors(self, offered: dict[int, dict[str, RDMABuffer]]) -> None:
         self.landed: dict[int, dict[str, Tensor]] = {}
         self.reads = RDMAAction()
+        columns = {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
         for t, named in offered.items():
             wanted = {c.name for c in self.copies[t]}
             self.landed[t] = {}
@@ -264,12 +265,7 @@ class Reader(Rank):
                 if name in wanted:
                     flat = torch.empty(buffer.size() // 2, dtype=torch.bfloat16)
                     self.reads.read_remote(flat.view(torch.uint8), buffer)
-                    cols = self._cols[name]
-                    self.landed[t][name] = flat.view(-1, cols) if cols > 1 else flat
-
-    @property
-    def _cols(self) -> dict[str, int]:
-        return {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
+                    self.landed[t][name] = flat.view(-1, columns[name]) if columns[name] > 1 else flat
 
     @endpoint
     async def read_tensors(self) -> None:

@@ -23,7 +23,7 @@ Move = Callable[[], Awaitable[dict[str, float]]]  # moves the weights once; retu
 
 
 @dataclass
-class Meshes:
+class MeshPair:
     """Trainers and readers. Each way has a method that prepares it and one that moves the weights."""
 
     made: WeightPlan
@@ -100,7 +100,7 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
     shape = shape_of_size(megabytes)
     trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
-    meshes = Meshes(made, Ranks.spawn("trainer", ranks, TrainerRank), Ranks.spawn("reader", readers, Reader))
+    meshes = MeshPair(made, Ranks.spawn("trainer", ranks, TrainerRank), Ranks.spawn("reader", readers, Reader))
     timings, world = Timings(), ranks + readers
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -124,7 +124,7 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
     return compare(made, timings, nbytes, f"{megabytes} MB, {ranks} ranks to {readers} readers")
 
 
-def groups(meshes: Meshes, megabytes: int) -> list[tuple[Callable[[], Awaitable[None]], Mapping[str, Move]]]:
+def groups(meshes: MeshPair, megabytes: int) -> list[tuple[Callable[[], Awaitable[None]], Mapping[str, Move]]]:
     """Ways that are prepared together and timed in turn. All ways at once would need ten times the model's memory."""
 
     def titan_rl(*verify: str) -> dict[str, Move]:
@@ -141,7 +141,7 @@ def groups(meshes: Meshes, megabytes: int) -> list[tuple[Callable[[], Awaitable[
     ]
 
 
-async def time_group(meshes: Meshes, ways: Mapping[str, Move], repeats: int, timings: Timings) -> None:
+async def time_group(meshes: MeshPair, ways: Mapping[str, Move], repeats: int, timings: Timings) -> None:
     for turn, way in in_turn(ways, 1 + repeats):  # the first round touches pages and opens connections
         await meshes.readers.each("zero")
         timings.cast.append(max(await meshes.trainers.each("memcpy")))
