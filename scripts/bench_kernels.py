@@ -1,37 +1,37 @@
 #!/usr/bin/env python3
-"""What each kernel costs beside its plain torch version: time and memory, forward and backward. Appends rows to a CSV.
+"""Measure time and memory of each kernel and of its plain torch version, forward and backward. Appends rows to a CSV.
 
     .venv/bin/python scripts/bench_kernels.py                       # all benchmarks
     .venv/bin/python scripts/bench_kernels.py token_logprob --repeats 9 --csv /tmp/kernels.csv
 
-Variants are timed in turn, so that a busy machine slows all of them; with two threads it does not slow them alike, as
-one waits for the other at every operation's end: there, use `--threads 1` and read the CPU time. Memory is a process of
-its own per variant: its peak over what it held with the inputs made, results and gradients included; on a GPU the
-allocator's peak.
+Variants are timed in turn, so that a busy machine slows all of them. With two threads it does not slow them alike,
+because one thread waits for the other at the end of every operation: then use `--threads 1` and read the CPU time.
+Memory is measured in a separate process per variant: the peak (on a GPU the allocator's) minus what the process held
+after making the inputs, so it includes results and gradients.
 """
 
 import argparse
-import csv
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
+from titan_rl.actors.titan.titan_cpu import use_cpu
 from titan_rl.kernels.token_logprob import token_logprob
-from titan_rl.record.provenance import git_commit, machine, versions
+from titan_rl.record.provenance import machine
 
-CSV = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "kernels.csv"
+COLUMNS = ("kernel", "case", "measure", "variant", *FIGURES, "over plain", *RAN_ON[:-1], "threads", "load")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Pass = Callable[[], None]  # one forward and backward
 
@@ -68,7 +68,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
     def loss() -> torch.Tensor:
         logprobs = (hidden @ weight.T).float().log_softmax(-1)
         with torch.no_grad():
-            (logprobs.exp() * logprobs).sum(-1)  # the entropy, watched
+            (logprobs.exp() * logprobs).sum(-1)  # the entropy, which is a metric without a gradient
         return -logprobs.gather(1, targets.unsqueeze(1)).sum()
 
     return loss
@@ -81,6 +81,8 @@ def tiled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 def titan(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Callable[[], torch.Tensor]:
     """TorchTitan's ChunkedLossWrapper, 8 chunks: cross entropy only, no entropy; its backward runs in its forward."""
     from torchtitan.components.loss import ChunkedLossWrapper
+
+    use_cpu()
 
     wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
     head = torch.nn.Linear(1, 1, bias=False)
@@ -95,7 +97,7 @@ def titan(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Liger's fused linear cross entropy: no entropy, and no gradient of single tokens."""
+    """Liger's fused linear cross entropy: no entropy, and no gradients of single tokens."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
     function = LigerFusedLinearCrossEntropyLoss(reduction="sum")
@@ -140,15 +142,26 @@ def seconds(run: Pass) -> dict[str, float]:
     return {"wall time, s": time.perf_counter() - began, "CPU time, s": time.process_time() - began_cpu}
 
 
-def times(bench: Bench, case: dict[str, Any], variants: list[str], repeats: int) -> dict[str, list[dict[str, float]]]:
-    passes = {variant: bench.build(variant, **case) for variant in variants}
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
-    for turn in range(1 + repeats):  # the first warms up
-        for variant, run in passes.items():
-            taken = seconds(run)
-            if turn:
-                found[variant].append(taken)
-    return found
+def time_rows(name: str, bench: Bench, variants: list[str], repeats: int) -> Iterator[Row]:
+    for case in bench.timed:
+        row = partial(Row, name, label(case))
+        passes = {variant: bench.build(variant, **case) for variant in variants}
+        found: dict[str, dict[str, list[float]]] = {}  # by measure, then variant
+        for turn, variant in in_turn(variants, 1 + repeats):
+            for measure, taken in seconds(passes[variant]).items():
+                if turn:  # the first round warms up
+                    found.setdefault(measure, {v: [] for v in variants})[variant].append(taken)
+        for measure, by_variant in found.items():
+            first = median(by_variant[variants[0]])
+            yield from (row(measure, values, v, median(values) / first) for v, values in by_variant.items())
+
+
+def memory_rows(name: str, bench: Bench, variants: list[str]) -> Iterator[Row]:
+    for case in {label(case): case for cases in bench.weighed.values() for case in cases}.values():
+        mib = {variant: peak_mib(name, variant, case) for variant in variants if case in bench.weighed[variant]}
+        first = mib.get(variants[0])
+        for variant, peak in mib.items():
+            yield Row(name, label(case), "peak memory, MiB", [peak], variant, peak / first if first else None)
 
 
 def peak_mib(bench: str, variant: str, case: dict[str, Any]) -> float:
@@ -157,7 +170,7 @@ def peak_mib(bench: str, variant: str, case: dict[str, Any]) -> float:
 
 
 def weigh(bench: str, variant: str, case: dict[str, Any]) -> float:
-    """Memory over the inputs' at one forward and backward's peak, MiB, in a process that has done nothing else."""
+    """Return peak memory of one forward and backward, less that of the inputs, in MiB. Needs a fresh process."""
     small = {key: min(value, 16) if isinstance(value, int) else value for key, value in case.items()}
     BENCHES[bench].build(variant, **small)()  # what libraries allocate once
     run = BENCHES[bench].build(variant, **case)
@@ -172,86 +185,36 @@ def weigh(bench: str, variant: str, case: dict[str, Any]) -> float:
 
 
 def resident_mib(field: str) -> float:
-    """Of /proc/self/status. `ru_maxrss` would not do: a process starts with that of the one that started it."""
+    """Read a field of /proc/self/status. `ru_maxrss` would start at the value of the parent process."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
     return int(line.split()[1]) / 1024
 
 
-def rows_of(name: str, bench: Bench, repeats: int) -> list[dict[str, str]]:
-    variants, rows = available(bench.variants), []
-    for case in bench.timed:
-        found = times(bench, case, variants, repeats)
-        for measure in found[variants[0]][0]:
-            values = {variant: [taken[measure] for taken in found[variant]] for variant in variants}
-            first = statistics.median(values[variants[0]])
-            rows += [row(name, case, variant, measure, values[variant], first) for variant in variants]
-    plain_mib: dict[str, float] = {}
-    for variant in variants:
-        for case in bench.weighed[variant]:
-            mib = peak_mib(name, variant, case)
-            if variant == variants[0]:
-                plain_mib[str(case)] = mib
-            rows.append(row(name, case, variant, "peak memory, MiB", [mib], plain_mib.get(str(case))))
-    return rows
-
-
-def row(
-    name: str, case: dict[str, Any], variant: str, measure: str, values: list[float], first: float | None
-) -> dict[str, str]:
-    median = statistics.median(values)
-    return {
-        "kernel": name,
-        "case": " ".join(f"{key}={value}" for key, value in case.items()),
-        "measure": measure,
-        "variant": variant,
-        "median": f"{median:.4g}",
-        "min": f"{min(values):.4g}",
-        "max": f"{max(values):.4g}",
-        "runs": str(len(values)),
-        "over plain": f"{median / first:.3g}" if first else "",
-    }
-
-
-def append(path: Path, rows: list[dict[str, str]]) -> None:
-    host, engines = machine(), versions()
-    common = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": git_commit()[:12],
-        "machine": ", ".join(host["gpus"]) if DEVICE == "cuda" else f"{host['cores']} x {host['cpu']}",
-        "engines": f"torch {engines['torch']}, torchtitan {engines['torchtitan']}",
-        "threads": torch.get_num_threads(),
-        "load": f"{os.getloadavg()[0]:.1f}",  # beyond the threads it is somebody else's
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *common])
-        if new:
-            writer.writeheader()
-        writer.writerows(r | common for r in rows)
+def label(case: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in case.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benches", nargs="*", metavar="bench", help=f"of {', '.join(BENCHES)}; all without any")
+    parser.add_argument("benches", nargs="*", metavar="bench", help=f"any of {', '.join(BENCHES)}; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "kernels.csv")
     parser.add_argument("--weigh", type=json.loads, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.weigh:
-        print(weigh(*arguments.weigh))
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    if a.weigh:
+        print(weigh(*a.weigh))
         return
-    if unknown := set(arguments.benches) - set(BENCHES):
-        parser.error(f"no benchmark {', '.join(sorted(unknown))}: there are {', '.join(BENCHES)}")
-    for name in arguments.benches or BENCHES:
-        rows = rows_of(name, BENCHES[name], arguments.repeats)
-        table = Table(*rows[0], title=f"{name}, forward and backward")
-        for r in rows:
-            table.add_row(*r.values())
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
-        append(arguments.csv, rows)
+    if unknown := set(a.benches) - set(BENCHES):
+        parser.error(f"expected benchmarks among {', '.join(BENCHES)}, found {', '.join(sorted(unknown))}")
+    more: dict[str, Any] = {"threads": a.threads} | (
+        {"machine": ", ".join(machine()["gpus"])} if DEVICE == "cuda" else {}
+    )
+    for name in a.benches or BENCHES:
+        bench, variants = BENCHES[name], available(BENCHES[name].variants)
+        report(a.csv, COLUMNS, time_rows(name, bench, variants, a.repeats), **more)
+        report(a.csv, COLUMNS, memory_rows(name, bench, variants), **more)
 
 
 if __name__ == "__main__":

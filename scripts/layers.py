@@ -5,8 +5,8 @@
     .venv/bin/python scripts/layers.py --rooms    # prints the arrows between rooms
 
 The floors are in pyproject.toml, [tool.titan_rl] floors, top first. Rooms of one floor do not import each other.
-Imports inside functions and under TYPE_CHECKING count too. (import-linter does not see packages without __init__.py,
-which the root's folders must be.)
+Imports inside functions and under TYPE_CHECKING count too. import-linter would not do: it ignores packages without
+__init__.py, and the root's folders must not have one.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def modules() -> dict[str, Path]:
-    """Every module of titan_rl by its dotted name; the links titan_rl/actors etc. lead to the root's folders."""
+    """Return the path of every module by dotted name. titan_rl/actors etc. are links to the root's folders."""
     found = {}
     for folder in ("titan_rl", "actors", "meshes", "kernels"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -33,7 +33,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
-    """The modules of titan_rl that a file imports, with the line."""
+    """Yield the modules of titan_rl that a file imports, with line numbers."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

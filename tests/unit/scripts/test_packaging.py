@@ -1,4 +1,4 @@
-"""What pip makes of the repository: the wheel, an install of it, and an editable install. No network."""
+"""The wheel that pip builds, an install of it, and an editable install. No network."""
 
 import ast
 import importlib.metadata
@@ -30,7 +30,7 @@ def python(executable: Path | str, *args: str, cwd: Path | None = None) -> str:
 
 
 def bare_environment(folder: Path) -> Path:
-    """The Python of a new venv that borrows this one's packages, but not its titan_rl."""
+    """Return the Python of a new venv that sees this environment's packages, but not its titan_rl."""
     venv.create(folder, symlinks=True)
     own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))

@@ -1,4 +1,4 @@
-"""The real scripts, bash, venv and pip, on a small package of no size and with no index: nothing is downloaded."""
+"""The real scripts, bash, venv and pip, on an empty package and without an index: nothing is downloaded."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
-# PEP 517 and 660 in a few lines, so that a build requires nothing: every package is a .pth to its folder.
+# A PEP 517 and 660 backend that requires no package: it builds every package as a .pth file to its folder.
 BACKEND = """
 import pathlib, tomllib, zipfile
 
@@ -51,7 +51,7 @@ markers = ["gpu", "slow"]
 
 
 def package(folder: Path, name: str, *, version: str = "1.0", body: str = "", more: str = "") -> Path:
-    """A package that pip can build; `more` is the rest of its [project] table and of its pyproject.toml."""
+    """Write a package that pip can build. `more` is the rest of its [project] table and of its pyproject.toml."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text(body)
     (folder / "backend.py").write_text(BACKEND)
@@ -64,7 +64,7 @@ def package(folder: Path, name: str, *, version: str = "1.0", body: str = "", mo
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A clone of a tiny titan_rl with the real scripts, whose pip finds nothing but what lies in `wheels`."""
+    """A clone of a tiny titan_rl with the real scripts, whose pip finds only what is in `wheels`."""
 
     root: Path
     wheels: Path
@@ -95,7 +95,7 @@ class Checkout:
         return subprocess.run(command, cwd=cwd, env=self.env(**env), capture_output=True, text=True, timeout=300)
 
     def add_torch(self) -> None:
-        """Puts a torch of the CPU build where pip finds one."""
+        """Put a CPU build of torch where pip finds it."""
         subprocess.run(
             [sys.executable, "-c", "import sys, backend; backend.build_wheel(sys.argv[1])", str(self.wheels)],
             cwd=package(self.wheels / "src", "torch", version="2.13.0+cpu"),
@@ -104,7 +104,7 @@ class Checkout:
 
 
 def clone(folder: Path) -> Checkout:
-    """A checkout below a folder with a space. Its cuda extra brings a torchvision that does not import."""
+    """Make a checkout in a folder with a space. Its cuda extra has a torchvision that does not import."""
     broken = package(
         folder / "torchvision", "torchvision", body='raise RuntimeError("operator torchvision::nms does not exist")'
     )
@@ -131,7 +131,7 @@ def fresh(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """Installed once for the tests that only go on from there."""
+    """An installed checkout, shared by the tests that do not need a fresh one."""
     checkout = clone(tmp_path_factory.mktemp("installed"))
     checkout.add_torch()
     done = checkout.call("--extra", "cpu")
@@ -177,7 +177,7 @@ def test_an_extra_is_kept_until_another_is_asked_for(fresh: Checkout) -> None:
     done = fresh.call("--extra", "cuda")
     assert "it holds vLLM for another device than cuda" in done.stderr
     assert "installing titan_rl[cuda]" in done.stderr
-    # Of the two media packages only the one that does not import goes.
+    # Of the two media packages, only the one that does not import is removed.
     line = "titan_rl: removed torchvision: built for another torch; text models do not need them"
     assert line in done.stderr.splitlines()
     names = {path.name.split("-")[0] for path in fresh.root.glob(".venv/lib/*/site-packages/*.dist-info")}
@@ -231,7 +231,7 @@ def test_an_unknown_extra_is_refused(fresh: Checkout, args: list[str]) -> None:
 
 
 def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None:
-    # The real pytest, of the environment that runs this test.
+    # Use the real pytest of the environment that runs this test.
     own = next(installed.root.glob(".venv/lib/*/site-packages"))
     (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     (installed.root / "tests").mkdir()

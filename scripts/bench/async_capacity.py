@@ -1,0 +1,192 @@
+"""What a rollout costs the controller: the real stream and generator mesh over processes that answer after a timer."""
+
+import asyncio
+import os
+import random
+import tempfile
+import time
+from array import array
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, ProcMesh, concurrent_endpoint, this_host
+
+from bench.ranks import IMPORTABLE, TIMEOUT
+from bench.rows import Row
+from titan_rl.actors.vllm.engine import Done, EngineReport, EngineSettings
+from titan_rl.actors.vllm.generator import News, drain
+from titan_rl.config import sections as c
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.replica import Replica
+from titan_rl.meshes.spawn import spawn
+from titan_rl.record.ledger import Ledger
+from titan_rl.rollout.judges import by_rule
+from titan_rl.rollout.sampling import StreamSettings
+from titan_rl.rollout.stream import RolloutStream
+from titan_rl.tasks import tokenizer as characters
+from titan_rl.tasks.prompts import PromptSource
+from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.task import load_task
+from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.types import Completion, Generates, ReaderCost, Request, Sampling
+
+PROCS, LAG = 4, 1
+TOKENS = 64  # per rollout
+SETTLED = 10  # steps
+SPREAD = 0.5  # timers differ by at most this share of the average
+
+
+def timer(seed: int, seconds: float) -> float:
+    return seconds * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
+
+
+class Timer(Actor):
+    """A generator rank without an engine. It answers a request after a timer."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._version = 0
+        self._done: asyncio.Queue[Done] = asyncio.Queue()
+        self._over = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+
+    @concurrent_endpoint
+    async def start(self) -> None: ...
+
+    @concurrent_endpoint
+    async def watch(self) -> None:
+        await self._over.wait()
+
+    @concurrent_endpoint
+    async def submit(self, requests: list[Request]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._answer(request, self._version))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    @concurrent_endpoint
+    async def take(self, within: float | None = None) -> News:
+        return News(await drain(self._done, within), EngineReport())
+
+    @concurrent_endpoint
+    async def fetch_weights(self, manifests: list[Any], timeout: float) -> ReaderCost:
+        return ReaderCost()
+
+    @concurrent_endpoint
+    async def switch(self, version: int, timeout: float) -> ReaderCost:
+        self._version = version
+        return ReaderCost()
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        self._over.set()
+
+    async def _answer(self, request: Request, version: int) -> None:
+        await asyncio.sleep(timer(request.seeds[0], self._seconds))
+        samples = [
+            Completion([8 + k % 2] * TOKENS, [-0.5] * TOKENS, [version] * TOKENS, "length")
+            for k in range(len(request.seeds))
+        ]
+        self._done.put_nowait(Done(request.id, samples))
+
+
+class Timers:
+    """Stands in for a replica's ProcMesh: spawns a Timer instead of a generator."""
+
+    def __init__(self, procs: ProcMesh, seconds: float) -> None:
+        self._procs, self._seconds = procs, seconds
+
+    def spawn(self, name: str, *_: object) -> Timer:
+        return self._procs.spawn(name, Timer, self._seconds)
+
+    def stop(self) -> Any:
+        return self._procs.stop()
+
+
+class Stopwatch:
+    """Records how much later than its timer each request is answered."""
+
+    def __init__(self, generators: Generates, seconds: float) -> None:
+        self._generators, self._seconds = generators, seconds
+        self.late = array("d")  # eight bytes each, which hardly adds to the memory measured
+
+    async def generate(self, request: Request) -> list[Completion]:
+        began = time.perf_counter()
+        samples = await self._generators.generate(request)
+        self.late.append(time.perf_counter() - began - timer(request.seeds[0], self._seconds))
+        return samples
+
+
+def timer_mesh(seconds: float) -> GeneratorMesh:
+    settings = EngineSettings(model_dir="", max_model_len=0)
+    replicas = []
+    for i in range(PROCS):
+        timers: Any = Timers(spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE), seconds)
+        replicas.append(Replica(i, f"timer{i}", timers, settings))
+    return GeneratorMesh(replicas, GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
+
+
+def rollout_stream(generators: Generates, folder: Path, groups: int, group_size: int, steps: int) -> RolloutStream:
+    characters.build(folder)
+    tokenizer = TextTokenizer.load(folder)
+    settings = StreamSettings(
+        algorithm=c.AlgorithmSection(),
+        rollout=c.RolloutSection(groups_per_step=groups, group_size=group_size, lag=LAG),
+        sampling=Sampling(TOKENS),
+        seed=0,
+        first=1,
+        groups=groups * steps,
+    )
+    prompts = PromptSource(load_task(c.TaskSection(), seed=0, eval_size=0), tokenizer, seed=0)
+    judge = by_rule(reward_for("exact"))
+    return RolloutStream(settings, generators, prompts, judge, tokenizer.decode, Clock(), Ledger(folder))
+
+
+async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -> list[Row]:
+    """Run steps that take `groups` groups, pull a new version and admit as many groups again."""
+    groups = rollouts // group_size // (LAG + 1)
+    mesh = timer_mesh(seconds)
+    await mesh.start()
+    stopwatch, cpu, wall, settled = Stopwatch(mesh, seconds), 0.0, 0.0, 0
+    resident = dict.fromkeys((SETTLED, (SETTLED + steps - LAG) // 2, steps - LAG), 0.0)  # steps with as much in flight
+    with tempfile.TemporaryDirectory() as folder:
+        stream = rollout_stream(stopwatch, Path(folder), groups, group_size, steps)
+        try:
+            async with aclosing(stream):
+                stream.admit(groups * (LAG + 1))
+                for step in range(1, steps + 1):
+                    stream.trained(step, await stream.take(groups, step))
+                    await mesh.pull(step)
+                    stream.admit(groups)
+                    if step == SETTLED:
+                        cpu, wall, settled = time.process_time(), time.perf_counter(), len(stopwatch.late)
+                    if step in resident:
+                        resident[step] = rss()
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+                answered = group_size * (len(stopwatch.late) - settled)
+        finally:
+            await mesh.close()
+            await mesh.stop()
+    late = 1e3 * np.percentile(stopwatch.late[settled:], [50, 99, 100])
+    case = f"{rollouts} rollouts admitted, groups of {group_size}, {PROCS} processes"
+    measured = {
+        "rollouts whose timer runs, mean": answered / wall * seconds,  # Little's law; the others wait for their step
+        "controller: CPU ms a rollout": 1e3 * cpu / answered,
+        "controller: share of a core": cpu / wall,
+        "rollouts / s": answered / wall,
+        "answered later than its timer: median, ms": late[0],
+        "answered later than its timer: p99, ms": late[1],
+        "answered later than its timer: most, ms": late[2],
+        **{f"controller: resident after step {step}, MB": megabytes for step, megabytes in resident.items()},
+    }
+    note = f"{steps} steps of {groups} groups, {seconds:g} s a rollout, give or take half"
+    return [Row("capacity", case, measure, [value], note=note) for measure, value in measured.items()]
+
+
+def rss() -> float:
+    """Return the resident memory of this process in megabytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6

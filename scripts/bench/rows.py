@@ -1,0 +1,102 @@
+"""A benchmark's result: rows that become a printed table and lines of a CSV file in docs/benchmarks."""
+
+import csv
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from titan_rl.record.provenance import git_commit, machine, versions
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+FIGURES = ("median", "min", "max", "runs")
+RAN_ON = ("date", "commit", "machine", "engines", "load")
+ALIASES = {"kernel": "part", "config": "case", "variant": "way", "over plain": "ratio"}  # column names of single files
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measure: the median, minimum and maximum of its values."""
+
+    part: str
+    case: str  # rows of one case are printed as one table
+    measure: str
+    values: Sequence[float]
+    way: str = ""
+    ratio: float | None = None  # to the baseline
+    note: str = ""
+
+    def cells(self) -> dict[str, str]:
+        figures: dict[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "min": min, "max": max}
+        return {
+            "part": self.part,
+            "case": self.case,
+            "way": self.way,
+            "measure": self.measure,
+            **{name: f"{figure(self.values):.4g}" for name, figure in figures.items()},
+            "runs": str(len(self.values)),
+            "ratio": "" if self.ratio is None else f"{self.ratio:.4g}",
+            "note": self.note,
+        }
+
+
+def report(path: Path, columns: Sequence[str], rows: Iterable[Row], **more: Any) -> None:
+    """Print a table and append CSV rows as soon as a case is measured. `more` adds to what ran_on() returns."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for case, group in groupby(rows, key=lambda row: row.case):
+        common, lines = ran_on() | more, [row.cells() for row in group]
+        append_rows(path, [{name: (line | common)[ALIASES.get(name, name)] for name in columns} for line in lines])
+        table = Table(title=case, title_justify="left")
+        shown = {
+            name: key for name in columns if (key := ALIASES.get(name, name)) in lines[0].keys() - {"part", "case"}
+        }
+        for name, key in shown.items():
+            table.add_column(name, justify="left" if key in ("way", "measure", "note") else "right")
+        for line in lines:
+            table.add_row(*(line[key] for key in shown.values()))
+        console.print(table)
+
+
+def ran_on() -> dict[str, str]:
+    host = machine()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git_commit()[:12],
+        "machine": f"{host['cores']} x {host['cpu']}",
+        "engines": ", ".join(f"{name} {version}" for name, version in versions().items() if name != "python"),
+        "load": f"{os.getloadavg()[0]:.1f}",  # load beyond the benchmark's own threads comes from other programs
+    }
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Yield (round, way) for every way in every round, so that a busy machine slows all ways alike. Every other round
+    runs in the opposite order."""
+    order = list(ways)
+    for i in range(rounds):
+        yield from ((i, way) for way in (order if i % 2 else reversed(order)))

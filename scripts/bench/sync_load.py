@@ -1,0 +1,147 @@
+"""Weight sync to a vLLM engine that samples all the time: how long it pauses, and how much of the sync is hidden."""
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import this_host
+
+from bench.ranks import Ranks
+from bench.rows import Row
+from bench.sync_plan import shape_of_size
+from bench.sync_ranks import TrainerRank
+from titan_rl.actors.sync.transport import Offer, is_remote
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.manifest import Publication
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.types import Request, Sampling, SyncStats
+from titan_rl.wire.weight_plan import Copy, Shard
+
+LARGEST_SERVED = 250  # megabytes: on two cores an engine step of a larger model takes longer than its sync
+WAYS = {
+    f"{transport}, verify {verify}{', delta' if delta else ''}": WeightSyncSection(
+        transport=transport, verify=verify, delta=delta
+    )
+    for delta in (False, True)
+    for verify in ("live", "transfer")
+    for transport in ("shm", "rdma")
+}
+CHANGED = "layers.0.self_attn"  # the parameters that change between two delta syncs
+SAMPLES = 8  # that the engine advances in each step
+
+
+async def start_engine(folder: str) -> GeneratorMesh:
+    settings = EngineSettings(
+        model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
+    )
+    return await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
+
+
+class PackingTrainers:
+    """The part of a trainer mesh that a weight sync calls."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    async def shards(self) -> list[list[Shard]]:
+        return await self.ranks.each("layout")
+
+    async def stage(
+        self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSyncSection
+    ) -> list[dict[int, Offer]]:
+        remote = any(is_remote(place, sync.transport) for place in places)
+        return await self.ranks.each("stage", sync, remote, own=copies)
+
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
+        packed = await self.ranks.each("publish", version, slot, serial)
+        return Publication(version, slot, [runs for runs, _, _ in packed], max(wall for _, wall, _ in packed))
+
+
+async def loading(megabytes: int, repeats: int) -> list[Row]:
+    shape, count = shape_of_size(megabytes), 2
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+        ranks = Ranks.spawn("trainer", count, TrainerRank)
+        generators = await start_engine(folder)
+        try:
+            await generators.start()
+            await ranks.each("hold", {}, shape, count)
+            case = f"{megabytes} MB, {count} ranks to an engine that samples"
+            return [row async for row in loaded(PackingTrainers(ranks), generators, shape, case, repeats)]
+        finally:
+            await asyncio.gather(generators.close(), return_exceptions=True)
+            await asyncio.gather(generators.stop(), ranks.end(), return_exceptions=True)
+
+
+async def loaded(
+    trainers: PackingTrainers, generators: GeneratorMesh, shape: ModelShape, case: str, repeats: int
+) -> AsyncIterator[Row]:
+    version, load = 0, list[asyncio.Task[None]]()
+    for way, sync in WAYS.items():
+        mesh: Any = trainers
+        weights = WeightsInTransit(mesh, generators, Clock())
+        await weights.connect(Config(generator=GeneratorSection(dtype="bfloat16"), weight_sync=sync), shape)
+        await weights.sync(version := version + 1)
+        load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
+        stats: list[SyncStats] = []
+        during, alone = [], []  # (seconds, tokens sampled in them) with a sync, and without one
+        for i in range(1 + repeats):
+            await trainers.ranks.each("negate", CHANGED if sync.delta else "")
+            marks = [await mark(generators)]
+            synced = await weights.sync(version := version + 1)
+            marks.append(await mark(generators))  # answered after the keys and values of open samples are recomputed
+            await asyncio.sleep(0.5)
+            marks.append(await mark(generators))
+            if i:  # the first touches the second slot's pages
+                stats.append(synced)
+                for spans, ((then, before), (now, after)) in zip((during, alone), pairwise(marks), strict=True):
+                    spans.append((now - then, after - before))
+        await trainers.ranks.each("drop")
+        for row in served(case, way, stats, during, statistics.median(tokens / took for took, tokens in alone)):
+            yield row
+
+
+def served(
+    case: str, way: str, stats: Sequence[SyncStats], during: Sequence[tuple[float, int]], alone: float
+) -> Iterator[Row]:
+    """`alone` is the engine's tokens per second without a sync. Apart from its pause, a sync mostly costs the step that
+    recomputes the keys and values of unfinished samples."""
+    row = partial(Row, "load", case, way=way)
+    for part in ("seconds", "publish", "read", "pause"):
+        yield row(f"{part}, s", [getattr(s, part) for s in stats])
+    work = [1 - s.pause / (s.publish + s.read + s.pause) for s in stats]
+    yield row("hidden: share of publish, read and pause", work)
+    yield row("hidden: share of the sync's wall time", [1 - s.pause / s.seconds for s in stats])
+    yield row("pause / an engine step", [s.pause * alone / SAMPLES for s in stats])
+    lost = [took - tokens / alone for took, tokens in during]
+    yield row("sampling lost, s", lost, note=f"{alone:.0f} tokens/s without")
+    yield row("pause / sampling lost", [s.pause / most for s, most in zip(stats, lost, strict=True)])
+    if changed := [s.changed for s in stats if s.changed is not None]:
+        yield row("changed: share of the blocks", changed)
+
+
+async def mark(generators: GeneratorMesh) -> tuple[float, int]:
+    """Return the time and the number of tokens sampled until then."""
+    (stats,) = await generators.stats()
+    return time.perf_counter(), stats.tokens
+
+
+async def sampling(generators: GeneratorMesh, seed: int) -> None:
+    """Sample one completion after the other, until the engine is closed."""
+    with suppress(RunError):
+        for i in count():
+            await generators.generate(Request(f"{seed}.{i}", [1, 5, 6, 7], [seed], Sampling(400)))

@@ -1,0 +1,308 @@
+"""The trainer ranks and readers between which weights move, one method for each half of each way to move them."""
+
+import asyncio
+import gc
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import xxhash
+from monarch.actor import Actor, current_rank, endpoint
+from monarch.rdma import RDMAAction, RDMABuffer
+from torch import Tensor
+
+from bench.ranks import TIMEOUT
+from bench.sync_pack import random_params
+from bench.sync_plan import shards
+from titan_rl.actors.endpoint import quiet_rdma
+from titan_rl.actors.sync.landing import Landing, Source
+from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.sync.transport import Offer
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.kernels.pack_weights import pack, window
+from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.vllm_params import param_shapes, pieces
+from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
+
+PLAIN = 64 << 20  # elements: a plain copy of more repeats over these, to save memory
+
+
+def plain_pass(elements: int, held: torch.dtype) -> float:
+    """Return CPU seconds to copy this many contiguous elements to bfloat16."""
+    chunk = min(elements, PLAIN)
+    source, target = torch.ones(chunk, dtype=held), torch.ones(chunk, dtype=torch.bfloat16)
+    began = time.thread_time()
+    for first in range(0, elements, chunk):
+        last = min(chunk, elements - first)
+        target[:last].copy_(source[:last])
+    return time.thread_time() - began
+
+
+class Rank(Actor):
+    """What trainer ranks and readers have in common."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.rank = current_rank().rank
+
+    @endpoint
+    async def join(self, store: str, first: int, world: int, ranks: int) -> None:
+        """Join a gloo group: trainer ranks first, then readers. `first` is the rank of this mesh's first process."""
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=first + self.rank, world_size=world)
+        self.trainers = dist.new_group(list(range(ranks)))
+        self.ranks = ranks
+
+    @endpoint
+    async def drop(self) -> None:
+        """Free the buffers of one way."""
+        if staging := getattr(self, "staging", None):
+            await staging.drop()
+        for buffer in getattr(self, "buffers", ()):
+            await buffer.drop()
+        if (memory := getattr(self, "memory", None)) is not None:
+            os.close(memory)
+        for name in ("staging", "buffers", "tensors", "reads", "landed", "mapped", "run", "memory"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self.landings = {}
+        gc.collect()
+
+
+class TrainerRank(Rank):
+    @endpoint
+    async def hold(self, copies: Mapping[int, Run], shape: ModelShape, ranks: int) -> None:
+        torch.manual_seed(self.rank)
+        self.shape, self.copies = shape, copies
+        self.shards = shards(shape, self.rank, fsdp=ranks)
+        self.params = random_params(self.shards)
+
+    @endpoint
+    async def layout(self) -> list[Shard]:
+        return self.shards
+
+    @endpoint
+    async def memcpy(self) -> float:
+        """Return CPU seconds to cast as many contiguous elements as this rank packs."""
+        return plain_pass(sum(c.elements for run in self.copies.values() for c in run), torch.float32)
+
+    @endpoint
+    async def negate(self, named: str) -> None:
+        """Change the parameters whose names contain `named`."""
+        for name, param in self.params.items():
+            if named in name:
+                param.neg_()
+
+    # titan_rl: plan, pack, one run for each reader
+
+    @endpoint
+    async def stage(self, copies: Mapping[int, Run], sync: WeightSyncSection, remote: bool) -> dict[int, Offer]:
+        self.staging = Staging(
+            self.params,
+            copies,
+            torch.bfloat16,
+            slice_bytes=sync.slice_mb << 20,
+            block_bytes=sync.block_kb << 10,
+            checksums=sync.verify != "off" or sync.delta,
+        )
+        with quiet_rdma():
+            return self.staging.offer(remote=remote)
+
+    @endpoint
+    async def publish(self, version: int, slot: int, serial: int) -> tuple[dict[int, Manifest], float, float]:
+        """Pack one slot. Return its manifests, and the wall and CPU seconds."""
+        began, began_cpu = time.perf_counter(), time.thread_time()
+        manifests = self.staging.pack(version, slot, serial)
+        return manifests, time.perf_counter() - began, time.thread_time() - began_cpu
+
+    # lower bound of shared memory: a mapped file without protocol and checksums
+
+    @endpoint
+    async def map(self) -> dict[int, tuple[str, int, int]]:
+        """Return path, first byte and number of bytes of each reader's run."""
+        sizes = {reader: 2 * sum(c.elements for c in run) for reader, run in self.copies.items()}
+        self.memory = os.memfd_create("bench_weight_sync")
+        os.ftruncate(self.memory, sum(sizes.values()))
+        memory = mmap.mmap(self.memory, sum(sizes.values()))
+        bounds = dict(zip(sizes, torch.tensor([0, *sizes.values()]).cumsum(0).tolist(), strict=False))
+        self.mapped = {
+            r: torch.frombuffer(memory, dtype=torch.bfloat16, count=n // 2, offset=bounds[r]) for r, n in sizes.items()
+        }
+        path = f"/proc/{os.getpid()}/fd/{self.memory}"
+        return {r: (path, bounds[r], n) for r, n in sizes.items()}
+
+    @endpoint
+    async def pack_mapped(self) -> float:
+        began = time.thread_time()
+        for reader, run in self.copies.items():
+            pack(self.params, run, self.mapped[reader])
+        return time.thread_time() - began
+
+    # other ways
+
+    @endpoint
+    async def register_tensors(self) -> dict[str, RDMABuffer]:
+        self.tensors = {name: torch.empty_like(p, dtype=torch.bfloat16) for name, p in self.params.items()}
+        named = {name: RDMABuffer(w.view(-1)) for name, w in self.tensors.items() if w.numel()}
+        self.buffers = list(named.values())
+        return named
+
+    @endpoint
+    async def cast_tensors(self) -> float:
+        began = time.thread_time()
+        for name, p in self.params.items():
+            self.tensors[name].copy_(p)
+        return time.thread_time() - began
+
+    @endpoint
+    async def state_dict(self) -> dict[str, Tensor]:
+        return {name: p.bfloat16() for name, p in self.params.items()}
+
+    @endpoint
+    async def gather_and_broadcast(self) -> None:
+        await asyncio.to_thread(self._gather_and_broadcast)
+
+    def _gather_and_broadcast(self) -> None:
+        for p, mine in zip(pieces(self.shape, tp=1, rank=0), self.params.values(), strict=True):
+            each = -(-p.rows // self.ranks)
+            padded = torch.zeros(each * p.cols, dtype=torch.bfloat16)
+            padded[: mine.numel()].copy_(mine.view(-1))
+            whole = torch.empty(self.ranks * each * p.cols, dtype=torch.bfloat16)
+            dist.all_gather_into_tensor(whole, padded, group=self.trainers)
+            dist.broadcast(whole, 0)
+
+
+class Reader(Rank):
+    @endpoint
+    async def hold(self, copies: Mapping[int, Sequence[Copy]], shape: ModelShape, tp: int) -> None:
+        self.shape, self.copies = shape, copies
+        self.pieces = pieces(shape, tp=tp, rank=self.rank)
+        sizes = param_shapes(shape, tp)
+        self.params = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+        self.landings: dict[str, Landing] = {}
+
+    @endpoint
+    async def zero(self) -> None:
+        for p in self.params.values():
+            p.zero_()
+
+    @endpoint
+    async def digest(self) -> str:
+        """Return a checksum of the live parameters."""
+        digest = xxhash.xxh3_64()
+        for p in self.params.values():
+            digest.update(p.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @endpoint
+    async def memcpy(self) -> float:
+        """Return CPU seconds to copy as many bytes as this reader's parameters have."""
+        return plain_pass(sum(p.numel() for p in self.params.values()), torch.bfloat16)
+
+    @endpoint
+    async def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.params.values())
+
+    @endpoint
+    async def connect(self, offered: dict[int, Offer], transport: Literal["shm", "rdma"], verify: str) -> None:
+        sync = replace(WeightSyncSection(), transport=transport, verify=verify)
+        sources = [
+            Source(t, offer, tuple(self.copies[t]), "bfloat16", sync.block_kb << 10) for t, offer in offered.items()
+        ]
+        self.landings[f"{transport} {verify}"] = Landing(self.params, sources, sync)
+
+    @endpoint
+    async def pull(self, manifests: dict[int, Manifest], way: str) -> dict[str, float]:
+        """Return wall seconds of the read and CPU seconds of the write, which verifies too if `way` verifies "live"."""
+        began = time.perf_counter()
+        read = await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)
+        pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
+        await self.landings[way].write_weights(TIMEOUT)
+        return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
+
+    @endpoint
+    async def prepare_bare(self, offered: dict[int, Offer]) -> None:
+        buffers = [part for offer in offered.values() if offer.registered for part in offer.registered.slices[0]]
+        self.run, self.reads = torch.empty(sum(b.size() for b in buffers), dtype=torch.uint8), RDMAAction()
+        for part, buffer in zip(self.run.split([b.size() for b in buffers]), buffers, strict=True):
+            self.reads.read_remote(part, buffer)
+
+    @endpoint
+    async def read_bare(self) -> None:
+        await self.reads.submit(timeout=int(TIMEOUT))
+
+    @endpoint
+    async def map(self, offered: dict[int, tuple[str, int, int]]) -> None:
+        self.mapped = {}
+        for t, (path, start, size) in offered.items():
+            with open(path, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+            self.mapped[t] = torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2, offset=start)
+
+    @endpoint
+    async def write_mapped(self) -> float:
+        began = time.thread_time()
+        for t, run in self.mapped.items():
+            parts = run.split([c.elements for c in self.copies[t]])
+            for part, c in zip(parts, self.copies[t], strict=True):
+                target = window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1)
+                target.copy_(part.view(target.shape))
+        return time.thread_time() - began
+
+    @endpoint
+    async def prepare_tensors(self, offered: dict[int, dict[str, RDMABuffer]]) -> None:
+        self.landed: dict[int, dict[str, Tensor]] = {}
+        self.reads = RDMAAction()
+        columns = {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
+        for t, named in offered.items():
+            wanted = {c.name for c in self.copies[t]}
+            self.landed[t] = {}
+            for name, buffer in named.items():
+                if name in wanted:
+                    flat = torch.empty(buffer.size() // 2, dtype=torch.bfloat16)
+                    self.reads.read_remote(flat.view(torch.uint8), buffer)
+                    self.landed[t][name] = flat.view(-1, columns[name]) if columns[name] > 1 else flat
+
+    @endpoint
+    async def read_tensors(self) -> None:
+        await self.reads.submit(timeout=int(TIMEOUT))
+        self._write(self.landed)
+
+    @endpoint
+    async def receive(self, state: dict[int, dict[str, Tensor]]) -> None:
+        self._write(state)
+
+    def _write(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for t, copies in self.copies.items():
+            for c in copies:
+                source = window(state[t][c.name], c, c.src_row0, c.src_col0, c.src_step)
+                window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1).copy_(source)
+
+    @endpoint
+    async def take_broadcast(self) -> None:
+        await asyncio.to_thread(self._take_broadcast)
+
+    def _take_broadcast(self) -> None:
+        wanted: dict[str, list[Piece]] = {}
+        for p in self.pieces:
+            wanted.setdefault(p.name, []).append(p)
+        for whole in pieces(self.shape, tp=1, rank=0):
+            padded = torch.empty(self.ranks * -(-whole.rows // self.ranks) * whole.cols, dtype=torch.bfloat16)
+            dist.broadcast(padded, 0)
+            tensor = padded[: whole.rows * whole.cols].view(whole.rows, whole.cols)
+            for p in wanted.get(whole.name, ()):
+                part = hf_rows(tensor, whole.name, self.shape)[p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
+                param = self.params[p.param]
+                table = param if param.dim() == 2 else param[:, None]
+                table[p.dst_row0 : p.dst_row0 + p.rows, p.dst_col0 : p.dst_col0 + p.cols] = part
+
+
+def hf_rows(tensor: Tensor, name: str, shape: ModelShape) -> Tensor:
+    if shape.family == "llama3" and any(part in name for part in ("q_proj", "k_proj")):
+        return tensor.view(-1, shape.head_dim // 2, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    return tensor
