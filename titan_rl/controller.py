@@ -39,7 +39,7 @@ BEFORE_RL = -1  # the version of weights during a cold start; RL starts with ver
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StepDone:
     """What a finished step leaves to be kept."""
 
     state: Callable[[], dict[str, Any]]  # the controller's part of a snapshot
@@ -84,7 +84,7 @@ class Controller:
         prompts = await self.begin("rl", start, kept)
         stream = self.stream(prompts, self.ledger(start, kept), start + 1, last)
 
-        async def step(n: int) -> Done:
+        async def step(n: int) -> StepDone:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
                 judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
@@ -100,7 +100,7 @@ class Controller:
                 stream.admit(self.config.rollout.groups_per_step)
             self.report.step(n, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
-            return Done(stream.cut, partial(stream.saved, n), hopeless)
+            return StepDone(stream.cut, partial(stream.saved, n), hopeless)
 
         async with aclosing(stream):
             stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
@@ -113,7 +113,7 @@ class Controller:
         start, kept = await self.learner.resume("rl", self.resume)
         examples = await self.begin("rl", start, kept)
 
-        async def step(n: int) -> Done:
+        async def step(n: int) -> StepDone:
             samples = await self.learner.judge(self.examples(examples, kind, training.global_batch_size))
             stats = await self.learner.step([samples])
             score = None
@@ -121,7 +121,7 @@ class Controller:
                 await self.sync(n)
                 score = await self.evaluate()
             self.report.fitted(n, stats, score)
-            return Done(examples.state_dict, hopeless=self.health.after(n, stats))
+            return StepDone(examples.state_dict, hopeless=self.health.after(n, stats))
 
         with self.report.fitting(self.config.algorithm.name, start, training.steps):
             await self.loop("rl", start, training.steps, step)
@@ -134,11 +134,11 @@ class Controller:
             return
         examples = await self.begin("cold_start", start, kept)
 
-        async def step(n: int) -> Done:
+        async def step(n: int) -> StepDone:
             stats = await self.learner.supervise(self.examples(examples, "supervised", cold.batch_size))
             self.report.cold_start(n, stats)
             enough = bool(cold.stop_at) and n % cold.stop_interval == 0 and await self.practice() >= cold.stop_at
-            return Done(partial(dict, examples.state_dict() | {"enough": enough}), enough=enough)
+            return StepDone(partial(dict, examples.state_dict() | {"enough": enough}), enough=enough)
 
         with self.report.fitting("cold start", start, cold.steps):
             await self.loop("cold_start", start, cold.steps, step)
@@ -164,7 +164,7 @@ class Controller:
                 self.report.before_cold_start(score)
         return source
 
-    async def loop(self, phase: PhaseName, start: int, last: int, step: Callable[[int], Awaitable[Done]]) -> None:
+    async def loop(self, phase: PhaseName, start: int, last: int, step: Callable[[int], Awaitable[StepDone]]) -> None:
         """Make the steps after `start`, and keep what each leaves, until the last one or a stop."""
         interval = self.config.cold_start.interval if phase == "cold_start" else self.config.checkpoint.interval
         for n in self.stop.steps(start + 1, last, phase):
@@ -173,7 +173,7 @@ class Controller:
             if done.enough:
                 break
 
-    async def keep(self, step: int, done: Done, *, last: bool, due: bool) -> None:
+    async def keep(self, step: int, done: StepDone, *, last: bool, due: bool) -> None:
         """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
         await self.learner.snapshot(step, lambda: json.dumps(done.state()))
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
