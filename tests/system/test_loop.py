@@ -208,7 +208,7 @@ def test_an_exception_in_a_rank_is_shown_once_by_name(runs: Runs, tmp_path: Path
     assert "trainer[dp=" in out
     assert "failed in start" in out
     assert out.count("Traceback on the remote rank") == 1, out
-    assert "titan_model.py" in out
+    assert "titan/model.py" in out
     assert not run.processes()
 
 
