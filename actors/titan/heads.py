@@ -4,7 +4,10 @@ TokenHead    hidden -> log-prob of the target, entropy       without logits (ker
 ValueHead    hidden -> one number per position               critic and reward model
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +31,28 @@ class TokenHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        input: torch.Tensor,
-        targets_BL: torch.Tensor,
-        on_BL: torch.Tensor,
-        temperature: float,
-        with_entropy_grad: bool,
-    ) -> tuple[torch.Tensor, ...]:
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
+
+    @contextmanager
+    def asked(
+        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
+    ) -> Iterator[None]:
+        """Set what the next forward answers: the decoder passes the hidden states only.
+
+        TorchTitan's way (skip the head, let the loss call it with the targets) was tried. FSDP2 then computed another
+        gradient after a forward on lent weights (FrozenWeights): norm 0.28242 for 0.28246 in dpo_llama's second step.
+        """
+        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
+        try:
+            yield
+        finally:
+            self._question = None
+
+    def forward(self, input: torch.Tensor) -> Any:
+        assert self._question is not None, "asked() sets the targets"
+        targets_BL, on_BL, temperature, with_entropy_grad = self._question
         hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh

@@ -35,7 +35,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.titan import heads, titan_cpu
-from titan_rl.actors.titan.private import skip_lm_head
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
@@ -125,8 +124,6 @@ class TitanModel:
         model.to_empty(device=titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=None)
-        if self.shape.head == "lm":
-            skip_lm_head(model)  # logprobs() calls it, with the targets
         return model.train()
 
     def initialize(self) -> None:
@@ -147,9 +144,9 @@ class TitanModel:
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-prob of each target under the mask and entropy of its distribution, [B, L] float32 each."""
-        with self.context():
-            hidden = self._forward(rows)
-            return self.model.lm_head(hidden, rows.targets, rows.mask > 0, temperature, with_entropy_grad)
+        head: heads.TokenHead = self.model.lm_head
+        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
+            return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
         """Return the value of each position, [B, L] float32."""

@@ -7,13 +7,9 @@ build_llama3_layers, build_qwen3_layers
     Hugging Face's tensors, so the three stay separate; only these builders take sizes and `fuse_qkv`.
 llama3_output_init
     Llama 3's initializer of the output projection depends on `dim`; a flavor has only the one of its own size.
-skip_lm_head
-    The decoder then returns hidden states and the loss calls the head, as in TorchTitan's Trainer for chunked losses.
 StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 """
-
-from typing import Any
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -27,9 +23,4 @@ __all__ = [
     "build_llama3_layers",
     "build_qwen3_layers",
     "llama3_output_init",
-    "skip_lm_head",
 ]
-
-
-def skip_lm_head(decoder: Any) -> None:
-    decoder._skip_lm_head = True
