@@ -87,14 +87,12 @@ class History:
 
     def _trained(self, event: dict[str, Any]) -> None:
         for id in event["prompts"]:
-            if (life := self._of({**event, "prompt": id})) is not None:
-                if life.final or not life.scored:
-                    how = (
-                        f"has an outcome already: {_outcome(life)}"
-                        if life.final
-                        else "is trained on before it is scored"
-                    )
-                    self._say({**event, "prompt": id}, how)
+            one = {**event, "prompt": id}
+            if (life := self._of(one)) is not None:
+                if life.final:
+                    self._say(one, f"has an outcome already: {_outcome(life)}")
+                elif not life.scored:
+                    self._say(one, "is trained on before it is scored")
                 life.trained = event["step"]
                 self.order.append(id)
 
@@ -167,8 +165,7 @@ def _steps(history: History, config: Config, metrics: Sequence[dict[str, Any]]) 
         yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
     bound = rollout.lag + rollout.window
     for id, life in history.lives.items():
-        if life.trained is not None and life.oldest is not None and life.trained - 1 - life.oldest > bound:
-            age = life.trained - 1 - life.oldest
+        if life.trained is not None and life.oldest is not None and (age := life.trained - 1 - life.oldest) > bound:
             yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {bound}"
 
 
@@ -178,7 +175,7 @@ def _records(
     """Check that the ledger, metrics.jsonl and rollouts.jsonl agree."""
     steps = [line["step"] for line in metrics]
     if steps != list(range(1, len(steps) + 1)):
-        yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {_brief(steps)}"
+        yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {steps[:8]}{' ...' * (len(steps) > 8)}"
     trained = {(life.trained, id) for id, life in history.lives.items() if life.trained is not None}
     for step, id in sorted(rollouts.keys() - trained):
         yield f"rollouts.jsonl has prompt {id} at step {step}, the ledger does not"
@@ -192,10 +189,6 @@ def _records(
 
 def _outcome(life: Life) -> str:
     return f"trained at step {life.trained}" if life.trained is not None else f"dropped ({life.dropped})"
-
-
-def _brief(values: Sequence[int]) -> str:
-    return f"{list(values[:8])}{' ...' if len(values) > 8 else ''}"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

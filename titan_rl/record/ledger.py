@@ -20,9 +20,9 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from titan_rl.record.lines import LineFile, whole_lines
+from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
 from titan_rl.wire.types import Completion, Group
 
 NAME = "ledger.jsonl"
@@ -32,7 +32,7 @@ class Damaged(ValueError):
     """A line before the last one is missing, or does not match its checksum."""
 
 
-class Ledger:
+class Ledger(SelfClosing):
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._file = LineFile(self._path, keep=_decode)
@@ -76,12 +76,6 @@ class Ledger:
     def close(self) -> None:
         self._file.to_disk()
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _admissions(self, next: int, open: frozenset[int]) -> Counter[int]:
         """Count how often each prompt was admitted that is neither trained on nor dropped yet."""

@@ -27,9 +27,8 @@ class StepTimes:
     @classmethod
     def of(cls, lap: Mapping[str, float]) -> "StepTimes":
         """Return the parts of a lap of the clock without what followed the step."""
-        wall = lap["wall"] - sum(lap.get(part, 0.0) for part in AFTER)
         parts = {part: lap.get(part, 0.0) for part in ("generate", "judge", "train", "sync")}
-        return cls(**parts, wall=wall)
+        return cls(**parts, wall=lap["wall"] - sum(lap.get(part, 0.0) for part in AFTER))
 
     @property
     def wait(self) -> float:
@@ -129,12 +128,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:
-    return {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "updates/skipped": stats.skipped,
-    }
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "updates/skipped": stats.skipped}
 
 
 def _engine_metrics(engines: Sequence[EngineStats], times: StepTimes) -> dict[str, float | np.floating]:
@@ -152,11 +146,7 @@ def _sync_metrics(sync: SyncStats) -> dict[str, float]:
     return {
         "sync/seconds": sync.seconds,
         "sync/bytes": sync.bytes,
-        "sync/publish_seconds": sync.publish,
-        "sync/read_seconds": sync.read,
-        "sync/write_seconds": sync.write,
-        "sync/verify_seconds": sync.verify,
-        "sync/pause_seconds": sync.pause,
+        **{f"sync/{part}_seconds": getattr(sync, part) for part in ("publish", "read", "write", "verify", "pause")},
         "sync/hidden": _share(sync.seconds - sync.waited, sync.seconds),
     }
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,9 +29,6 @@ class Report:
         self._clock = clock
         self._progress: Progress | None = None
         self._groups: Sequence[Group] = ()
-
-    def warn(self, text: str) -> None:
-        self._terminal.warn(text)
 
     def ready(self, step: int) -> None:
         """Report that all meshes are up: the seconds until now were start-up."""
@@ -92,15 +88,12 @@ class Report:
 
     def done(self, *, finished: bool) -> None:
         """Write summary.json, and show it if the run is finished."""
-        summary: dict[str, Any] = summarize(self._folder, self._name, self._config)
+        summary = summarize(self._folder, self._name, self._config)
         self._log.summary(summary)
         if finished:
-            self._terminal.summary(summary, self._samples(), self._folder, self._hints())
-
-    def _samples(self) -> list[tuple[str, str, float, str]]:
-        shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
-        return [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
-
-    def _hints(self) -> list[str]:
-        metrics = self._config.metrics
-        return [f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"] if metrics.enable_tensorboard else []
+            shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
+            rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
+            metrics = self._config.metrics
+            tensorboard = f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"
+            hints = [tensorboard] if metrics.enable_tensorboard else []
+            self._terminal.summary(summary, rollouts, self._folder, hints)

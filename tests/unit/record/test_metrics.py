@@ -15,12 +15,13 @@ from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervi
 from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.record.metric_docs import DOCS, EVAL_SCORE, OCCASIONAL
+from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import StepTimes, fit_metrics, step_metrics
 from titan_rl.wire.types import Batch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
 SYNC = SyncStats(3, 4_096, 0.01, 0.02, 0.03, 0.07)
+OCCASIONAL = tuple(DOCS)[tuple(DOCS).index(EVAL_SCORE) :]  # metrics that only some steps or some algorithms log
 TIMES = StepTimes(generate=2.0, judge=0.25, train=0.75, sync=0.5, wall=4.0)
 PROMPT = Prompt(7, "12+34=", [1, 4, 5], "640")
 
