@@ -32,11 +32,13 @@ def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str
         "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
     }
     ended_by_itself: dict[str, Check] = {
-        "the run ended well": lambda: _ended(run),
+        "the run ended well": lambda: [
+            f"expected exit code 0, found {code}" for code in [run.process.returncode] if code
+        ],
         "every incident is closed": lambda: [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
         "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
         "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
-        "no sockets are left": lambda: _sockets(run),
+        "no sockets are left": lambda: [f"{path} is left" for path in [run.sockets] if path.exists()],
     }
     return {what: list(check()) for what, check in (checks if run.killed else checks | ended_by_itself).items()}
 
@@ -46,11 +48,6 @@ def summary(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((folder / "summary.json").read_text())
     return {}
-
-
-def _ended(run: ChaosRun) -> Iterator[str]:
-    if (code := run.process.returncode) != 0:
-        yield f"expected exit code 0, found {code}"
 
 
 def versions(folder: Path, config: Config) -> Iterator[str]:
@@ -92,14 +89,7 @@ def _leaked(shared: set[Path]) -> set[Path]:
     """Return new names that no process has mapped; other runs on this host have theirs mapped."""
     new = shared_memory() - shared
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        if not new:
-            break
         with suppress(OSError):
             text = maps.read_text()
             new = {path for path in new if str(path) not in text}
     return {path for path in new if path.exists()}
-
-
-def _sockets(run: ChaosRun) -> Iterator[str]:
-    if run.sockets.exists():
-        yield f"{run.sockets} is left"
