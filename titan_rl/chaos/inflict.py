@@ -31,8 +31,6 @@ PAGE = 4096  # bytes of stamps before the two slots in a trainer's staging memor
 
 @dataclass(slots=True)
 class Outcome:
-    """What a fault did to the run."""
-
     fault: Fault
     step: int  # current when it was injected
     alone: bool = True  # faults do not overlap

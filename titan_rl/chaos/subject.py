@@ -117,7 +117,6 @@ class ChaosRun:
         return time.time()
 
     async def follow(self) -> None:
-        """Update the state until the run ends."""
         while not self.ended:
             before = self._progress
             await self._ask_status()

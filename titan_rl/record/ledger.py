@@ -43,7 +43,11 @@ class Ledger(SelfClosing):
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone."""
         self._append("begun", step=step, next=next, open=list(open))
-        self._before = self._admissions(next, frozenset(open))
+        self._file.flush()
+        lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
+        admitted = (json.loads(line.partition(b" ")[2])["prompt"] for line in lines)  # checked when it was opened
+        unfinished = frozenset(open)
+        self._before = Counter(prompt for prompt in admitted if prompt >= next or prompt in unfinished)
 
     def admitted(self, prompt: int, turn: int) -> None:
         self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt])
@@ -76,13 +80,6 @@ class Ledger(SelfClosing):
     def close(self) -> None:
         self._file.to_disk()
         self._file.close()
-
-    def _admissions(self, next: int, open: frozenset[int]) -> Counter[int]:
-        """Count how often each prompt was admitted that is neither trained on nor dropped yet."""
-        self._file.flush()
-        lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
-        admitted = (json.loads(line.partition(b" ")[2])["prompt"] for line in lines)  # checked when it was opened
-        return Counter(prompt for prompt in admitted if prompt >= next or prompt in open)
 
     def _append(self, event: str, **fields: Any) -> None:
         text = json.dumps({"n": self._lines, "event": event, **fields}, separators=(",", ":")).encode()

@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_rl.config.sections import Config
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.metrics import AFTER, StepTimes, ages_of, fit_metrics, step_metrics
+from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
@@ -24,9 +24,7 @@ class Report:
     ) -> None:
         """`heldout` is the number of problems in the held-out set."""
         self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
-        self._terminal = terminal
-        self._log = log
-        self._clock = clock
+        self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
         self._groups: Sequence[Group] = ()
 
@@ -44,7 +42,6 @@ class Report:
         self._advance(f"loss {stats.loss:.3f}")
 
     def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
-        """Report a step on given data."""
         self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
         self._advance(f"loss {stats.loss:.3f}")
         if score is not None:
@@ -63,7 +60,7 @@ class Report:
     ) -> None:
         lap = self._clock.lap()
         metrics = step_metrics(
-            step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, backlog=backlog, score=score
+            step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
         )
         metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
         if self._config.algorithm.overlong_filter:

@@ -111,7 +111,6 @@ class Timeline(SelfClosing):
             self._write(self._names_of_track(name))
 
     def add(self, track: str, taken: Recorded) -> None:
-        """Append the spans that a process recorded."""
         self.track(track)
         for lane in dict.fromkeys(["main", *(each.lane for each in taken.spans if each.id is None)]):
             if (track, lane) not in self._tids:
