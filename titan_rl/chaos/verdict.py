@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 
 SHARED = Path("/dev/shm")
-Check = Callable[[], Iterator[str] | list[str]]
 LARGEST_GAP = 100.0  # times the median log-prob gap: damaged weights that were served exceed it by orders of magnitude
 
 
@@ -26,21 +25,21 @@ def shared_memory() -> set[Path]:
 def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
     """Return the problems found by each check. `shared` are the names in shared memory before the run, `left` the
     processes that outlived it."""
-    checks: dict[str, Check] = {
-        "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
-        "versions in order, none of an undone history": lambda: versions(run.folder, config),
-        "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
+    found: dict[str, Iterable[str]] = {
+        "no prompt lost, none twice, none stale (titan_rl.audit)": audit(run.folder)[0],
+        "versions in order, none of an undone history": versions(run.folder, config),
+        "trainer and generators agree on log-probs": _gaps(run.folder),
     }
-    ended_by_itself: dict[str, Check] = {
-        "the run ended well": lambda: [
-            f"expected exit code 0, found {code}" for code in [run.process.returncode] if code
-        ],
-        "every incident is closed": lambda: [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
-        "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
-        "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
-        "no sockets are left": lambda: [f"{path} is left" for path in [run.sockets] if path.exists()],
-    }
-    return {what: list(check()) for what, check in (checks if run.killed else checks | ended_by_itself).items()}
+    if not run.killed:
+        code = run.process.returncode
+        found |= {
+            "the run ended well": [f"expected exit code 0, found {code}"] if code else [],
+            "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
+            "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
+            "no shared memory is left": [f"{path} is left" for path in _leaked(shared)],
+            "no sockets are left": [f"{run.sockets} is left"] if run.sockets.exists() else [],
+        }
+    return {what: list(problems) for what, problems in found.items()}
 
 
 def summary(folder: Path) -> dict[str, Any]:
