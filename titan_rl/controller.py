@@ -64,7 +64,7 @@ class Controller:
         self.run, self.setup, self.config = run, run.setup, run.config
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
-        self.health = Health(run.config, run.report.warn)
+        self.health = Health(run.config, run.terminal.warn)
         self.resume, self.attempt, self.began = resume, attempt, began
 
     async def drive(self) -> None:

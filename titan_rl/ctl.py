@@ -93,9 +93,6 @@ def positive(text: str) -> float:
     return seconds
 
 
-# -- tables ----------------------------------------------------------------------------------------------------
-
-
 def view(answer: Any) -> RenderableType:
     """Return names and values, one part below the other. A list of objects is a table with one row each."""
     if not isinstance(answer, dict):

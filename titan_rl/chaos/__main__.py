@@ -181,7 +181,8 @@ class Chaos:
             if self._options.pace:
                 first = next(rank for rank in sorted(run.ranks) if role_of(rank) == "trainer")
                 give(run.orders, first, "step", FaultOrder("wait", self._options.pace, keep=True))
-            await self._inject_all(run, count)
+            if count:
+                await self._inject_all(run, count)
             await run.until("the end of the run", lambda: run.ended)
         except RunStuck as stuck:
             ended = str(stuck)
@@ -198,8 +199,6 @@ class Chaos:
         return ended
 
     async def _inject_all(self, run: ChaosRun, count: int) -> None:
-        if not count:
-            return
         every = cases(run.ranks, self._only)
         self._say(f"{count} faults from {len(every)} cases over {self._config.training.steps} steps")
         last, tasks = 0, list[asyncio.Task[None]]()
@@ -239,10 +238,8 @@ class Chaos:
         except ProcessLookupError:  # happens if faults overlap
             outcome.note = f"{fault.victim} had already ended"
         detected = "" if outcome.detected is None else f"detected after {outcome.detected:.2f} s, "
-        recovered = 0.0 if outcome.recovered is None else outcome.recovered
-        self._say(
-            f"{number:>3}  {detected}recovered after {recovered:.1f} s" + "".join(f"; {w}" for w in outcome.wrong)
-        )
+        times = f"{number:>3}  {detected}recovered after {outcome.recovered or 0.0:.1f} s"
+        self._say("; ".join([times, *outcome.wrong]))
 
     def _say(self, text: str) -> None:
         self._console.print(f"chaos: {text}", soft_wrap=True)

@@ -26,15 +26,11 @@ HOLD_SECONDS = 1.5  # readers wait this long before they read, while the staged 
 FULL_SECONDS = 1.0  # the disk stays full this long after the failure is detected
 ROOM = 4096  # bytes that may be written to a file beyond the size of a snapshot, which takes no disk
 DAMAGE = 64  # bytes
-PAGE = (
-    4096  # bytes of stamps at the start of a trainer's staging memory, before its two slots (actors/sync/transport.py)
-)
+PAGE = 4096  # bytes of stamps before the two slots in a trainer's staging memory (actors/sync/transport.py)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a fault did to the run."""
-
     fault: Fault
     step: int  # current when it was injected
     alone: bool = True  # faults do not overlap
@@ -131,8 +127,8 @@ async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     if (match := reported()) is not None:
         step, lifted = int(match[1]), run.step
-        saved = await run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
-        outcome.recovered = saved - outcome.injected
+        until_saved = run.until("a checkpoint", lambda: run.saved > max(step, lifted - 1))
+        outcome.recovered = await until_saved - outcome.injected
         outcome.blamed = outcome.fault.mesh
         outcome.note = f"step {step} was not saved, step {run.saved} was"
     _check_not_replaced(run, outcome)
@@ -150,7 +146,7 @@ async def _obeyed(run: ChaosRun, rank: str, point: str, order: FaultOrder) -> fl
     return hits()[0]
 
 
-async def _replaced(run: ChaosRun, outcome: Outcome, pid: int | None) -> None:
+async def _replaced(run: ChaosRun, outcome: Outcome, pid: int) -> None:
     """Block until the loss is reported, and then until every rank is up and the run continues, the victim in another
     process than `pid`."""
     victim, since = outcome.fault.victim, outcome.injected
@@ -159,7 +155,7 @@ async def _replaced(run: ChaosRun, outcome: Outcome, pid: int | None) -> None:
 
     def back() -> bool:
         up = run.healthy if outcome.alone else not any(i.open for i in _incidents(run, outcome)) and victim in run.ranks
-        return up and (pid is None or run.ranks.get(victim, pid) != pid)
+        return up and run.ranks.get(victim, pid) != pid
 
     await run.until(f"{victim} to be back", back)
     found = _incidents(run, outcome)
@@ -168,15 +164,14 @@ async def _replaced(run: ChaosRun, outcome: Outcome, pid: int | None) -> None:
     outcome.steps = sum(incident.redone for incident in found)
     outcome.samples = sum(incident.resampled for incident in found)
     outcome.wrong += [f"{incident.role} was given up" for incident in found if incident.outcome == "given up"]
-    if pid is not None and outcome.fault.mesh not in [incident.role for incident in found]:
+    if outcome.fault.mesh not in [incident.role for incident in found]:
         outcome.wrong.append(f"{outcome.blamed} was blamed: {found[0].reason}")
 
 
 async def _continued(run: ChaosRun, outcome: Outcome) -> None:
     """Block until the next step starts, and check that no process was replaced."""
     step = run.step
-    recovered = await run.until("the next step", lambda: run.step > step)
-    outcome.recovered = recovered - outcome.injected
+    outcome.recovered = await run.until("the next step", lambda: run.step > step) - outcome.injected
     _check_not_replaced(run, outcome)
 
 

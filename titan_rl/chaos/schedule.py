@@ -21,6 +21,8 @@ DOCS: dict[Kind, str] = {
 }
 KINDS = get_args(Kind)
 
+VICTIMS = {"drop": ("generator",), "corrupt": ("generator", "trainer"), "disk": ("trainer", "critic")}
+"""Roles that a fault can have as victims; other faults can have any."""
 POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
 FROZEN_POINTS = ("scores",)
 """Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""
@@ -30,8 +32,6 @@ DELAY_SECONDS = 0.3  # longest delay within the step
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one rank at one step."""
-
     kind: Kind
     victim: str  # "trainer[dp=1 tp=0]"
     step: int  # earliest step
@@ -57,20 +57,10 @@ def role_of(rank: str) -> str:
     return rank.partition("[")[0].rstrip("0123456789")
 
 
-def can_befall(kind: Kind, role: str) -> bool:
-    if kind == "drop":
-        return role == "generator"
-    if kind == "corrupt":
-        return role in ("generator", "trainer")
-    if kind == "disk":
-        return role in ("trainer", "critic")
-    return True
-
-
 def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind, str]]:
     """Return the possible faults of each role, or only those in `only`: "kill" or "kill:trainer"."""
     roles = sorted({role_of(rank) for rank in ranks})
-    every = [(kind, role) for kind in KINDS for role in roles if can_befall(kind, role)]
+    every = [(kind, role) for kind in KINDS for role in roles if role in VICTIMS.get(kind, roles)]
     return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
 
 
@@ -92,7 +82,6 @@ def problems(count: int, roles: Collection[str], steps: int, only: Collection[st
 
 
 def eligible(steps: int) -> range:
-    """Return the steps at which faults may be injected."""
     return range(max(2, round(FIRST * steps)), round(LAST * steps) + 1)
 
 
@@ -100,8 +89,7 @@ def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Co
     """Return `count` faults at different steps. Every case is drawn once before any is drawn again."""
     rng = random.Random(derive(seed, "chaos"))
     every, left, drawn = cases(ranks, only), list[tuple[Kind, str]](), list[Fault]()
-    at = sorted(rng.sample(eligible(steps), count))
-    for step in at:
+    for step in sorted(rng.sample(eligible(steps), count)):
         left = left or rng.sample(every, len(every))
         kind, role = left.pop()
         victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role))

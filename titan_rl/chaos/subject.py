@@ -81,8 +81,6 @@ class ChaosRun:
         self._read: dict[Path, int] = {}
         self._endpoint: Endpoint | None = None
 
-    # -- state ------------------------------------------------------------------------------------------------
-
     @property
     def ended(self) -> bool:
         return self.process.poll() is not None
@@ -107,8 +105,6 @@ class ChaosRun:
         """What must change within `patience` seconds: the highest step, or before the first step the output."""
         return self.highest, 0 if self.highest else len(self.output)
 
-    # -- waiting ----------------------------------------------------------------------------------------------
-
     async def until(self, what: str, condition: Callable[[], Any]) -> float:
         """Block until `condition` holds, and return the time. Raise RunEnded or RunStuck if it never does."""
         self._moved = time.monotonic()
@@ -121,7 +117,6 @@ class ChaosRun:
         return time.time()
 
     async def follow(self) -> None:
-        """Update the state until the run ends."""
         while not self.ended:
             before = self._progress
             await self._ask_status()
@@ -133,8 +128,7 @@ class ChaosRun:
 
     def read_files(self) -> None:
         """Read what the run has written since the last call."""
-        for line in self._lines(self.orders / failpoints.HITS):
-            self.hits.append(Hit(**json.loads(line)))
+        self.hits += [Hit(**json.loads(line)) for line in self._lines(self.orders / failpoints.HITS)]
         self.output += [OutputLine(time.time(), line.rstrip()) for line in self._lines(self.log)]
         known = {(incident.role, incident.time): incident for incident in self.incidents}
         for line in self._lines(self.folder / NAME) if self.status else ():
@@ -144,12 +138,11 @@ class ChaosRun:
 
     async def _ask_status(self) -> None:
         try:
-            if self._endpoint is None:
-                self._endpoint = Endpoint.find(self.folder)
-                if self._endpoint.pid != self.process.pid:  # of an older run
-                    self._endpoint = None
-                    return
-            self.status = await asyncio.to_thread(self._endpoint.ask, "status", {}, ASK_SECONDS)
+            endpoint = self._endpoint or Endpoint.find(self.folder)
+            if endpoint.pid != self.process.pid:  # of an older run
+                return
+            self._endpoint = endpoint
+            self.status = await asyncio.to_thread(endpoint.ask, "status", {}, ASK_SECONDS)
         except (RequestFailed, OSError):  # the run is starting, or its event loop is busy, or it just ended
             return
         self.ranks = {rank["rank"]: rank["pid"] for rank in self.status["ranks"] if rank["state"] in UP}
@@ -162,8 +155,6 @@ class ChaosRun:
             for line in whole_lines(path, start=self._read.get(path, 0)):
                 self._read[path] = self._read.get(path, 0) + len(line)
                 yield line.decode(errors="replace")
-
-    # -- end --------------------------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
         """Return the run's live processes, each with the name of the rank that it is or belongs to."""

@@ -40,7 +40,6 @@ class Findings:
 
     @property
     def problems(self) -> list[str]:
-        """Everything that did not hold."""
         faults = [
             f"{o.fault.what} of {o.fault.victim} at step {o.step}: {wrong}" for o in self.outcomes for wrong in o.wrong
         ]

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
 
 SHARED = Path("/dev/shm")
-Check = Callable[[], Iterator[str] | list[str]]
 LARGEST_GAP = 100.0  # times the median log-prob gap: damaged weights that were served exceed it by orders of magnitude
 
 
@@ -26,19 +25,21 @@ def shared_memory() -> set[Path]:
 def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:
     """Return the problems found by each check. `shared` are the names in shared memory before the run, `left` the
     processes that outlived it."""
-    checks: dict[str, Check] = {
-        "no prompt lost, none twice, none stale (titan_rl.audit)": lambda: audit(run.folder)[0],
-        "versions in order, none of an undone history": lambda: versions(run.folder, config),
-        "trainer and generators agree on log-probs": lambda: _gaps(run.folder),
+    found: dict[str, Iterable[str]] = {
+        "no prompt lost, none twice, none stale (titan_rl.audit)": audit(run.folder)[0],
+        "versions in order, none of an undone history": versions(run.folder, config),
+        "trainer and generators agree on log-probs": _gaps(run.folder),
     }
-    ended_by_itself: dict[str, Check] = {
-        "the run ended well": lambda: _ended(run),
-        "every incident is closed": lambda: [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
-        "no process is left": lambda: [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
-        "no shared memory is left": lambda: [f"{path} is left" for path in _leaked(shared)],
-        "no sockets are left": lambda: _sockets(run),
-    }
-    return {what: list(check()) for what, check in (checks if run.killed else checks | ended_by_itself).items()}
+    if not run.killed:
+        code = run.process.returncode
+        found |= {
+            "the run ended well": [f"expected exit code 0, found {code}"] if code else [],
+            "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
+            "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
+            "no shared memory is left": [f"{path} is left" for path in _leaked(shared)],
+            "no sockets are left": [f"{run.sockets} is left"] if run.sockets.exists() else [],
+        }
+    return {what: list(problems) for what, problems in found.items()}
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -46,11 +47,6 @@ def summary(folder: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((folder / "summary.json").read_text())
     return {}
-
-
-def _ended(run: ChaosRun) -> Iterator[str]:
-    if (code := run.process.returncode) != 0:
-        yield f"expected exit code 0, found {code}"
 
 
 def versions(folder: Path, config: Config) -> Iterator[str]:
@@ -92,14 +88,7 @@ def _leaked(shared: set[Path]) -> set[Path]:
     """Return new names that no process has mapped; other runs on this host have theirs mapped."""
     new = shared_memory() - shared
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        if not new:
-            break
         with suppress(OSError):
             text = maps.read_text()
             new = {path for path in new if str(path) not in text}
     return {path for path in new if path.exists()}
-
-
-def _sockets(run: ChaosRun) -> Iterator[str]:
-    if run.sockets.exists():
-        yield f"{run.sockets} is left"

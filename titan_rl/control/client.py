@@ -26,12 +26,9 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The socket of a run.
+    """The socket of a run."""
 
-    >>> Endpoint(Path("outputs/grpo_llama"), 4711, Path("/tmp/titan_rl-4711/control"))
-    """
-
-    folder: Path
+    folder: Path  # dump folder
     pid: int
     path: Path
 
@@ -84,7 +81,6 @@ class Endpoint:
         return reply["answer"]
 
     def wait(self, seconds: float) -> None:
-        """Block until the run ends."""
         deadline = time.monotonic() + seconds
         while self.runs():
             if time.monotonic() > deadline:

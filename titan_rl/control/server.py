@@ -15,7 +15,6 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from titan_rl.record.lines import encode, write_whole
@@ -66,9 +65,7 @@ class Control:
         self._announcement.chmod(0o600)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         with suppress(OSError, ValueError):  # removed, or replaced by another run
             if json.loads(self._announcement.read_text())["pid"] == os.getpid():
                 self._announcement.unlink()

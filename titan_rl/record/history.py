@@ -47,8 +47,16 @@ class History:
     problems: list[str] = field(default_factory=list)
 
     def read(self, event: dict[str, Any]) -> None:
-        if event["event"] != "saved":  # says only that the lines before it are on disk
-            getattr(self, f"_{event['event']}")(event)
+        kind = event["event"]
+        if kind in ("begun", "admitted"):
+            getattr(self, f"_{kind}")(event)
+        elif kind != "saved":  # which says only that the lines before it are on disk
+            for id in event["prompts"] if kind == "trained" else [event["prompt"]]:
+                one, life = {**event, "prompt": id}, self.lives.get(id)
+                if life is None or life.undone:
+                    self._say(one, "was never admitted")
+                else:
+                    getattr(self, f"_{kind}")(one, life)
 
     def _begun(self, event: dict[str, Any]) -> None:
         """Undo the prompts that were admitted after the cut to which the run returns, or were unfinished there."""
@@ -67,54 +75,38 @@ class History:
             self._say(event, f"is attempt {event['attempt']}, expected {attempt}")
         self.lives[event["prompt"]] = Life(event["turn"], attempt)
 
-    def _sampled(self, event: dict[str, Any]) -> None:
-        if (life := self._of(event)) is not None:
-            life.sampled, life.oldest = True, min(event["versions"], default=None)
+    def _sampled(self, event: dict[str, Any], life: Life) -> None:
+        life.sampled, life.oldest = True, min(event["versions"], default=None)
 
-    def _failed(self, event: dict[str, Any]) -> None:
-        if (life := self._of(event)) is not None:
-            life.failures += 1
-            if life.scored or life.final or not life.sampled:
-                self._say(event, "failed after its outcome was known, or before it was sampled")
-            if event["attempt"] != life.failures:
-                self._say(event, f"failed at attempt {event['attempt']}, expected {life.failures}")
+    def _failed(self, event: dict[str, Any], life: Life) -> None:
+        life.failures += 1
+        if life.scored or life.final or not life.sampled:
+            self._say(event, "failed after its outcome was known, or before it was sampled")
+        if event["attempt"] != life.failures:
+            self._say(event, f"failed at attempt {event['attempt']}, expected {life.failures}")
 
-    def _scored(self, event: dict[str, Any]) -> None:
-        if (life := self._of(event)) is not None:
-            if not life.sampled:
-                self._say(event, "is scored before it is sampled")
-            life.scored = True
+    def _scored(self, event: dict[str, Any], life: Life) -> None:
+        if not life.sampled:
+            self._say(event, "is scored before it is sampled")
+        life.scored = True
 
-    def _trained(self, event: dict[str, Any]) -> None:
-        for id in event["prompts"]:
-            if (life := self._of({**event, "prompt": id})) is not None:
-                if life.final or not life.scored:
-                    how = (
-                        f"has an outcome already: {_outcome(life)}"
-                        if life.final
-                        else "is trained on before it is scored"
-                    )
-                    self._say({**event, "prompt": id}, how)
-                life.trained = event["step"]
-                self.order.append(id)
+    def _trained(self, event: dict[str, Any], life: Life) -> None:
+        if life.final:
+            self._say(event, f"has an outcome already: {_outcome(life)}")
+        elif not life.scored:
+            self._say(event, "is trained on before it is scored")
+        life.trained = event["step"]
+        self.order.append(event["prompt"])
 
-    def _dropped(self, event: dict[str, Any]) -> None:
-        if (life := self._of(event)) is not None:
-            if life.final:
-                self._say(event, f"has an outcome already: {_outcome(life)}")
-            failed = event["reason"].startswith("failed")
-            if failed and (life.scored or not life.failures):
-                self._say(event, "is dropped as failed, but " + ("was scored" if life.scored else "no attempt failed"))
-            if not failed and not life.scored:
-                self._say(event, f"is dropped ({event['reason']}) before it is scored")
-            life.dropped = event["reason"]
-
-    def _of(self, event: dict[str, Any]) -> Life | None:
-        life = self.lives.get(event["prompt"])
-        if life is None or life.undone:
-            self._say(event, "was never admitted")
-            return None
-        return life
+    def _dropped(self, event: dict[str, Any], life: Life) -> None:
+        if life.final:
+            self._say(event, f"has an outcome already: {_outcome(life)}")
+        failed = event["reason"].startswith("failed")
+        if failed and (life.scored or not life.failures):
+            self._say(event, "is dropped as failed, but " + ("was scored" if life.scored else "no attempt failed"))
+        if not failed and not life.scored:
+            self._say(event, f"is dropped ({event['reason']}) before it is scored")
+        life.dropped = event["reason"]
 
     def _say(self, event: dict[str, Any], what: str) -> None:
         self.problems.append(f"ledger line {event['n'] + 1} ({event['event']}): prompt {event['prompt']} {what}")
@@ -167,8 +159,7 @@ def _steps(history: History, config: Config, metrics: Sequence[dict[str, Any]]) 
         yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
     bound = rollout.lag + rollout.window
     for id, life in history.lives.items():
-        if life.trained is not None and life.oldest is not None and life.trained - 1 - life.oldest > bound:
-            age = life.trained - 1 - life.oldest
+        if life.trained is not None and life.oldest is not None and (age := life.trained - 1 - life.oldest) > bound:
             yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {bound}"
 
 
@@ -178,7 +169,7 @@ def _records(
     """Check that the ledger, metrics.jsonl and rollouts.jsonl agree."""
     steps = [line["step"] for line in metrics]
     if steps != list(range(1, len(steps) + 1)):
-        yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {_brief(steps)}"
+        yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {steps[:8]}{' ...' * (len(steps) > 8)}"
     trained = {(life.trained, id) for id, life in history.lives.items() if life.trained is not None}
     for step, id in sorted(rollouts.keys() - trained):
         yield f"rollouts.jsonl has prompt {id} at step {step}, the ledger does not"
@@ -192,10 +183,6 @@ def _records(
 
 def _outcome(life: Life) -> str:
     return f"trained at step {life.trained}" if life.trained is not None else f"dropped ({life.dropped})"
-
-
-def _brief(values: Sequence[int]) -> str:
-    return f"{list(values[:8])}{' ...' if len(values) > 8 else ''}"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,7 @@ class Incidents:
         self.all: list[Incident] = []
         self._path = folder / NAME
         self._fault = fault
-        self._say = say
+        self._say = self.note = say  # `note` shows a message about something that is no incident
         self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
 
     def lost(self, role: str, error: RunError) -> Incident:
@@ -99,10 +99,6 @@ class Incidents:
     def given_up(self, incident: Incident, what: str) -> None:
         self._end(incident, "given up")
         self._say(f"{incident.role} is not replaced: {what}")
-
-    def note(self, text: str) -> None:
-        """Show a message about something that is no incident."""
-        self._say(text)
 
     def _end(self, incident: Incident, outcome: str) -> None:
         incident.outcome = outcome

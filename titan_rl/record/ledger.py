@@ -20,9 +20,9 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from titan_rl.record.lines import LineFile, whole_lines
+from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
 from titan_rl.wire.types import Completion, Group
 
 NAME = "ledger.jsonl"
@@ -32,7 +32,7 @@ class Damaged(ValueError):
     """A line before the last one is missing, or does not match its checksum."""
 
 
-class Ledger:
+class Ledger(SelfClosing):
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._file = LineFile(self._path, keep=_decode)
@@ -43,7 +43,11 @@ class Ledger:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone."""
         self._append("begun", step=step, next=next, open=list(open))
-        self._before = self._admissions(next, frozenset(open))
+        self._file.flush()
+        lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
+        admitted = (json.loads(line.partition(b" ")[2])["prompt"] for line in lines)  # checked when it was opened
+        unfinished = frozenset(open)
+        self._before = Counter(prompt for prompt in admitted if prompt >= next or prompt in unfinished)
 
     def admitted(self, prompt: int, turn: int) -> None:
         self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt])
@@ -76,19 +80,6 @@ class Ledger:
     def close(self) -> None:
         self._file.to_disk()
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _admissions(self, next: int, open: frozenset[int]) -> Counter[int]:
-        """Count how often each prompt was admitted that is neither trained on nor dropped yet."""
-        self._file.flush()
-        lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
-        admitted = (json.loads(line.partition(b" ")[2])["prompt"] for line in lines)  # checked when it was opened
-        return Counter(prompt for prompt in admitted if prompt >= next or prompt in open)
 
     def _append(self, event: str, **fields: Any) -> None:
         text = json.dumps({"n": self._lines, "event": event, **fields}, separators=(",", ":")).encode()

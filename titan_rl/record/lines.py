@@ -13,7 +13,19 @@ from pathlib import Path
 from typing import Any, Self
 
 
-class LineFile:
+class SelfClosing:
+    """A context manager that closes itself."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LineFile(SelfClosing):
     """A file that is open for appending lines."""
 
     def __init__(
@@ -52,12 +64,6 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:

@@ -66,6 +66,7 @@ DOCS: dict[str, str] = {
     "sync/verify_seconds": "Seconds in which the slowest generator rank compared checksums (weight_sync.verify).",
     "sync/hidden": "Share of sync/seconds in which the trainers were already working on the next step.",
     "sync/pause_seconds": "Seconds that the slowest engine stopped sampling to switch to the new weights.",
+    # Only some steps or some algorithms log the metrics from here on.
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples, or share of pairs a reward model orders rightly.",
     "time/eval": "Seconds of the evaluation after the step; not in time/step.",
     "time/save": "Seconds of the checkpoint after the step; not in time/step.",
@@ -103,6 +104,3 @@ DOCS: dict[str, str] = {
     "memory/num_alloc_retries": "Slowest trainer rank: allocations that had to be retried since it started.",
     "memory/num_ooms": "Slowest trainer rank: out-of-memory errors since it started.",
 }
-
-OCCASIONAL = tuple(DOCS)[tuple(DOCS).index(EVAL_SCORE) :]
-"""Metrics that only some steps or some algorithms log."""

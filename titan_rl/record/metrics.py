@@ -1,7 +1,6 @@
 """The numbers of one step, computed from the data that flowed through it and never carried inside that data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,26 +13,18 @@ AFTER = ("eval", "save", "pause")
 """Parts of a lap that follow the step and are not in its time."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Where the controller's wall seconds of one step went."""
-
-    generate: float
-    judge: float
-    train: float
-    sync: float
-    wall: float
-
-    @classmethod
-    def of(cls, lap: Mapping[str, float]) -> "StepTimes":
-        """Return the parts of a lap of the clock without what followed the step."""
-        wall = lap["wall"] - sum(lap.get(part, 0.0) for part in AFTER)
-        parts = {part: lap.get(part, 0.0) for part in ("generate", "judge", "train", "sync")}
-        return cls(**parts, wall=wall)
-
-    @property
-    def wait(self) -> float:
-        return max(0.0, self.wall - self.generate - self.judge - self.train - self.sync)
+def step_times(lap: Mapping[str, float]) -> dict[str, float]:
+    """Return where the controller's wall seconds of one step went, without what followed the step in its lap."""
+    wall = lap["wall"] - sum(lap.get(part, 0.0) for part in AFTER)
+    generate, judge, train, sync = (lap.get(part, 0.0) for part in ("generate", "judge", "train", "sync"))
+    return {
+        "time/step": wall,
+        "time/generate": generate,
+        "time/judge": judge,
+        "time/train": train,
+        "time/sync": sync,
+        "time/wait": max(0.0, wall - generate - judge - train - sync),
+    }
 
 
 def step_metrics(
@@ -41,7 +32,7 @@ def step_metrics(
     groups: Sequence[Group],
     stats: StepStats,
     sync: SyncStats,
-    times: StepTimes,
+    times: Mapping[str, float],
     *,
     dropped: Sequence[Group] = (),
     backlog: Backlog = NOTHING,
@@ -53,9 +44,7 @@ def step_metrics(
     wasted = sum(rollout.sampled for group in dropped for rollout in group.rollouts)
     sampled = wasted + sum(rollout.sampled for group in groups for rollout in group.rollouts)
     metrics = {
-        "time/step": times.wall,
-        "time/generate": times.generate,
-        **_time_metrics(times),
+        **times,
         **_rollout_metrics(groups),
         **_update_metrics(stats),
         **stats.metrics,
@@ -67,10 +56,10 @@ def step_metrics(
         "dropped/tokens": wasted,
         "tokens/sampled": sampled,
         "tokens/trained": stats.tokens,
-        "throughput/tokens_per_second": sampled / times.wall,
+        "throughput/tokens_per_second": sampled / times["time/step"],
         "inflight/groups": backlog.inflight,
         "inflight/finished": backlog.finished,
-        "bubble/trainer": _share(times.wall - times.train - times.judge, times.wall),
+        "bubble/trainer": _share(times["time/step"] - times["time/train"] - times["time/judge"], times["time/step"]),
         **_engine_metrics(list(sync.engines.values()) or [EngineStats()], times),
         "engine/training_seconds": stats.seconds,
         **_sync_metrics(sync),
@@ -87,10 +76,8 @@ def step_metrics(
 
 def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | None = None) -> dict[str, float]:
     """Return the metrics of a step on given data: supervised examples or preference pairs."""
-    times = StepTimes.of(lap)
     metrics = {
-        "time/step": times.wall,
-        **_time_metrics(times),
+        **{key: value for key, value in step_times(lap).items() if key != "time/generate"},
         **{f"time/{part}": lap[part] for part in AFTER if part in lap},
         **_update_metrics(stats),
         "tokens/trained": stats.tokens,
@@ -104,10 +91,6 @@ def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
     versions = [v for group in groups for r in group.rollouts for v in r.versions]
     return step - 1 - np.array(versions or [step - 1])  # aborted rollouts may have no tokens
-
-
-def _time_metrics(times: StepTimes) -> dict[str, float]:
-    return {f"time/{part}": getattr(times, part) for part in ("judge", "train", "sync", "wait")}
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
@@ -129,19 +112,15 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:
-    return {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "updates/skipped": stats.skipped,
-    }
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr, "updates/skipped": stats.skipped}
 
 
-def _engine_metrics(engines: Sequence[EngineStats], times: StepTimes) -> dict[str, float | np.floating]:
+def _engine_metrics(engines: Sequence[EngineStats], times: Mapping[str, float]) -> dict[str, float | np.floating]:
     sampling = np.array([engine.seconds for engine in engines])
+    wall, train = times["time/step"], times["time/train"]
     return {
-        "bubble/generator": _share(times.wall - sampling.mean(), times.wall),
-        "overlap": _share(times.train + sampling.max() - times.wall, min(times.train, sampling.max())),
+        "bubble/generator": _share(wall - sampling.mean(), wall),
+        "overlap": _share(train + sampling.max() - wall, min(train, sampling.max())),
         "engine/sampling_seconds": sampling.max(),
         "engine/prefix_hit_rate": _share(sum(e.cached_tokens for e in engines), sum(e.prompt_tokens for e in engines)),
         "engine/imbalance": max(e.tokens for e in engines) * len(engines) / max(1, sum(e.tokens for e in engines)),
@@ -152,11 +131,7 @@ def _sync_metrics(sync: SyncStats) -> dict[str, float]:
     return {
         "sync/seconds": sync.seconds,
         "sync/bytes": sync.bytes,
-        "sync/publish_seconds": sync.publish,
-        "sync/read_seconds": sync.read,
-        "sync/write_seconds": sync.write,
-        "sync/verify_seconds": sync.verify,
-        "sync/pause_seconds": sync.pause,
+        **{f"sync/{part}_seconds": getattr(sync, part) for part in ("publish", "read", "write", "verify", "pause")},
         "sync/hidden": _share(sync.seconds - sync.waited, sync.seconds),
     }
 

@@ -11,17 +11,12 @@ from rich.text import Text
 
 @dataclass(frozen=True, slots=True)
 class MeshRow:
-    """One mesh.
-
-    >>> MeshRow("trainers", 2, "FSDP2 2 x TP 1", "cpu", "float32", "0.83M parameters, AdamW")
-    """
-
     name: str
     procs: int
-    layout: str
+    layout: str  # "FSDP2 2 x TP 1"
     device: str
     dtype: str
-    holds: str
+    holds: str  # "0.83M parameters, AdamW"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ def git_commit(root: Path = CHECKOUT) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the controller's host."""
     cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE)
     return {

@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from titan_rl.config.sections import Config
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.record.metrics import AFTER, StepTimes, ages_of, fit_metrics, step_metrics
+from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
@@ -25,14 +24,9 @@ class Report:
     ) -> None:
         """`heldout` is the number of problems in the held-out set."""
         self._name, self._config, self._folder, self._heldout = name, config, folder, heldout
-        self._terminal = terminal
-        self._log = log
-        self._clock = clock
+        self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
         self._groups: Sequence[Group] = ()
-
-    def warn(self, text: str) -> None:
-        self._terminal.warn(text)
 
     def ready(self, step: int) -> None:
         """Report that all meshes are up: the seconds until now were start-up."""
@@ -48,7 +42,6 @@ class Report:
         self._advance(f"loss {stats.loss:.3f}")
 
     def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
-        """Report a step on given data."""
         self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
         self._advance(f"loss {stats.loss:.3f}")
         if score is not None:
@@ -67,7 +60,7 @@ class Report:
     ) -> None:
         lap = self._clock.lap()
         metrics = step_metrics(
-            step, groups, stats, sync, StepTimes.of(lap), dropped=dropped, backlog=backlog, score=score
+            step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
         )
         metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
         if self._config.algorithm.overlong_filter:
@@ -92,15 +85,12 @@ class Report:
 
     def done(self, *, finished: bool) -> None:
         """Write summary.json, and show it if the run is finished."""
-        summary: dict[str, Any] = summarize(self._folder, self._name, self._config)
+        summary = summarize(self._folder, self._name, self._config)
         self._log.summary(summary)
         if finished:
-            self._terminal.summary(summary, self._samples(), self._folder, self._hints())
-
-    def _samples(self) -> list[tuple[str, str, float, str]]:
-        shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
-        return [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
-
-    def _hints(self) -> list[str]:
-        metrics = self._config.metrics
-        return [f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"] if metrics.enable_tensorboard else []
+            shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
+            rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
+            metrics = self._config.metrics
+            tensorboard = f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"
+            hints = [tensorboard] if metrics.enable_tensorboard else []
+            self._terminal.summary(summary, rollouts, self._folder, hints)

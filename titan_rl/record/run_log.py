@@ -14,12 +14,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
-from titan_rl.record.lines import LineFile, encode, strict, write_whole
+from titan_rl.record.lines import LineFile, SelfClosing, encode, strict, write_whole
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.wire.types import Group
 
@@ -27,7 +27,7 @@ Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
 HEAD = re.compile(rb'\{"kind": "(\w+)", "step": (\d+), ')  # every line begins so: resuming parses no more of it
 
 
-class RunLog:
+class RunLog(SelfClosing):
     """Writes a run's files.
 
     RL steps up to `resume_step` are kept; None keeps nothing. A run that resumes inside its cold start passes
@@ -101,12 +101,6 @@ class RunLog:
     def close(self) -> None:
         for part in (self._metrics, self._rollouts, *self._curves.values()):
             part.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> None:
         self._metrics.append([encode({"kind": kind, "step": step, "time": time.time(), **metrics})])

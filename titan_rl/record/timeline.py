@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
+from titan_rl.record.lines import SelfClosing
 from titan_rl.wire.spans import Recorded, Recorder, Span, span
 
 CONTROLLER = "controller"
@@ -93,7 +94,7 @@ async def _ask(meshes: Sequence[HasSpans], file: "Timeline") -> int:
     return len(asked)
 
 
-class Timeline:
+class Timeline(SelfClosing):
     """Writes the file. Viewers call a track a process and a lane a thread."""
 
     def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
@@ -110,7 +111,6 @@ class Timeline:
             self._write(self._names_of_track(name))
 
     def add(self, track: str, taken: Recorded) -> None:
-        """Append the spans that a process recorded."""
         self.track(track)
         for lane in dict.fromkeys(["main", *(each.lane for each in taken.spans if each.id is None)]):
             if (track, lane) not in self._tids:
@@ -130,15 +130,10 @@ class Timeline:
         self._file.write(b"\n]\n")
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _open(self) -> None:
         if self._path.exists():
-            self._path.rename(_free(self._path))
+            numbered = (self._path.with_suffix(f".{number}{self._path.suffix}") for number in count(1))
+            self._path.rename(next(free for free in numbered if not free.exists()))
         self._file = self._path.open("wb")
         self._size = self._file.write(b"[")
         for name in self._pids:
@@ -174,9 +169,3 @@ class Timeline:
         at = {"ph": "M", "pid": self._pids[track], "tid": self._tids[track, lane]}
         yield at | {"name": "thread_name", "args": {"name": lane}}
         yield at | {"name": "thread_sort_index", "args": {"sort_index": at["tid"]}}
-
-
-def _free(path: Path) -> Path:
-    """Return the first of timeline.1.json, timeline.2.json, ... that does not exist."""
-    numbered = (path.with_suffix(f".{number}{path.suffix}") for number in count(1))
-    return next(other for other in numbered if not other.exists())
