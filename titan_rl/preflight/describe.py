@@ -20,25 +20,27 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
             + (f", from {config.model.hf_assets_path}" if config.model.hf_assets_path else ", random weights"),
         ),
         ("task", task(setup)),
-        *([("weights", transport(setup))] if setup.samples_rollouts else []),
-        ("run", str(setup.folder)),
     ]
+    meshes = [trainers(setup)]
     if config.cold_start.steps:
-        facts.insert(2, ("cold start", cold_start(config)))
+        facts.append(("cold start", cold_start(config)))
     if config.training.steps:
-        at = [name for name, _ in facts].index("task") + 1 + bool(config.cold_start.steps)
-        facts.insert(at, (config.algorithm.name, algorithm(config)))
+        facts.append((config.algorithm.name, algorithm(config)))
+    if config.samples_rollouts:
+        facts.append(("weights", transport(setup)))
+        meshes.append(generators(setup))
+    facts.append(("run", str(setup.folder)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
-    meshes = [trainers(setup), *([generators(setup)] if setup.samples_rollouts else []), *roles(setup)]
+    meshes += roles(setup)
     return RunPlan(setup.name, config.job.description, meshes, facts, warnings)
 
 
 def trainers(setup: Setup) -> MeshRow:
     config = setup.config
-    lent = [("reference", config.algorithm.needs_reference and config.reference.mesh == "trainer")]
-    lent += [("teacher", config.algorithm.needs_teacher and config.teacher.mesh == "trainer")]
-    return trained("trainer", setup, config.parallelism, setup.shape, [role for role, is_lent in lent if is_lent])
+    lent = ["reference"] if config.algorithm.needs_reference and config.reference.mesh == "trainer" else []
+    lent += ["teacher"] if config.algorithm.needs_teacher and config.teacher.mesh == "trainer" else []
+    return trained("trainer", setup, config.parallelism, setup.shape, lent)
 
 
 def roles(setup: Setup) -> list[MeshRow]:

@@ -110,9 +110,6 @@ class WeightPlan:
         """Return the runs that a reader reads, by trainer rank."""
         return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
 
-    def elements(self, rank: int, reader: int) -> int:
-        return sum(copy.elements for copy in self.copies[rank, reader])
-
     def sent(self, rank: int) -> int:
         """Count the elements that a trainer rank packs, over all readers."""
         return sum(copy.elements for copies in self.outgoing(rank).values() for copy in copies)
@@ -120,16 +117,6 @@ class WeightPlan:
     def received(self, reader: int) -> int:
         """Count the elements that a reader reads, over all trainer ranks."""
         return sum(copy.elements for copies in self.incoming(reader).values() for copy in copies)
-
-    def describe(self, itemsize: int) -> str:
-        """Describe the plan in one line for the terminal."""
-        runs = [copies for copies in self.copies.values() if copies]
-        read = _span([itemsize * self.received(reader) for reader in range(self.readers)])
-        sent = _span([itemsize * self.sent(rank) for rank in range(self.ranks)])
-        return (
-            f"{self.readers} reader(s) x {read} from {self.ranks} trainer rank(s) x {sent}: "
-            f"{len(runs)} runs, {sum(map(len, runs))} copies"
-        )
 
 
 def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> WeightPlan:
@@ -245,20 +232,10 @@ def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
         size = shard.head_dim
         for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
             starts = [start for start, _, _ in heads]
+            src_row0, dst_row0 = src + starts[0] + 2 * low + half, dst + starts[0] + half * (size // 2) + low
+            steps = (2, len(starts), size)  # src_step, blocks, block_stride
             copies.append(
-                Copy(
-                    piece.name,
-                    src + starts[0] + 2 * low + half,
-                    src_col0,
-                    high - low,
-                    cols,
-                    piece.param,
-                    dst + starts[0] + half * (size // 2) + low,
-                    dst_col0,
-                    src_step=2,
-                    blocks=len(starts),
-                    block_stride=size,
-                )
+                Copy(piece.name, src_row0, src_col0, high - low, cols, piece.param, dst_row0, dst_col0, *steps)
             )
     return copies
 
@@ -315,9 +292,3 @@ def _check_filled(piece: Piece, moves: list[_Move]) -> None:
         f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "
         f"but no trainer rank holds all of rows {missing[0]}..{missing[-1]} ({len(missing)} rows)"
     )
-
-
-def _span(sizes: list[int]) -> str:
-    unit, name = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
-    low, high = f"{min(sizes) / unit:.2f}", f"{max(sizes) / unit:.2f}"
-    return f"{high} {name}" if low == high else f"{low}-{high} {name}"

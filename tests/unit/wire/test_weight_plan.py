@@ -205,8 +205,6 @@ def test_a_plan_is_read_by_rank_and_by_reader() -> None:
     made = plan(layout(LLAMA_8B, fsdp=8), [pieces(LLAMA_8B, tp=2, rank=rank) for rank in range(2)])
     assert made.outgoing(3) == {reader: made.copies[3, reader] for reader in range(2) if made.copies[3, reader]}
     assert made.incoming(1) == {rank: made.copies[rank, 1] for rank in range(8) if made.copies[rank, 1]}
-    assert made.describe(itemsize=2).startswith("2 reader(s) x 8.03 GB from 8 trainer rank(s) x 2.01 GB: ")
-    assert "\n" not in made.describe(itemsize=2)
 
 
 def test_one_reader_reads_every_parameter_of_the_model() -> None:
@@ -215,7 +213,7 @@ def test_one_reader_reads_every_parameter_of_the_model() -> None:
             shape = replace(TINY, family=family, tied=tied)
             made = plan(layout(shape, fsdp=3), [pieces(shape, tp=1, rank=0)])
             assert made.received(0) == shape.parameters
-            assert made.received(0) == sum(made.elements(rank, 0) for rank in range(3))
+            assert made.received(0) == sum(copy.elements for rank in range(3) for copy in made.copies[rank, 0])
 
 
 def test_a_missing_shard_is_named() -> None:
