@@ -80,11 +80,10 @@ def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: Al
     for group in groups:
         own = [next(rest) for _ in group.rollouts]
         rewards = [r - float(_kl(s, algorithm).sum()) for r, s in zip(group.signals, own, strict=True)]
-        relative = (
-            leave_one_out(rewards)
-            if algorithm.advantage == "leave_one_out"
-            else group_relative(rewards, normalize_std=algorithm.normalize == "group")
-        )
+        if algorithm.advantage == "leave_one_out":
+            relative = leave_one_out(rewards)
+        else:
+            relative = group_relative(rewards, normalize_std=algorithm.normalize == "group")
         advantages += [np.where(np.asarray(s.mask) > 0, a, 0.0) for a, s in zip(relative, own, strict=True)]
     return advantages
 

@@ -152,13 +152,11 @@ class AlgorithmSection:
     @property
     def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
         """Return what a step trains on: rollouts, examples, pairs for a policy, or pairs for a reward model."""
-        kinds: dict[str, Literal["supervised", "preference", "reward"]] = {
-            "sft": "supervised",
-            "dpo": "preference",
-            "ipo": "preference",
-            "reward_model": "reward",
-        }
-        return kinds.get(self.name, "rl")
+        if self.name == "sft":
+            return "supervised"
+        if self.name == "reward_model":
+            return "reward"
+        return "preference" if self.name in ("dpo", "ipo") else "rl"
 
     @property
     def needs_reference(self) -> bool:

@@ -142,7 +142,6 @@ def find(name: str) -> Path:
 
 
 def shipped() -> list[str]:
-    """Return the names of the configs shipped with the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 

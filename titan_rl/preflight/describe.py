@@ -12,15 +12,12 @@ from titan_rl.wire.snapshot import snapshot_bytes
 
 def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     config, shape = setup.config, setup.shape
-    facts = [
-        (
-            "model",
-            f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
-            f"{shape.n_heads} heads ({shape.n_kv_heads} kv), vocabulary {shape.vocab_size}"
-            + (f", from {config.model.hf_assets_path}" if config.model.hf_assets_path else ", random weights"),
-        ),
-        ("task", task(setup)),
-    ]
+    model = (
+        f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
+        f"{shape.n_heads} heads ({shape.n_kv_heads} kv), vocabulary {shape.vocab_size}, "
+    )
+    model += f"from {config.model.hf_assets_path}" if config.model.hf_assets_path else "random weights"
+    facts = [("model", model), ("task", task(setup))]
     meshes = [trainers(setup)]
     if config.cold_start.steps:
         facts.append(("cold start", cold_start(config)))
@@ -102,11 +99,8 @@ def device(setup: Setup) -> str:
 
 
 def task(setup: Setup) -> str:
-    config = setup.config
-    return (
-        f"{config.task.name}: {len(setup.task.train):,} problems, {len(setup.heldout.prompts)} held out, "
-        f"reward {config.task.reward}"
-    )
+    t, heldout = setup.config.task, len(setup.heldout.prompts)
+    return f"{t.name}: {len(setup.task.train):,} problems, {heldout} held out, reward {t.reward}"
 
 
 def cold_start(config: Config) -> str:

@@ -118,6 +118,16 @@ class WeightPlan:
         """Count the elements that a reader reads, over all trainer ranks."""
         return sum(copy.elements for copies in self.incoming(reader).values() for copy in copies)
 
+    def describe(self, itemsize: int) -> str:
+        """Describe the plan in one line for the terminal."""
+        runs = [copies for copies in self.copies.values() if copies]
+        read = _span([itemsize * self.received(reader) for reader in range(self.readers)])
+        sent = _span([itemsize * self.sent(rank) for rank in range(self.ranks)])
+        return (
+            f"{self.readers} reader(s) x {read} from {self.ranks} trainer rank(s) x {sent}: "
+            f"{len(runs)} runs, {sum(map(len, runs))} copies"
+        )
+
 
 def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]]) -> WeightPlan:
     """Fill every element of every piece exactly once. Ranks that hold the same rectangle share the sending."""
@@ -292,3 +302,9 @@ def _check_filled(piece: Piece, moves: list[_Move]) -> None:
         f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "
         f"but no trainer rank holds all of rows {missing[0]}..{missing[-1]} ({len(missing)} rows)"
     )
+
+
+def _span(sizes: list[int]) -> str:
+    unit, name = (1e9, "GB") if max(sizes) >= 1e9 else (1e6, "MB")
+    low, high = f"{min(sizes) / unit:.2f}", f"{max(sizes) / unit:.2f}"
+    return f"{high} {name}" if low == high else f"{low}-{high} {name}"

@@ -205,6 +205,8 @@ def test_a_plan_is_read_by_rank_and_by_reader() -> None:
     made = plan(layout(LLAMA_8B, fsdp=8), [pieces(LLAMA_8B, tp=2, rank=rank) for rank in range(2)])
     assert made.outgoing(3) == {reader: made.copies[3, reader] for reader in range(2) if made.copies[3, reader]}
     assert made.incoming(1) == {rank: made.copies[rank, 1] for rank in range(8) if made.copies[rank, 1]}
+    assert made.describe(itemsize=2).startswith("2 reader(s) x 8.03 GB from 8 trainer rank(s) x 2.01 GB: ")
+    assert "\n" not in made.describe(itemsize=2)
 
 
 def test_one_reader_reads_every_parameter_of_the_model() -> None:
