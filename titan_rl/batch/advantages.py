@@ -14,13 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-EPS = 1e-4  # TRL's; verl adds 1e-6
 
+def group_relative(rewards: Sequence[float], *, normalize_std: bool, eps: float = 1e-4) -> list[float]:
+    """Return reward minus group mean, divided by the sample standard deviation plus eps (TRL: ddof = 1, 1e-4).
 
-def group_relative(rewards: Sequence[float], *, normalize_std: bool, eps: float = EPS) -> list[float]:
-    """Return reward minus group mean, divided by the sample standard deviation (ddof = 1, as in TRL) plus eps.
-
-    A flat group gets exact zeros: its mean may differ from its rewards by rounding, and eps would blow that up.
+    A flat group gets exact zeros: its mean may differ from its rewards by rounding, and eps would blow that up. verl's
+    eps is 1e-6.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if (r == r[:1]).all():

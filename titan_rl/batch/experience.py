@@ -26,7 +26,8 @@ def with_advantages(
     if algorithm.advantage in ("group", "leave_one_out"):
         advantages = _of_groups(groups, samples, algorithm)
     else:
-        rewards = [_token_rewards(r, s, algorithm) for r, s in zip(_signals(groups), samples, strict=True)]
+        signals = [signal for group in groups for signal in group.signals]
+        rewards = [_token_rewards(r, s, algorithm) for r, s in zip(signals, samples, strict=True)]
         if algorithm.advantage == "teacher":
             advantages = [
                 np.where(m > 0, np.asarray(s.columns["teacher"], np.float64) - s.columns["behaviour"], 0.0)
@@ -45,7 +46,9 @@ def with_advantages(
     found = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
     if returns is not None:
         found = [s.with_columns(**{"return": r}) for s, r in zip(found, returns, strict=True)]
-    return _with_means(groups, advantages, masks), found
+    means = iter([float(a[m > 0].mean()) if (m > 0).any() else 0.0 for a, m in zip(advantages, masks, strict=True)])
+    judged = [replace(group, rollouts=[replace(r, advantage=next(means)) for r in group.rollouts]) for group in groups]
+    return judged, found
 
 
 def dead(samples: Sequence[Sample]) -> bool:
@@ -77,11 +80,10 @@ def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: Al
     for group in groups:
         own = [next(rest) for _ in group.rollouts]
         rewards = [r - float(_kl(s, algorithm).sum()) for r, s in zip(group.signals, own, strict=True)]
-        relative = (
-            leave_one_out(rewards)
-            if algorithm.advantage == "leave_one_out"
-            else group_relative(rewards, normalize_std=algorithm.normalize == "group")
-        )
+        if algorithm.advantage == "leave_one_out":
+            relative = leave_one_out(rewards)
+        else:
+            relative = group_relative(rewards, normalize_std=algorithm.normalize == "group")
         advantages += [np.where(np.asarray(s.mask) > 0, a, 0.0) for a, s in zip(relative, own, strict=True)]
     return advantages
 
@@ -102,12 +104,3 @@ def _kl(sample: Sample, algorithm: AlgorithmSection) -> np.ndarray:
     policy = np.asarray(sample.columns.get("proximal", sample.columns["behaviour"]))
     estimate = algorithm.kl_coef * kl_penalty(policy, np.asarray(sample.columns["reference"]), algorithm.kl)
     return np.where(np.asarray(sample.mask) > 0, estimate, 0.0)
-
-
-def _signals(groups: Sequence[Group]) -> list[float]:
-    return [signal for group in groups for signal in group.signals]
-
-
-def _with_means(groups: Sequence[Group], advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list[Group]:
-    means = iter([float(a[m > 0].mean()) if (m > 0).any() else 0.0 for a, m in zip(advantages, masks, strict=True)])
-    return [replace(group, rollouts=[replace(r, advantage=next(means)) for r in group.rollouts]) for group in groups]

@@ -1,7 +1,7 @@
 """Keys of the task, the algorithm and its roles: [task] [eval] [rollout] [algorithm] [reference] [critic]
 [reward_model] [teacher]."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from titan_rl.config.choices import Aggregation, AlgorithmName, Clip, Estimator, Level, Rejection, Weight, bounds
@@ -152,13 +152,11 @@ class AlgorithmSection:
     @property
     def kind(self) -> Literal["rl", "supervised", "preference", "reward"]:
         """Return what a step trains on: rollouts, examples, pairs for a policy, or pairs for a reward model."""
-        kinds: dict[str, Literal["supervised", "preference", "reward"]] = {
-            "sft": "supervised",
-            "dpo": "preference",
-            "ipo": "preference",
-            "reward_model": "reward",
-        }
-        return kinds.get(self.name, "rl")
+        if self.name == "sft":
+            return "supervised"
+        if self.name == "reward_model":
+            return "reward"
+        return "preference" if self.name in ("dpo", "ipo") else "rl"
 
     @property
     def needs_reference(self) -> bool:
@@ -191,11 +189,7 @@ class RoleSection:
 
     @property
     def parallelism(self) -> ParallelismSection:
-        return ParallelismSection(
-            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
-            data_parallel_shard_degree=self.data_parallel_shard_degree,
-            tensor_parallel_degree=self.tensor_parallel_degree,
-        )
+        return ParallelismSection(**{key.name: getattr(self, key.name) for key in fields(RoleSection)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

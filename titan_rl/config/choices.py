@@ -12,22 +12,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 Estimator = Literal["k1", "k2", "k3"]
 Weight = Literal["none", "token_tis", "sequence_tis", "token_mask", "sequence_mask"]
 Rejection = Literal["none", "token", "geometric"]
-AlgorithmName = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "ppo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "opd",
-    "sft",
-    "dpo",
-    "ipo",
-    "reward_model",
+_RolloutAlgorithm = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "ppo", "dapo", "gspo", "cispo", "opd"
 ]
+AlgorithmName = Literal[_RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
 
 
 def bounds(default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:

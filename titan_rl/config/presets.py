@@ -34,7 +34,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reward_model": {},
 }
 
-
 ASYNCHRONOUS: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
 """Defaults for lag > 0: the ratio is against the policy before the step (decoupled PPO), and a truncated weight
 corrects the difference between that policy and those that sampled."""

@@ -102,13 +102,10 @@ class Config:
     def roles(self) -> dict[str, RoleSection]:
         """Return the models besides the policy that have their own mesh."""
         a = self.algorithm
-        found: dict[str, RoleSection] = {}
-        if a.needs_reference and self.reference.mesh == "own":
-            found["reference"] = self.reference
-        if a.needs_teacher and self.teacher.mesh == "own":
-            found["teacher"] = self.teacher
-        if a.kind == "rl" and self.task.reward == "model":
-            found["reward_model"] = self.reward_model
-        if a.needs_critic:
-            found["critic"] = self.critic
-        return found
+        needed = {
+            "reference": a.needs_reference and self.reference.mesh == "own",
+            "teacher": a.needs_teacher and self.teacher.mesh == "own",
+            "reward_model": a.kind == "rl" and self.task.reward == "model",
+            "critic": a.needs_critic,
+        }
+        return {name: getattr(self, name) for name, own in needed.items() if own}

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -33,11 +33,8 @@ class ConfigError(Exception):
     """Everything that is wrong with a configuration, one line per problem."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(problems)
+        super().__init__("\n".join(problems))
         self.problems = list(problems)
-
-    def __str__(self) -> str:
-        return "\n".join(self.problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +102,14 @@ class Key:
 def schema() -> dict[str, dict[str, Key]]:
     """Return every section and key, in the order of Config."""
     described = docs()
-    return {section: _keys(kind(), described[section]) for section, kind in get_type_hints(Config).items()}
-
-
-def _keys(defaults: Any, described: Mapping[str, str]) -> dict[str, Key]:
     return {
-        field.name: Key(
-            type=field.type, default=getattr(defaults, field.name), doc=described[field.name], **field.metadata
-        )
-        for field in fields(defaults)
+        section: {
+            key.name: Key(
+                type=key.type, default=getattr(kind(), key.name), doc=described[section][key.name], **key.metadata
+            )
+            for key in fields(kind)
+        }
+        for section, kind in get_type_hints(Config).items()
     }
 
 
@@ -146,7 +142,6 @@ def find(name: str) -> Path:
 
 
 def shipped() -> list[str]:
-    """Return the names of the configs shipped with the package."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 

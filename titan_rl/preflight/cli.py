@@ -92,12 +92,10 @@ def read(argv: Sequence[str]) -> Arguments:
             arguments.dry_run = True
             if equals:
                 arguments.problems.append(f"--dry-run: expected no value, found {as_toml(value)}")
-        elif equals:
-            _take(arguments, flag, value)
-        elif rest and not rest[0].startswith("--"):  # one dash: a negative number
-            _take(arguments, flag, rest.popleft())
         else:
-            _take(arguments, flag, None)
+            if not equals:  # one dash: a negative number
+                value = rest.popleft() if rest and not rest[0].startswith("--") else None
+            _take(arguments, flag, value)
     return arguments
 
 

@@ -12,33 +12,32 @@ from titan_rl.wire.snapshot import snapshot_bytes
 
 def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     config, shape = setup.config, setup.shape
-    facts = [
-        (
-            "model",
-            f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
-            f"{shape.n_heads} heads ({shape.n_kv_heads} kv), vocabulary {shape.vocab_size}"
-            + (f", from {config.model.hf_assets_path}" if config.model.hf_assets_path else ", random weights"),
-        ),
-        ("task", task(setup)),
-        *([("weights", transport(setup))] if setup.samples_rollouts else []),
-        ("run", str(setup.folder)),
-    ]
+    model = (
+        f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
+        f"{shape.n_heads} heads ({shape.n_kv_heads} kv), vocabulary {shape.vocab_size}, "
+    )
+    model += f"from {config.model.hf_assets_path}" if config.model.hf_assets_path else "random weights"
+    facts = [("model", model), ("task", task(setup))]
+    meshes = [trainers(setup)]
     if config.cold_start.steps:
-        facts.insert(2, ("cold start", cold_start(config)))
+        facts.append(("cold start", cold_start(config)))
     if config.training.steps:
-        at = [name for name, _ in facts].index("task") + 1 + bool(config.cold_start.steps)
-        facts.insert(at, (config.algorithm.name, algorithm(config)))
+        facts.append((config.algorithm.name, algorithm(config)))
+    if config.samples_rollouts:
+        facts.append(("weights", transport(setup)))
+        meshes.append(generators(setup))
+    facts.append(("run", str(setup.folder)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
-    meshes = [trainers(setup), *([generators(setup)] if setup.samples_rollouts else []), *roles(setup)]
+    meshes += roles(setup)
     return RunPlan(setup.name, config.job.description, meshes, facts, warnings)
 
 
 def trainers(setup: Setup) -> MeshRow:
     config = setup.config
-    lent = [("reference", config.algorithm.needs_reference and config.reference.mesh == "trainer")]
-    lent += [("teacher", config.algorithm.needs_teacher and config.teacher.mesh == "trainer")]
-    return trained("trainer", setup, config.parallelism, setup.shape, [role for role, is_lent in lent if is_lent])
+    lent = ["reference"] if config.algorithm.needs_reference and config.reference.mesh == "trainer" else []
+    lent += ["teacher"] if config.algorithm.needs_teacher and config.teacher.mesh == "trainer" else []
+    return trained("trainer", setup, config.parallelism, setup.shape, lent)
 
 
 def roles(setup: Setup) -> list[MeshRow]:
@@ -100,11 +99,8 @@ def device(setup: Setup) -> str:
 
 
 def task(setup: Setup) -> str:
-    config = setup.config
-    return (
-        f"{config.task.name}: {len(setup.task.train):,} problems, {len(setup.heldout.prompts)} held out, "
-        f"reward {config.task.reward}"
-    )
+    t, heldout = setup.config.task, len(setup.heldout.prompts)
+    return f"{t.name}: {len(setup.task.train):,} problems, {heldout} held out, reward {t.reward}"
 
 
 def cold_start(config: Config) -> str:

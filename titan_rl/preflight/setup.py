@@ -35,10 +35,6 @@ class Setup:
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
 
     @property
-    def samples_rollouts(self) -> bool:
-        return self.config.samples_rollouts
-
-    @property
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)

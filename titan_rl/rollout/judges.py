@@ -53,27 +53,19 @@ class SideThread:
                 with suppress(RuntimeError):  # the loop is closed and nothing waits
                     loop.call_soon_threadsafe(lambda: answer.cancelled() or answer.set_result(value))
 
-            self._queue().put(call)
+            if self._calls is None:
+                self._calls = SimpleQueue()
+                threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
+            self._calls.put(call)
             done, _ = await asyncio.wait([answer], timeout=seconds)
             if not done:
                 answer.cancel()
-                self._abandon()
+                self._calls.put(None)  # lets the thread end when its call does, if ever
+                self._calls = None
                 raise TimeoutError(f"the reward function did not return within {seconds:g} s (rollout.timeout_seconds)")
             if isinstance(value := answer.result(), _Raised):
                 raise value.error if isinstance(value.error, Exception) else RuntimeError(repr(value.error))
             return value
-
-    def _queue(self) -> "SimpleQueue[Callable[[], None] | None]":
-        if self._calls is None:
-            self._calls = SimpleQueue()
-            threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
-        return self._calls
-
-    def _abandon(self) -> None:
-        """Let the thread end when its call does, if ever."""
-        if self._calls is not None:
-            self._calls.put(None)
-        self._calls = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,11 +80,10 @@ class GroupSampler:
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, completions, texts)
         failed = isinstance(rewards, RewardFailed)
+        scores = [math.nan] * len(texts) if failed else rewards
         rollouts = [
             Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
-            for completion, text, reward in zip(
-                completions, texts, [math.nan] * len(texts) if failed else rewards, strict=True
-            )
+            for completion, text, reward in zip(completions, texts, scores, strict=True)
         ]
         if failed:
             return Unjudged(prompt, rollouts, rewards)

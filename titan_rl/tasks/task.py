@@ -117,8 +117,7 @@ def _example(line: str, where: str, task: config.TaskSection, pairs: bool) -> Ex
     keys = ("prompt_key", "chosen_key", "rejected_key") if pairs else ("prompt_key", "answer_key")
     for key in keys:
         if getattr(task, key) not in row:
-            found = f"found the columns {sorted(row)}"
-            raise ValueError(f"{where}: expected task.{key} = {getattr(task, key)!r}, {found}")
+            raise ValueError(f"{where}: expected task.{key} = {getattr(task, key)!r}, found the columns {sorted(row)}")
     prompt, answer, *rejected = (row[getattr(task, key)] for key in keys)
     if not (isinstance(prompt, str) or _is_chat(prompt)):
         raise ValueError(

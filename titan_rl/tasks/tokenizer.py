@@ -54,8 +54,6 @@ def build(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """The tokenizer of a folder."""
-
     folder: Path
     tokenizer: Tokenizer
     size: int  # rows that an embedding needs: the highest id + 1
@@ -95,11 +93,6 @@ class TextTokenizer:
             eos_ids=eos_ids,
             pad=eos_ids[0] if pad is None else pad,
         )
-
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        """Token -> id."""
-        return self.tokenizer.get_vocab()
 
     @property
     def eos(self) -> int:

@@ -94,7 +94,7 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
 
     first = config.parallelism.world_size
     starting: dict[str, Any] = {"trainers": started("trainer", 0, first)}
-    if setup.samples_rollouts:
+    if setup.config.samples_rollouts:
         count = g.replicas * g.tensor_parallel_degree
         first = max(first, count) if config.placement.kind == "colocated" else first + count
         starting["generators"] = _generators(host, setup, terminal, incidents)

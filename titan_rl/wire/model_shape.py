@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_rl.config.sections import Dtype, Family
+from titan_rl.config.sections import Family
 
 Head = Literal["lm", "value"]  # log-probs of tokens, or one number per position (critic, reward model)
 
@@ -85,13 +85,11 @@ class ModelShape:
         labels = {"num_labels": 1} if self.head == "value" else {}
         return {"architectures": [self.facts.architectures[self.head]], "tie_word_embeddings": self.tied, **labels}
 
-    def hf_config(
-        self, *, bos: int | None, eos: int | list[int] | None, pad: int | None, dtype: Dtype = "float32"
-    ) -> dict[str, Any]:
+    def hf_config(self, *, bos: int | None, eos: int | list[int] | None, pad: int | None) -> dict[str, Any]:
         """Return the config.json of this model for transformers 5 and vLLM."""
         return {
             "model_type": self.facts.model_type,
-            "dtype": dtype,
+            "dtype": "float32",
             "vocab_size": self.vocab_size,
             "hidden_size": self.dim,
             "intermediate_size": self.hidden_dim,

@@ -42,8 +42,7 @@ class Snapshot:
 
 def head(fd: int) -> tuple[int, int, int]:
     """Return a part's stamp, start and end; zeros if nothing was written to it yet."""
-    stamp, start, end = HEAD.unpack(os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0"))
-    return stamp, start, end
+    return HEAD.unpack(os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0"))
 
 
 def snapshot_bytes(parameters: int, dtype: Dtype, replicas: int) -> int:

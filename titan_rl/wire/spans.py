@@ -89,8 +89,7 @@ class Open:
         self._began = self._recorder.now()
 
     def __exit__(self, *_: object) -> None:
-        nanoseconds = self._recorder.now() - self._began
-        self._recorder.add(Span(self._name, self._lane, self._began, nanoseconds, self._args, self._id))
+        self._recorder.since(self._began, self._name, lane=self._lane, id=self._id, **self._args)
 
 
 class Stretch:

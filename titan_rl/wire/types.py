@@ -28,7 +28,6 @@ Column = Literal[
     "return",
 ]
 
-
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """Bin edges of the histogram of importance ratios."""
 

@@ -110,9 +110,6 @@ class WeightPlan:
         """Return the runs that a reader reads, by trainer rank."""
         return {rank: run for rank in range(self.ranks) if (run := self.copies[rank, reader])}
 
-    def elements(self, rank: int, reader: int) -> int:
-        return sum(copy.elements for copy in self.copies[rank, reader])
-
     def sent(self, rank: int) -> int:
         """Count the elements that a trainer rank packs, over all readers."""
         return sum(copy.elements for copies in self.outgoing(rank).values() for copy in copies)
@@ -245,20 +242,10 @@ def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
         size = shard.head_dim
         for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
             starts = [start for start, _, _ in heads]
+            src_row0, dst_row0 = src + starts[0] + 2 * low + half, dst + starts[0] + half * (size // 2) + low
+            steps = (2, len(starts), size)  # src_step, blocks, block_stride
             copies.append(
-                Copy(
-                    piece.name,
-                    src + starts[0] + 2 * low + half,
-                    src_col0,
-                    high - low,
-                    cols,
-                    piece.param,
-                    dst + starts[0] + half * (size // 2) + low,
-                    dst_col0,
-                    src_step=2,
-                    blocks=len(starts),
-                    block_stride=size,
-                )
+                Copy(piece.name, src_row0, src_col0, high - low, cols, piece.param, dst_row0, dst_col0, *steps)
             )
     return copies
 

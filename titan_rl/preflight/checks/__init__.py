@@ -17,26 +17,15 @@ from titan_rl.preflight.checks.whole_run import check_resume, check_run
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
     """Return everything that would make the run fail on this host, which has `gpus` GPUs."""
     shape, unusable = usable_shape(config)
-    checks = [
-        check_assets(config, shape),
-        check_task(config),
-        check_run(config),
-        check_titan_keys(config),
-        check_algorithm(config),
-        check_resume(config, shape),
-    ]
+    checks = [check_assets(config, shape)]
+    checks += [check(config) for check in (check_task, check_run, check_titan_keys, check_algorithm)]
+    checks += [check_resume(config, shape)]
     if shape:
-        checks += [
-            check_dimensions(config, shape),
-            check_parallelism(config, shape),
-            check_lengths(config, shape),
-            check_roles(config, shape),
-        ]
+        checks += [check(config, shape) for check in (check_dimensions, check_parallelism, check_lengths, check_roles)]
     return [*unusable, *(problem for check in checks for problem in check), *host_problems(config, gpus=gpus)]
 
 
 def host_problems(config: Config, *, gpus: int = 0) -> list[str]:
-    """Return the problems that depend on this host."""
     return list(check_placement(config, usable_shape(config)[0], gpus))
 
 

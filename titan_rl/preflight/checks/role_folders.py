@@ -19,9 +19,8 @@ def check_roles(config: Config, shape: ModelShape) -> Iterator[str]:
     if a.needs_critic and config.critic.lr == 0:
         yield f'critic.lr: expected a value above 0, because algorithm.name = "{a.name}" trains a critic, found 0'
     if a.needs_teacher:
-        yield from _check_folder(
-            config, shape, "teacher", config.teacher.hf_assets_path, f'algorithm.name = "{a.name}"'
-        )
+        folder = config.teacher.hf_assets_path
+        yield from _check_folder(config, shape, "teacher", folder, f'algorithm.name = "{a.name}"')
     if a.needs_critic and config.critic.hf_assets_path:
         yield from _check_folder(config, shape, "critic", config.critic.hf_assets_path, "")
     if a.kind == "rl" and config.task.reward == "model":
@@ -39,7 +38,7 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
         return
     try:
         found = shape_of_folder(folder, key)
-        tokenizer = TextTokenizer.load(Path(folder))
+        vocabulary = TextTokenizer.load(Path(folder)).tokenizer.get_vocab()
     except Exception as error:  # tokenizers raises Exception itself
         yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
         return
@@ -52,10 +51,10 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
     if role == "critic" and replace(found, head=shape.head, tied=shape.tied) != shape:
         yield f"{key}: expected the policy's shape, found another shape in {folder}"
     own = policy_tokenizer(config)
-    if own is not None and own.vocabulary != tokenizer.vocabulary:
+    if own is not None and (ours := own.tokenizer.get_vocab()) != vocabulary:
         yield (
             f"{key}: expected the policy's tokenizer, found another in {folder}: the same token ids would mean "
-            f"different text ({len(own.vocabulary)} and {len(tokenizer.vocabulary)} entries)"
+            f"different text ({len(ours)} and {len(vocabulary)} entries)"
         )
 
 

@@ -7,13 +7,10 @@ from titan_rl.config.sections import Config
 
 
 def check_titan_keys(config: Config) -> Iterator[str]:
-    profiling = config.profiling
-    least = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.profile_freq < least:
-        yield (
-            f"profiling.profile_freq: expected at least profiler_warmup + profiler_active = {least}, "
-            f"found {profiling.profile_freq}"
-        )
+    freq, least = config.profiling.profile_freq, config.profiling.profiler_warmup + config.profiling.profiler_active
+    if freq < least:
+        active = f"profiler_warmup + profiler_active = {least}"
+        yield f"profiling.profile_freq: expected at least {active}, found {freq}"
     for target in config.override.imports:
         module = target.rpartition(".")[0]
         try:

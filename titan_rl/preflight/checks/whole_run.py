@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from titan_rl.config.sections import Config
@@ -56,14 +57,12 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
         had = shape_of(before.model)
     except (ConfigError, OSError, ValueError):
         return  # written by another version, or its model folder is gone: loading the checkpoint will tell
-    kept = {
-        "debug.seed": (before.debug.seed, config.debug.seed),
-        "task.name": (before.task.name, config.task.name),
-    }
-    if config.task.name == before.task.name == "addition":  # eval.size decides which sums are training examples
-        kept["eval.size"] = (before.eval.size, config.eval.size)
+    kept = ["debug.seed", "task.name"]
+    if config.task.name == before.task.name == "addition":
+        kept.append("eval.size")  # it decides which sums are training examples
     hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
-    for key, (was, found) in kept.items():
+    for key in kept:
+        was, found = map(attrgetter(key), (before, config))
         if was != found:
             yield f"{key}: expected {as_toml(was)}, {hint}, found {as_toml(found)}"
     if shape is not None and replace(had, head=shape.head) != shape:
