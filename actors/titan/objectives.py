@@ -9,7 +9,7 @@ from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Batch
@@ -63,24 +63,16 @@ class Objectives:
         return dpo_loss(
             logprob,
             entropy,
-            reference_T=rows.columns["reference"],
-            mask_T=rows.mask,
-            sequence_T=rows.sequences,
-            sequences=rows.count,
-            pairs=batch.sequences // 2,
+            rows.columns["reference"],
+            Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2),
             beta=algorithm.beta,
             label_smoothing=algorithm.label_smoothing,
             kind="ipo" if algorithm.name == "ipo" else "dpo",
         )
 
     def reward(self, rows: DeviceRows, batch: Batch) -> Loss:
-        return bradley_terry_loss(
-            self.model.values(rows),
-            mask_T=rows.mask,
-            sequence_T=rows.sequences,
-            sequences=rows.count,
-            pairs=batch.sequences // 2,
-        )
+        pairs = Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2)
+        return bradley_terry_loss(self.model.values(rows), pairs)
 
     def value(self, rows: DeviceRows, batch: Batch) -> Loss:
         return value_loss(

@@ -63,14 +63,7 @@ class Schedule:
 
 
 class Phase:
-    def __init__(
-        self,
-        model: TitanModel,
-        schedule: Schedule,
-        *,
-        folder: str,
-        at: int | SnapshotPart,
-    ) -> None:
+    def __init__(self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | SnapshotPart) -> None:
         """Resume from the checkpoint of step `at` in `folder`, or from this rank's part of a snapshot; 0 starts from
         scratch."""
         self._model = model

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_rl.batch.experience import minibatches
-from titan_rl.batch.packing import divisor, pack, unpack
+from titan_rl.batch.packing import TOKEN_MEAN, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.export import export
@@ -166,16 +166,13 @@ class Learner:
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm
-        return self._packed(
-            samples,
-            mesh,
-            aggregation=algorithm.aggregation,
-            length=algorithm.length_constant or self._config.rollout.max_new_tokens,
-            together=2 if algorithm.kind in ("preference", "reward") else 1,
-            whole=whole,
-        )
+        length = algorithm.length_constant or self._config.rollout.max_new_tokens
+        together = 2 if algorithm.kind in ("preference", "reward") else 1
+        return self._packed(samples, mesh, together, Weighting(algorithm.aggregation, length, whole))
 
-    def _packed(self, samples: Sequence[Sample], mesh: ModelMesh, **how: Any) -> list[Batch]:
+    def _packed(
+        self, samples: Sequence[Sample], mesh: ModelMesh, together: int = 1, weighting: Weighting = TOKEN_MEAN
+    ) -> list[Batch]:
         training = self._config.training
         return pack(
             samples,
@@ -183,7 +180,8 @@ class Learner:
             seq_len=training.seq_len,
             rows_per_microbatch=training.local_batch_size,
             pad_id=self._setup.tokenizer.pad,
-            **how,
+            together=together,
+            weighting=weighting,
         )
 
     async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
