@@ -159,7 +159,6 @@ class GeneratorMesh:
         return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls.items()}
 
     def loads(self) -> dict[int, Load]:
-        """Return what each replica has to do, and has done."""
         return self._dispatch.loads()
 
     async def close(self) -> None:
@@ -168,7 +167,6 @@ class GeneratorMesh:
         self._dispatch.fail_answers(RunError("the generators are closed"))
 
     async def stop(self) -> None:
-        """Stop the processes."""
         await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
 
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:

@@ -69,9 +69,9 @@ def titan_config(config: Config, parallelism: sections.ParallelismSection) -> Ti
 
 
 def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
-    """Build TorchTitan's `kind` from the keys that it has in common with our section, and from `others`."""
+    """Build `kind` from the keys that it has in common with our section, and from `others`, which take precedence."""
     names = {field.name for field in fields(kind)} & {field.name for field in fields(section)}
-    return kind(**{name: getattr(section, name) for name in names}, **others)
+    return kind(**{name: getattr(section, name) for name in names} | others)
 
 
 class TitanModel:
@@ -95,10 +95,7 @@ class TitanModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters on this rank."""
         return sum(local(p).nbytes for p in self.model.parameters())
-
-    # -- building ---------------------------------------------------------------------------------------------
 
     def _spec(self) -> ModelSpec:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
@@ -130,7 +127,6 @@ class TitanModel:
         return model.train()
 
     def initialize(self) -> None:
-        """Draw random weights from debug.seed."""
         std, value_head = self.config.model.initializer_range, self.shape.head == "value"
         titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
         self.zero_value_head()
@@ -140,8 +136,6 @@ class TitanModel:
         if self.shape.head == "value":
             with torch.no_grad():
                 local(self.model.lm_head.weight).zero_()
-
-    # -- forward ----------------------------------------------------------------------------------------------
 
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
@@ -174,8 +168,6 @@ class TitanModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    # -- weights ----------------------------------------------------------------------------------------------
 
     def checksum(self) -> int:
         """Return a checksum over the bits of this rank's shards."""

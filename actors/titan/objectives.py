@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
@@ -87,21 +87,5 @@ class Objectives:
 
 def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:
     a = algorithm
-    return Surrogate(
-        ratio=a.ratio,
-        clip=a.clip,
-        clip_low=a.clip_low,
-        clip_high=a.clip_high,
-        dual_clip=a.dual_clip,
-        kl=a.kl,
-        kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
-        entropy_coef=a.entropy_coef,
-        off_policy=OffPolicy(
-            weight=a.correction,
-            low=a.correction_low,
-            high=a.correction_high,
-            rejection=a.rejection,
-            rejection_low=a.rejection_low,
-            rejection_high=a.rejection_high,
-        ),
-    )
+    off_policy = shared_keys(OffPolicy, a, weight=a.correction, low=a.correction_low, high=a.correction_high)
+    return shared_keys(Surrogate, a, kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0, off_policy=off_policy)

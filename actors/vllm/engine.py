@@ -52,8 +52,6 @@ class EngineSettings(GeneratorSection):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about a started engine."""
-
     pid: int
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
 

@@ -165,7 +165,6 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def spans(self) -> Recorded:
-        """Return what this process recorded since the last call."""
         return span.take()
 
     @concurrent_endpoint

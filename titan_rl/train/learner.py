@@ -71,13 +71,13 @@ class Learner:
         algorithm = self._config.algorithm
         asked: dict[str, Awaitable[list[np.ndarray]]] = {}
         if algorithm.needs_reference:
-            asked["reference"] = self._scores(samples, *self._home("reference"))
+            asked["reference"] = self.scores(samples, *self._home("reference"))
         if algorithm.needs_teacher:
-            asked["teacher"] = self._scores(samples, *self._home("teacher"))
+            asked["teacher"] = self.scores(samples, *self._home("teacher"))
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             asked["proximal"] = self.scores(samples)
         if self._meshes.critic is not None:
-            asked["value"] = self._scores(samples, self._meshes.critic)
+            asked["value"] = self.scores(samples, self._meshes.critic)
         if not asked:
             return list(samples)
         with self._clock("judge"):
@@ -184,21 +184,16 @@ class Learner:
             weighting=weighting,
         )
 
-    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return the trained model's own log-probs, or a reward model's values."""
-        return await self._scores(samples, self._meshes.trainers)
-
-    # -- roles ------------------------------------------------------------------------------------------------
-
-    async def _scores(self, samples: Sequence[Sample], mesh: ModelMesh, lent: str = "") -> list[np.ndarray]:
+    async def scores(
+        self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""
+    ) -> list[np.ndarray]:
+        """Return log-probs, or a reward model's or critic's values: by default those of the trained model."""
+        mesh = mesh or self._meshes.trainers
         batches = self.batches(samples, mesh)
-        answers, checksums = await mesh.scores(batches, self._temperature, lent)
+        temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
+        answers, checksums = await mesh.scores(batches, temperature, lent)
         self._watch(lent or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples)
-
-    @property
-    def _temperature(self) -> float:
-        return self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
 
     def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""
