@@ -149,9 +149,8 @@ class Controller:
         """Give every mesh its weights and evaluate them if this is the first step; return the phase's data."""
         if phase == "rl":
             await self.learner.begin(start)
-        source = PromptSource(
-            self.setup.task, self.setup.tokenizer, seed=derive(self.config.debug.seed, "prompts", phase)
-        )
+        seed = derive(self.config.debug.seed, "prompts", phase)
+        source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
         await self.sync(start if phase == "rl" else BEFORE_RL)
@@ -177,7 +176,7 @@ class Controller:
         """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
         await self.learner.snapshot(step, lambda: json.dumps(done.state()))
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
-        saves = self.stop.saves() or last or due or self.learner.owes_a_checkpoint or ends
+        saves = self.stop.saves() or last or due or self.learner.failed_saves > 0 or ends
         if saves and await self.learner.save(step, json.dumps((done.on_save or done.state)()), last=last or ends):
             await self.stop.saved(step)
         if done.hopeless is not None:

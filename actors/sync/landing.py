@@ -64,7 +64,6 @@ class Landing:
 
     @property
     def transports(self) -> list[str]:
-        """By source."""
         return [run.transport.name for run in self._runs]
 
     async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float) -> ReaderCost:

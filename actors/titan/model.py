@@ -57,7 +57,6 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    """Fill TorchTitan's config sections from ours."""
     # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
     return TitanConfig(
         parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
@@ -170,7 +169,6 @@ class TitanModel:
                 module.reshard()
 
     def checksum(self) -> int:
-        """Return a checksum over the bits of this rank's shards."""
         self.reshard()
         total = 0
         for parameter in self.model.parameters():
@@ -221,12 +219,9 @@ class FrozenWeights:
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
         self._model = model
         model.reshard()
-        live = [local(p).clone() for p in model.model.parameters()]
-        model.read(folder)
         self._shards = [local(p).clone() for p in model.model.parameters()]
-        for parameter, shard in zip(model.model.parameters(), live, strict=True):
-            local(parameter).copy_(shard)
-        model.reshard()
+        model.read(folder)
+        self._exchange()
 
     @contextmanager
     def swapped_in(self) -> Iterator[TitanModel]:
@@ -250,8 +245,6 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows as tensors on this rank's device."""
-
     tokens: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor

@@ -19,8 +19,6 @@ Loss = tuple[torch.Tensor, Statistics]
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Computes the losses of one model under one config."""
-
     model: TitanModel
     config: Config
 

@@ -212,7 +212,6 @@ class Engine:
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the SHA-256 of every live parameter's bytes."""
         return {name: _sha256(parameter) for name, parameter in self.params().items()}
 
     def stats(self) -> EngineStats:

@@ -33,7 +33,7 @@ class Learner:
         self._snapshots, self._incidents = run.snapshots, run.incidents
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
-        self._failed_saves = 0  # in a row
+        self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
         self._checksums: dict[str, list[int]] = {}
         self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
@@ -147,22 +147,18 @@ class Learner:
                     await self._meshes.critic.save(step)
                 await self._meshes.trainers.save(step, controller)
         except RankFailed as error:
-            self._failed_saves += 1
+            self.failed_saves += 1
             if not error.kind:
                 raise  # it died
-            if last or self._failed_saves > self._config.fault.max_failed_saves:
+            if last or self.failed_saves > self._config.fault.max_failed_saves:
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
             why = error.details.strip().rpartition("\n")[2][:WHY]
             self._incidents.note(
                 f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
             )
             return False
-        self._failed_saves = 0
+        self.failed_saves = 0
         return True
-
-    @property
-    def owes_a_checkpoint(self) -> bool:
-        return self._failed_saves > 0
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm
