@@ -78,7 +78,6 @@ class ModelRank(Actor):
 
     @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
-        """Begin to copy this rank's state into `part`; return its bytes."""
         return self._model.phase.snapshot(step, controller, part)
 
     @verb
