@@ -21,9 +21,7 @@ T = TypeVar("T")
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
-def fallible(
-    method: Callable[Concatenate[Self, P], Awaitable[T]],
-) -> Callable[Concatenate[Self, P], Awaitable[T]]:
+def fallible(method: Callable[Concatenate[Self, P], Awaitable[T]]) -> Callable[Concatenate[Self, P], Awaitable[T]]:
     """Make a failing endpoint fail its call and nothing else.
 
     Monarch answers a call with an Exception, but ends the actor on any other BaseException; DCP's CheckpointException

@@ -5,7 +5,7 @@ The controller imports this module to spawn the actor; torch and TorchTitan are 
 
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, endpoint
 
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from titan_rl.actors.sync.transport import Offer
 
 
+def verb(method: Any) -> Any:
+    """Make an endpoint of a method. If it fails, so does its call, and nothing else."""
+    return endpoint(fallible(method))
+
+
 class ModelRank(Actor):
     def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
         self._given = role, config, shape, parallelism
         self._packed: tuple[PhaseName, int] | None = None  # the phase and step of the weights packed last
 
-    @endpoint
-    @fallible
+    @verb
     async def start(self) -> int:
         """Build the model; return the bytes of parameters that this rank holds."""
         from titan_rl.actors.titan.role_model import RoleModel
@@ -39,62 +43,48 @@ class ModelRank(Actor):
         self._model = RoleModel(*self._given)
         return self._model.nbytes
 
-    @endpoint
-    @fallible
+    @verb
     async def load_weights(self, folder: str, lent: str) -> None:
         self._model.load_weights(folder, lent)
 
-    @endpoint
-    @fallible
+    @verb
     async def begin_phase(self, at: int | SnapshotPart, phase: PhaseName) -> tuple[int, str]:
         """Return the step that the phase resumes after, and the controller's state saved with that step."""
         state = self._model.begin_phase(phase, at)
         return state.step, state.controller
 
-    @endpoint
-    @fallible
+    @verb
     async def step(self, batches: list[Batch]) -> StepStats:
-        """Take one optimizer update per batch."""
         return self._model.step(batches)
 
-    @endpoint
-    @fallible
+    @verb
     async def accumulate(self, part: Batch) -> None:
-        """Run forward and backward over a part of an update."""
         self._model.accumulate(part)
 
-    @endpoint
-    @fallible
+    @verb
     async def update(self, whole: Batch, divisor: float) -> StepStats:
-        """Take the optimizer update of what was accumulated."""
-        return self._model.update(whole, divisor)
+        return self._model.phase.update(whole, divisor)
 
-    @endpoint
-    @fallible
+    @verb
     async def scores(self, batch: Batch, temperature: float, lent: str) -> "tuple[list[np.ndarray], int]":
         """Return each place's log-prob or value, and the checksum of the weights if they are frozen."""
         with span("scores", weights=lent or "own"):
             return self._model.scores(batch, temperature, lent)
 
-    @endpoint
-    @fallible
+    @verb
     async def save(self, step: int, controller: str) -> None:
         with span("save", step=step):
-            self._model.save(step, controller)
+            self._model.phase.save(step, controller)
 
-    @endpoint
-    @fallible
+    @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
-        """Begin to copy this rank's state into `part`; return its bytes."""
-        return self._model.snapshot(step, controller, part)
+        return self._model.phase.snapshot(step, controller, part)
 
-    @endpoint
-    @fallible
+    @verb
     async def export(self, folder: str) -> None:
         self._model.export(folder)
 
-    @endpoint
-    @fallible
+    @verb
     async def shards(self) -> list[Shard]:
         """Return the rectangles of tensors that this rank holds: the trainer's half of the weight plan."""
         from titan_rl.actors.sync.staging import shards_of
@@ -102,8 +92,7 @@ class ModelRank(Actor):
         model = self._model
         return shards_of(model.model.named_parameters(), model.names, model.rope_head_dims)
 
-    @endpoint
-    @fallible
+    @verb
     async def stage(
         self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSyncSection
     ) -> "dict[int, Offer]":
@@ -125,8 +114,7 @@ class ModelRank(Actor):
         with quiet_rdma():
             return self._staging.offer(remote=any(is_remote(place, sync.transport) for place in places))
 
-    @endpoint
-    @fallible
+    @verb
     async def publish(
         self, version: int, slot: int, serial: int, again: bool = False
     ) -> tuple[dict[int, Manifest], float] | None:
@@ -139,13 +127,10 @@ class ModelRank(Actor):
             manifests = self._staging.pack(version, slot, serial)
         return manifests, time.perf_counter() - began
 
-    @endpoint
-    @fallible
+    @verb
     async def spans(self) -> Recorded:
-        """Return what this process recorded since the last call."""
         return span.take()
 
-    @endpoint
-    @fallible
+    @verb
     async def close(self) -> None:
         self._model.close()

@@ -37,8 +37,6 @@ from titan_rl.wire.types import RATIO_EDGES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """Settings of the loss."""
-
     ratio: Level = "token"
     clip: Clip = "ppo"
     clip_low: float = 0.2

@@ -10,37 +10,38 @@
 IPO averages over tokens, as TRL does; the paper's sum would make the target 1 / (2 beta) depend on length.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from titan_rl.kernels.statistics import (
-    Statistics,
-    masked_max,
-    masked_min,
-    masked_sum,
-    sequence_lengths,
-    sequence_sums,
-)
+from titan_rl.kernels.statistics import Statistics, masked_max, masked_min, masked_sum, sequence_lengths, sequence_sums
 
 Preference = Literal["dpo", "ipo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The sequences of a microbatch."""
+
+    mask_T: torch.Tensor
+    sequence_T: torch.Tensor
+    sequences: int
+    total: int  # pairs in the whole batch: the denominator
 
 
 def dpo_loss(
     logprob_T: torch.Tensor,
     entropy_T: torch.Tensor,
-    *,
     reference_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    sequence_T: torch.Tensor,
-    sequences: int,
-    pairs: int,  # in the whole batch: the denominator
+    pairs: Pairs,
+    *,
     beta: float,
     label_smoothing: float = 0.0,
     kind: Preference = "dpo",
 ) -> tuple[torch.Tensor, Statistics]:
-    on_T = mask_T > 0
+    on_T, sequence_T, sequences = pairs.mask_T > 0, pairs.sequence_T, pairs.sequences
     policy_S = sequence_sums(logprob_T, on_T, sequence_T, sequences)
     reference_S = sequence_sums(reference_T, on_T, sequence_T, sequences)
     ratio_S = policy_S - reference_S
@@ -52,7 +53,7 @@ def dpo_loss(
         loss_P = (h_P - 1 / (2 * beta)).square()
     else:
         loss_P = -(1 - label_smoothing) * F.logsigmoid(beta * h_P) - label_smoothing * F.logsigmoid(-beta * h_P)
-    loss = loss_P.sum() / pairs
+    loss = loss_P.sum() / pairs.total
     with torch.no_grad():
         per_pair = {  # times 2 below: a pair is two sequences
             "rewards/chosen": beta * chosen_P,
@@ -69,13 +70,11 @@ def dpo_loss(
         )
 
 
-def bradley_terry_loss(
-    value_T: torch.Tensor, *, mask_T: torch.Tensor, sequence_T: torch.Tensor, sequences: int, pairs: int
-) -> tuple[torch.Tensor, Statistics]:
-    """Return the reward model's loss. `mask_T` selects the token of each sequence whose value is its score."""
-    score_S = sequence_sums(value_T, mask_T > 0, sequence_T, sequences)
+def bradley_terry_loss(value_T: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, Statistics]:
+    """Return the reward model's loss. The mask selects the token of each sequence whose value is its score."""
+    score_S = sequence_sums(value_T, pairs.mask_T > 0, pairs.sequence_T, pairs.sequences)
     margin_P = score_S[0::2] - score_S[1::2]
-    loss = -F.logsigmoid(margin_P).sum() / pairs
+    loss = -F.logsigmoid(margin_P).sum() / pairs.total
     with torch.no_grad():
         every_S = torch.ones_like(score_S, dtype=torch.bool)
         return loss, Statistics(

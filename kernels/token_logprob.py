@@ -34,18 +34,6 @@ from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 TILES = {"cpu": (1024, 1024), "cuda": (2048, 16384)}
 
 
-def reference_token_logprob(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
-    logits_TV = hidden_TD @ weight_VD.T
-    logits_TV = logits_TV.to(_accumulation_dtype(logits_TV)) / temperature
-    logprobs_TV = logits_TV.log_softmax(-1)
-    logprob_T = logprobs_TV.gather(-1, targets_T.unsqueeze(-1)).squeeze(-1)
-    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
-    return logprob_T, entropy_T
-
-
 class Tile:
     """Windows [tokens, vocabulary] of the logits, all computed in the same memory: new memory for each would cost page
     faults."""
@@ -59,12 +47,6 @@ class Tile:
         if self.fused is None:
             self.logits = self.product.to(self.dtype)  # the same memory where the dtypes agree
             self.scratch = torch.empty_like(self.logits)
-
-    def windows(self, hidden_TD: torch.Tensor) -> list[slice]:
-        return _windows(len(hidden_TD), self.tokens)
-
-    def columns(self, weight_VD: torch.Tensor) -> list[slice]:
-        return _windows(len(weight_VD), self.vocabulary)
 
     def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """Return the window's logits in the inputs' dtype, before the temperature."""
@@ -130,8 +112,8 @@ def _softmax_sums(
         return fused.softmax_sums(hidden_TD, weight_VD, targets_T, 1 / temperature)
     tile = Tile(hidden_TD, weight_VD, temperature)
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
-    for v in tile.columns(weight_VD):
-        for t in tile.windows(hidden_TD):
+    for v in _windows(len(weight_VD), tile.vocabulary):
+        for t in _windows(len(hidden_TD), tile.tokens):
             tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start)
     return sums
 
@@ -151,9 +133,9 @@ def _gradients(
     grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if of_hidden else None
     grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
     scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if of_weight else hidden_TD
-    for v in tile.columns(weight_VD):
+    for v in _windows(len(weight_VD), tile.vocabulary):
         window_VD = torch.zeros_like(weight_VD[v], dtype=tile.dtype)
-        for t in tile.windows(hidden_TD):
+        for t in _windows(len(hidden_TD), tile.tokens):
             descent_TV = tile.descent(hidden_TD[t], weight_VD[v], incoming.at(t, v.start))
             if grad_hidden_TD is not None:
                 _add_product(grad_hidden_TD[t], descent_TV, weight_VD[v])

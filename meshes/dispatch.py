@@ -54,7 +54,6 @@ class Dispatch:
         replica.serve(partial(self._heard, replica), self._gave, lost, within)
 
     def join(self, index: int) -> None:
-        """Route requests to a new replica, too."""
         self._routing.join(index, _now())
         self._send()
 

@@ -96,7 +96,6 @@ class GeneratorMesh:
         return [name for ranks in names.values() for names in ranks for name in names]
 
     async def generate(self, request: Request) -> list[Completion]:
-        """Sample a request on the replica with the least to do."""
         self._fleet.check()
         return await self._dispatch.generate(request)
 
@@ -155,11 +154,10 @@ class GeneratorMesh:
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Ask each rank of each replica, by name, what it recorded since the last call."""
-        calls = {name: call for replica in self.replicas.values() for name, call in replica.calls("spans").items()}
-        return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls.items()}
+        calls = (call for replica in self.replicas.values() for call in replica.calls("spans").items())
+        return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls}
 
     def loads(self) -> dict[int, Load]:
-        """Return what each replica has to do, and has done."""
         return self._dispatch.loads()
 
     async def close(self) -> None:
@@ -168,7 +166,6 @@ class GeneratorMesh:
         self._dispatch.fail_answers(RunError("the generators are closed"))
 
     async def stop(self) -> None:
-        """Stop the processes."""
         await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))
 
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:

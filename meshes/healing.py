@@ -112,7 +112,6 @@ class Fleet:
             return len(self.replicas)
 
     async def close(self) -> None:
-        """Close every engine between two steps."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(replica.close() for replica in self.replicas.values()))

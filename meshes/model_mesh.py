@@ -41,19 +41,20 @@ class ModelMesh:
         self._host, self._env, self._given = host, env, (role, config, shape, parallelism)
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
-        self._ranks: list[Any] = []
+        self._ranks: dict[str, Any] = {}  # by name, in rank order
 
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._procs = spawn(self._host, name=self.name, shape={"dp": self.dp, "tp": self.tp}, env=self._env)
         await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
-        self._ranks = [actors.slice(dp=i, tp=j) for i in range(self.dp) for j in range(self.tp)]
+        points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
+        self._ranks = {label(self.name, point): actors.slice(**point) for point in points}
         return await self._all("start", seconds=self._init_seconds)
 
     async def respawn(self) -> None:
         """Replace these processes, dead or alive, by new ones in the state after `start`."""
-        await end([self._name(rank) for rank in range(self.dp * self.tp)], self._procs)
+        await end(list(self._ranks), self._procs)
         await self.start()
 
     async def load_weights(self, folder: str, lent: str = "") -> None:
@@ -119,8 +120,8 @@ class ModelMesh:
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Ask each rank, by name, what it recorded since the last call. It answers between two verbs."""
-        calls = {self._name(i): rank.spans.call_one() for i, rank in enumerate(self._ranks)}
-        return {name: ask(call, actor=name, verb="spans", seconds=None) for name, call in calls.items()}
+        ranks = self._ranks.items()
+        return {name: ask(rank.spans.call_one(), actor=name, verb="spans", seconds=None) for name, rank in ranks}
 
     async def close(self) -> None:
         await self._all("close", seconds=self._seconds)  # an asynchronous checkpoint ends first
@@ -130,15 +131,15 @@ class ModelMesh:
 
     async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""
-        calls = {self._name(i): getattr(rank, verb).call_one(*arguments) for i, rank in enumerate(self._ranks)}
+        calls = {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
         return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
 
     async def _scatter(
         self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float | None = None
     ) -> list[Any]:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
-        ranks = enumerate(zip(self._ranks, each, strict=True))
-        calls = {self._name(i): getattr(rank, verb).call_one(own, *arguments) for i, (rank, own) in ranks}
+        ranks = zip(self._ranks.items(), each, strict=True)
+        calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
         return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
 
     def _rows(self, values: Sequence[Any]) -> list[Any]:
@@ -147,9 +148,5 @@ class ModelMesh:
 
     def _slowest(self, stats: Sequence[StepStats]) -> StepStats:
         """Return one of the ranks' statistics, which differ in their times only."""
-        ranks = {self._name(rank): each.busy for rank, each in enumerate(stats)}
+        ranks = {name: each.busy for name, each in zip(self._ranks, stats, strict=True)}
         return replace(max(stats, key=lambda each: each.seconds), ranks=ranks)
-
-    def _name(self, rank: int) -> str:
-        dp, tp = divmod(rank, self.tp)
-        return label(self.name, {"dp": dp, "tp": tp})

@@ -57,7 +57,6 @@ class Replica:
 
     @property
     def busy(self) -> bool:
-        """True if it has unanswered requests."""
         return bool(self._open)
 
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:

@@ -226,7 +226,6 @@ class Routing:
                 self._drop_if_answered(move.victim, part)
 
     def loads(self) -> dict[int, Load]:
-        """Return what each live replica has to do, and has done."""
         held = {replica: self._held[replica] for replica in self.live}
         return {i: Load(len(each.parts), each.outstanding, each.sampled, each.stolen) for i, each in held.items()}
 

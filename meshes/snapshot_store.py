@@ -26,8 +26,6 @@ Fds = dict[str, tuple[int, ...]]  # by mesh: the file descriptors of its ranks' 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A snapshot, whole or not."""
-
     snapshot: Snapshot
     fds: Fds
 
@@ -74,9 +72,6 @@ class Snapshots:
             if taken.snapshot is not but:
                 taken.drop()
         self._taken = [taken for taken in self._taken if taken.snapshot is but]
-
-    def close(self) -> None:
-        self.forget()
 
     def _newest(self, before: int | None = None) -> Taken | None:
         whole = (t for t in self._taken if (before is None or t.snapshot.step < before) and t.whole)

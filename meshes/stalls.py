@@ -150,8 +150,7 @@ def excerpt(dump: str) -> str:
     idle = 0
     for head, *frames in threads:
         kept = [frame for frame in frames if not any(part in frame for part in MACHINERY)]
-        works = kept and not any(part in kept[0] for part in WORKERS)
-        if works:
+        if kept and not any(part in kept[0] for part in WORKERS):
             shown += [f"Thread {head}", *(f"  {frame.strip()}" for frame in kept)]
         else:
             idle += 1

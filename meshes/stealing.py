@@ -72,8 +72,6 @@ class PartialRequest:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What is known of one replica."""
-
     parts: dict[str, PartialRequest] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     heard: float = 0.0  # when it last reported

@@ -137,7 +137,7 @@ async def steps(case: str, model: ModelSection, layout: ParallelismSection, rows
         await mesh.close()
         await mesh.stop()
     nbytes = snapshots.nbytes["trainer"]
-    snapshots.close()
+    snapshots.forget()
     case = f"{case}, {len(nbytes)} ranks, {rows * 4 * LENGTH} tokens a step"
     step, restore = partial(Row, "step", case), partial(Row, "restore", case)
     return [

@@ -82,7 +82,7 @@ class Controller:
         algorithm, last, learner = self.config.algorithm, self.config.training.steps, self.learner
         start, kept = await learner.resume("rl", self.resume)
         prompts = await self.begin("rl", start, kept)
-        stream = self.stream(prompts, self.ledger(start, kept), start + 1, last)
+        stream = self.stream(prompts, start, kept if start else {})
 
         async def step(n: int) -> StepDone:
             groups, samples = list[Group](), list[Sample]()
@@ -149,9 +149,8 @@ class Controller:
         """Give every mesh its weights and evaluate them if this is the first step; return the phase's data."""
         if phase == "rl":
             await self.learner.begin(start)
-        source = PromptSource(
-            self.setup.task, self.setup.tokenizer, seed=derive(self.config.debug.seed, "prompts", phase)
-        )
+        seed = derive(self.config.debug.seed, "prompts", phase)
+        source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
         await self.sync(start if phase == "rl" else BEFORE_RL)
@@ -177,7 +176,7 @@ class Controller:
         """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
         await self.learner.snapshot(step, lambda: json.dumps(done.state()))
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
-        saves = self.stop.saves() or last or due or self.learner.owes_a_checkpoint or ends
+        saves = self.stop.saves() or last or due or self.learner.failed_saves > 0 or ends
         if saves and await self.learner.save(step, json.dumps((done.on_save or done.state)()), last=last or ends):
             await self.stop.saved(step)
         if done.hopeless is not None:
@@ -247,17 +246,12 @@ class Controller:
         assert self.meshes.generators is not None
         return await self.setup.practice.score(self.meshes.generators)
 
-    # -- parts ------------------------------------------------------------------------------------------------
-
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
-    def ledger(self, start: int, kept: dict[str, Any]) -> Ledger:
-        ledger, cut = Ledger(self.setup.folder), kept if start else {}
+    def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
+        ledger = Ledger(self.setup.folder)
         ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
-        return ledger
-
-    def stream(self, prompts: PromptSource, ledger: Ledger, first: int, last: int) -> RolloutStream:
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
@@ -269,8 +263,8 @@ class Controller:
             rollout=config.rollout,
             sampling=self.setup.sampling,
             seed=config.debug.seed,
-            first=first,
-            groups=(last - first + 1) * config.rollout.groups_per_step,
+            first=start + 1,
+            groups=(config.training.steps - start) * config.rollout.groups_per_step,
             reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
         )

@@ -39,12 +39,8 @@ class Source:
     block_bytes: int
 
     @property
-    def elements(self) -> int:
-        return sum(copy.elements for copy in self.copies)
-
-    @property
     def nbytes(self) -> int:
-        return self.elements * getattr(torch, self.dtype).itemsize
+        return sum(copy.elements for copy in self.copies) * getattr(torch, self.dtype).itemsize
 
 
 class Landing:
@@ -68,7 +64,6 @@ class Landing:
 
     @property
     def transports(self) -> list[str]:
-        """By source."""
         return [run.transport.name for run in self._runs]
 
     async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float) -> ReaderCost:

@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import finalize
 
 import torch
@@ -73,7 +73,8 @@ class Memory:
                 self.starts[i] += (ends,)
                 ends += -(-nbytes // PAGE) * PAGE
         self._fd = os.memfd_create("titan_rl weights")
-        self._close = finalize(self, os.close, self._fd)
+        # Calling close() lets no other process map the memory. It is freed when the last that mapped it has ended.
+        self.close = finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, ends)
         self.bytes = mapped(self._fd, ends, write=True)
         if pinned:
@@ -82,27 +83,6 @@ class Memory:
 
     def offer(self, run: int, nbytes: int, layout: int, registered: Registered | None) -> Offer:
         return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered)
-
-    def close(self) -> None:
-        """Let no other process map the memory. It is freed when the last process that mapped it has ended."""
-        self._close()
-
-
-class Transport(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    def run(self, slot: int) -> Tensor:
-        """Return the run's bytes, as the last fetch_bytes() left them.  # [nbytes]"""
-        ...
-
-    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
-        """Fetch the bytes, or at least the `wanted` spans [start, end)."""
-        ...
-
-    def stamp(self, slot: int) -> int:
-        """Return the slot's stamp right after fetch_bytes(), or the current one if the bytes are the trainer's own."""
-        ...
 
 
 class Shared:
@@ -156,14 +136,17 @@ class Remote:
         self._stamp = _reads([(registered.stamps, self._stamps.view(torch.uint8))])
 
     def run(self, slot: int) -> Tensor:
+        """Return the run's bytes, as the last fetch_bytes() left them.  # [nbytes]"""
         return self._bytes
 
     async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
+        """Fetch the bytes, or at least the `wanted` spans [start, end)."""
         reads = self._whole[slot] if wanted is None else _reads(self._touching(slot, wanted))
         await reads.submit(timeout=math.ceil(timeout))
         await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
 
     def stamp(self, slot: int) -> int:
+        """Return the slot's stamp right after fetch_bytes(); Shared returns the current one."""
         return int(self._stamps[slot])
 
     def _touching(self, slot: int, wanted: Sequence[tuple[int, int]]) -> list[tuple[RDMABuffer, Tensor]]:
@@ -186,7 +169,7 @@ def is_remote(place: str, how: How) -> bool:
     return how == "rdma" or place != here()
 
 
-def choose(offer: Offer, how: How, pinned: bool) -> Transport:
+def choose(offer: Offer, how: How, pinned: bool) -> Shared | Remote:
     if not is_remote(offer.place, how):
         return Shared(offer, pinned)
     if offer.registered is None:

@@ -56,7 +56,6 @@ class TitanConfig:
 
 
 def titan_config(config: Config, parallelism: sections.ParallelismSection) -> TitanConfig:
-    """Fill TorchTitan's config sections from ours."""
     # spmd_backend: TorchTitan's default needs a newer torch than vLLM's pin allows.
     return TitanConfig(
         parallelism=shared_keys(ParallelismConfig, parallelism, spmd_backend="partial_dtensor"),
@@ -68,9 +67,9 @@ def titan_config(config: Config, parallelism: sections.ParallelismSection) -> Ti
 
 
 def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
-    """Build TorchTitan's `kind` from the keys that it has in common with our section, and from `others`."""
+    """Build `kind` from the keys that it has in common with our section, and from `others`, which take precedence."""
     names = {field.name for field in fields(kind)} & {field.name for field in fields(section)}
-    return kind(**{name: getattr(section, name) for name in names}, **others)
+    return kind(**{name: getattr(section, name) for name in names} | others)
 
 
 class TitanModel:
@@ -94,10 +93,7 @@ class TitanModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters on this rank."""
         return sum(local(p).nbytes for p in self.model.parameters())
-
-    # -- building ---------------------------------------------------------------------------------------------
 
     def _spec(self) -> ModelSpec:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
@@ -127,7 +123,6 @@ class TitanModel:
         return model.train()
 
     def initialize(self) -> None:
-        """Draw random weights from debug.seed."""
         std, value_head = self.config.model.initializer_range, self.shape.head == "value"
         titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
         self.zero_value_head()
@@ -137,8 +132,6 @@ class TitanModel:
         if self.shape.head == "value":
             with torch.no_grad():
                 local(self.model.lm_head.weight).zero_()
-
-    # -- forward ----------------------------------------------------------------------------------------------
 
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
@@ -172,10 +165,7 @@ class TitanModel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # -- weights ----------------------------------------------------------------------------------------------
-
     def checksum(self) -> int:
-        """Return a checksum over the bits of this rank's shards."""
         self.reshard()
         total = 0
         for parameter in self.model.parameters():
@@ -226,12 +216,9 @@ class FrozenWeights:
     def __init__(self, model: TitanModel, folder: str | Path) -> None:
         self._model = model
         model.reshard()
-        live = [local(p).clone() for p in model.model.parameters()]
-        model.read(folder)
         self._shards = [local(p).clone() for p in model.model.parameters()]
-        for parameter, shard in zip(model.model.parameters(), live, strict=True):
-            local(parameter).copy_(shard)
-        model.reshard()
+        model.read(folder)
+        self._exchange()
 
     @contextmanager
     def swapped_in(self) -> Iterator[TitanModel]:
@@ -255,8 +242,6 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """Rows as tensors on this rank's device."""
-
     tokens: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.actors.titan.model import DeviceRows, TitanModel, shared_keys
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.kernels.off_policy import OffPolicy
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.wire.types import Batch
@@ -19,8 +19,6 @@ Loss = tuple[torch.Tensor, Statistics]
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Computes the losses of one model under one config."""
-
     model: TitanModel
     config: Config
 
@@ -63,24 +61,16 @@ class Objectives:
         return dpo_loss(
             logprob,
             entropy,
-            reference_T=rows.columns["reference"],
-            mask_T=rows.mask,
-            sequence_T=rows.sequences,
-            sequences=rows.count,
-            pairs=batch.sequences // 2,
+            rows.columns["reference"],
+            Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2),
             beta=algorithm.beta,
             label_smoothing=algorithm.label_smoothing,
             kind="ipo" if algorithm.name == "ipo" else "dpo",
         )
 
     def reward(self, rows: DeviceRows, batch: Batch) -> Loss:
-        return bradley_terry_loss(
-            self.model.values(rows),
-            mask_T=rows.mask,
-            sequence_T=rows.sequences,
-            sequences=rows.count,
-            pairs=batch.sequences // 2,
-        )
+        pairs = Pairs(rows.mask, rows.sequences, rows.count, batch.sequences // 2)
+        return bradley_terry_loss(self.model.values(rows), pairs)
 
     def value(self, rows: DeviceRows, batch: Batch) -> Loss:
         return value_loss(
@@ -95,21 +85,5 @@ class Objectives:
 
 def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:
     a = algorithm
-    return Surrogate(
-        ratio=a.ratio,
-        clip=a.clip,
-        clip_low=a.clip_low,
-        clip_high=a.clip_high,
-        dual_clip=a.dual_clip,
-        kl=a.kl,
-        kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
-        entropy_coef=a.entropy_coef,
-        off_policy=OffPolicy(
-            weight=a.correction,
-            low=a.correction_low,
-            high=a.correction_high,
-            rejection=a.rejection,
-            rejection_low=a.rejection_low,
-            rejection_high=a.rejection_high,
-        ),
-    )
+    off_policy = shared_keys(OffPolicy, a, weight=a.correction, low=a.correction_low, high=a.correction_high)
+    return shared_keys(Surrogate, a, kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0, off_policy=off_policy)

@@ -63,14 +63,7 @@ class Schedule:
 
 
 class Phase:
-    def __init__(
-        self,
-        model: TitanModel,
-        schedule: Schedule,
-        *,
-        folder: str,
-        at: int | SnapshotPart,
-    ) -> None:
+    def __init__(self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | SnapshotPart) -> None:
         """Resume from the checkpoint of step `at` in `folder`, or from this rank's part of a snapshot; 0 starts from
         scratch."""
         self._model = model
@@ -183,7 +176,7 @@ class Phase:
                 if math.isfinite(grad_norm):  # it is the mesh's, so all ranks agree; else the weights would be spoilt
                     self._optimizers.step()
                 self._optimizers.zero_grad()
-        return reduction.with_grad_norm(grad_norm)
+        return replace(reduction, grad_norm=grad_norm)
 
     def save(self, step: int, controller: str) -> None:
         """Write a checkpoint. It is atomic: one without DCP's .metadata, which is written last, does not count."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,6 @@ class Reduction:
             loss=of_kind(summed, "sums", scale)["loss"],
             tokens=batch.tokens,
         )
-
-    def with_grad_norm(self, grad_norm: float) -> "Reduction":
-        return replace(self, grad_norm=grad_norm)
 
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:

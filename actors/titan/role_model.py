@@ -7,7 +7,7 @@ RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
 
 import numpy as np
 
-from titan_rl.actors.titan.model import FrozenWeights, TitanModel
+from titan_rl.actors.titan.model import FrozenWeights, TitanModel, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, ParallelismSection
@@ -60,31 +60,21 @@ class RoleModel(TitanModel):
     @property
     def phase_step(self) -> tuple[PhaseName, int]:
         """The phase, and the steps taken in it: they identify the current weights."""
-        return self._phase_name, self._in_phase.state.step
+        return self._phase_name, self.phase.state.step
 
     def _schedule(self, name: PhaseName) -> Schedule:
-        c, cold, s = self.config, self.config.cold_start, self.config.lr_scheduler
+        c, cold = self.config, self.config.cold_start
         if self.role == "critic":
             return Schedule(lr=c.critic.lr, steps=c.training.steps, warmup_steps=c.critic.warmup_steps, decay_ratio=0.0)
         if name == "cold_start":
-            return Schedule(lr=cold.lr, steps=cold.steps, warmup_steps=cold.warmup_steps, decay_ratio=cold.decay_ratio)
-        return Schedule(
-            lr=c.optimizer.lr,
-            steps=c.training.steps,
-            warmup_steps=s.warmup_steps,
-            decay_ratio=s.decay_ratio,
-            decay_type=s.decay_type,
-            min_lr_factor=s.min_lr_factor,
-        )
+            return shared_keys(Schedule, cold)
+        return shared_keys(Schedule, c.lr_scheduler, lr=c.optimizer.lr, steps=c.training.steps)
 
     def step(self, batches: list[Batch]) -> StepStats:
-        return self._in_phase.step(batches, self._objective)
+        return self.phase.step(batches, self._objective)
 
     def accumulate(self, part: Batch) -> None:
-        self._in_phase.accumulate(part, self._objective)
-
-    def update(self, whole: Batch, divisor: float) -> StepStats:
-        return self._in_phase.update(whole, divisor)
+        self.phase.accumulate(part, self._objective)
 
     @property
     def _objective(self) -> Objective:
@@ -107,12 +97,6 @@ class RoleModel(TitanModel):
     def _scores(self, batch: Batch, temperature: float) -> list[np.ndarray]:
         return [self.score(rows, temperature=temperature) for rows in batch.microbatches]
 
-    def save(self, step: int, controller: str) -> None:
-        self._in_phase.save(step, controller)
-
-    def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
-        return self._in_phase.snapshot(step, controller, part)
-
     def export(self, folder: str) -> None:
         self.write(folder)
         if self._phase is not None:
@@ -129,7 +113,7 @@ class RoleModel(TitanModel):
             self._phase.settle()
 
     @property
-    def _in_phase(self) -> Phase:
+    def phase(self) -> Phase:
         if self._phase is None:
             raise RuntimeError(f"the {self.role} has begun no phase: call begin_phase() before step() or save()")
         return self._phase

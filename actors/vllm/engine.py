@@ -52,8 +52,6 @@ class EngineSettings(GeneratorSection):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts about a started engine."""
-
     pid: int
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
 
@@ -214,7 +212,6 @@ class Engine:
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the SHA-256 of every live parameter's bytes."""
         return {name: _sha256(parameter) for name, parameter in self.params().items()}
 
     def stats(self) -> EngineStats:

@@ -110,8 +110,7 @@ class Generator(Actor):
     @concurrent_endpoint
     async def take(self, within: float | None = None) -> News:
         """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done."""
-        done = await self._or_end(drain(self._done, within))
-        return News(done, self._engine.report())
+        return News(await self._or_end(drain(self._done, within)), self._engine.report())
 
     @concurrent_endpoint
     async def place(self) -> str:
@@ -165,7 +164,6 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def spans(self) -> Recorded:
-        """Return what this process recorded since the last call."""
         return span.take()
 
     @concurrent_endpoint

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from titan_rl.batch.advantages import group_relative, soft_overlong_punishment
-from titan_rl.batch.packing import Aggregation, pack
+from titan_rl.batch.packing import Aggregation, Weighting, pack
 from titan_rl.kernels.off_policy import OffPolicy, off_policy_weights
 from titan_rl.kernels.policy_loss import Surrogate, Tokens
 from titan_rl.kernels.statistics import Statistics
@@ -111,9 +111,8 @@ def placed(packed: list[Sample], aggregation: Aggregation, length: int = 1, toge
         seq_len=18,
         rows_per_microbatch=1,
         pad_id=0,
-        aggregation=aggregation,
-        length=length,
         together=together,
+        weighting=Weighting(aggregation, length),
     )
     return [Placed(rows) for batch in batches for rows in batch.microbatches]
 

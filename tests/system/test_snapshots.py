@@ -339,7 +339,7 @@ def test_a_snapshot_goes_back_to_its_own_phase_and_layout_only(tmp_path: Path) -
             with pytest.raises(RankFailed) as stale:
                 await mesh.begin_phase("cold_start", replace(snapshot, serial=7))
             assert "expected snapshot 7, found the stamp 1" in stale.value.details
-            snapshots.close()
+            snapshots.forget()
             with pytest.raises(RankFailed) as gone:
                 await mesh.begin_phase("cold_start", snapshot)
             assert "expected the controller's memory for snapshots at /proc/" in gone.value.details

@@ -19,6 +19,19 @@ from titan_rl.wire.types import Batch, Column, Rows, Sample
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
 
 
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """How tokens are weighted in the loss. If the samples are not the `whole` update, the weights are not yet divided
+    by its `divisor`, and a batch's counts are those of this part."""
+
+    aggregation: Aggregation = "token_mean"
+    length: int = 1  # of "sequence_sum"
+    whole: bool = True
+
+
+TOKEN_MEAN = Weighting()
+
+
 def pack(
     samples: Sequence[Sample],
     *,
@@ -26,18 +39,15 @@ def pack(
     seq_len: int,
     rows_per_microbatch: int,
     pad_id: int,
-    aggregation: Aggregation = "token_mean",
-    length: int = 1,
     together: int = 1,
-    whole: bool = True,
+    weighting: Weighting = TOKEN_MEAN,
 ) -> list[Batch]:
     """Return one Batch per shard, all with the same number of microbatches of [rows_per_microbatch, L].
 
     The number of microbatches is the least that rows of seq_len allow. L is the shortest length at which the samples
     still fit those rows, because an empty place costs as much as a filled one. A token whose sampling log-prob is not
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
-    row. If the samples are not the `whole` update, the weights are not yet divided by its `divisor`, and the counts are
-    those of this part.
+    row.
     """
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
@@ -46,10 +56,10 @@ def pack(
     rounds = max(-(-_rows_needed(units, seq_len) // round_of_rows), 1)
     slots = rounds * round_of_rows
     block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
-    weights, tokens, sequences = _weights(block, len(samples), aggregation, length)
-    if whole:
+    weights, tokens, sequences = _weights(block, len(samples), weighting)
+    if weighting.whole:
         tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without trained tokens has loss 0
-        weights = weights / divisor(aggregation, tokens, sequences)
+        weights = weights / divisor(weighting.aggregation, tokens, sequences)
     weights = weights.astype(np.float32)
 
     # Rows are sorted fullest first and dealt back and forth, so that shards get nearly equal numbers of tokens.
@@ -180,7 +190,7 @@ def _write(
     )
 
 
-def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int) -> tuple[np.ndarray, int, int]:
+def _weights(block: _Block, samples: int, weighting: Weighting) -> tuple[np.ndarray, int, int]:
     """Return each token's weight before the divisor, and the numbers of trained tokens and sequences. The numbers are
     global, which makes the loss independent of mesh and microbatching.
 
@@ -191,11 +201,11 @@ def _weights(block: _Block, samples: int, aggregation: Aggregation, length: int)
     on = block.mask > 0
     per_sample = np.bincount(block.owner[on], minlength=samples)
     weights = block.mask.astype(np.float64)
-    if aggregation == "sequence_mean":
+    if weighting.aggregation == "sequence_mean":
         own = np.append(per_sample, 1)[block.owner]  # padding, -1, indexes the appended 1
         weights = weights / np.maximum(own, 1)
-    elif aggregation == "sequence_sum":
-        weights = weights / length
+    elif weighting.aggregation == "sequence_sum":
+        weights = weights / weighting.length
     return weights, int(on.sum()), int((per_sample > 0).sum())
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_rl.batch.experience import minibatches
-from titan_rl.batch.packing import divisor, pack, unpack
+from titan_rl.batch.packing import TOKEN_MEAN, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.export import export
@@ -33,7 +33,7 @@ class Learner:
         self._snapshots, self._incidents = run.snapshots, run.incidents
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
-        self._failed_saves = 0  # in a row
+        self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
         self._checksums: dict[str, list[int]] = {}
         self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
@@ -71,13 +71,13 @@ class Learner:
         algorithm = self._config.algorithm
         asked: dict[str, Awaitable[list[np.ndarray]]] = {}
         if algorithm.needs_reference:
-            asked["reference"] = self._scores(samples, *self._home("reference"))
+            asked["reference"] = self.scores(samples, *self._home("reference"))
         if algorithm.needs_teacher:
-            asked["teacher"] = self._scores(samples, *self._home("teacher"))
+            asked["teacher"] = self.scores(samples, *self._home("teacher"))
         if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
             asked["proximal"] = self.scores(samples)
         if self._meshes.critic is not None:
-            asked["value"] = self._scores(samples, self._meshes.critic)
+            asked["value"] = self.scores(samples, self._meshes.critic)
         if not asked:
             return list(samples)
         with self._clock("judge"):
@@ -147,35 +147,28 @@ class Learner:
                     await self._meshes.critic.save(step)
                 await self._meshes.trainers.save(step, controller)
         except RankFailed as error:
-            self._failed_saves += 1
+            self.failed_saves += 1
             if not error.kind:
                 raise  # it died
-            if last or self._failed_saves > self._config.fault.max_failed_saves:
+            if last or self.failed_saves > self._config.fault.max_failed_saves:
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
             why = error.details.strip().rpartition("\n")[2][:WHY]
             self._incidents.note(
                 f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
             )
             return False
-        self._failed_saves = 0
+        self.failed_saves = 0
         return True
-
-    @property
-    def owes_a_checkpoint(self) -> bool:
-        return self._failed_saves > 0
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm
-        return self._packed(
-            samples,
-            mesh,
-            aggregation=algorithm.aggregation,
-            length=algorithm.length_constant or self._config.rollout.max_new_tokens,
-            together=2 if algorithm.kind in ("preference", "reward") else 1,
-            whole=whole,
-        )
+        length = algorithm.length_constant or self._config.rollout.max_new_tokens
+        together = 2 if algorithm.kind in ("preference", "reward") else 1
+        return self._packed(samples, mesh, together, Weighting(algorithm.aggregation, length, whole))
 
-    def _packed(self, samples: Sequence[Sample], mesh: ModelMesh, **how: Any) -> list[Batch]:
+    def _packed(
+        self, samples: Sequence[Sample], mesh: ModelMesh, together: int = 1, weighting: Weighting = TOKEN_MEAN
+    ) -> list[Batch]:
         training = self._config.training
         return pack(
             samples,
@@ -183,24 +176,20 @@ class Learner:
             seq_len=training.seq_len,
             rows_per_microbatch=training.local_batch_size,
             pad_id=self._setup.tokenizer.pad,
-            **how,
+            together=together,
+            weighting=weighting,
         )
 
-    async def scores(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return the trained model's own log-probs, or a reward model's values."""
-        return await self._scores(samples, self._meshes.trainers)
-
-    # -- roles ------------------------------------------------------------------------------------------------
-
-    async def _scores(self, samples: Sequence[Sample], mesh: ModelMesh, lent: str = "") -> list[np.ndarray]:
+    async def scores(
+        self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""
+    ) -> list[np.ndarray]:
+        """Return log-probs, or a reward model's or critic's values: by default those of the trained model."""
+        mesh = mesh or self._meshes.trainers
         batches = self.batches(samples, mesh)
-        answers, checksums = await mesh.scores(batches, self._temperature, lent)
+        temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
+        answers, checksums = await mesh.scores(batches, temperature, lent)
         self._watch(lent or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples)
-
-    @property
-    def _temperature(self) -> float:
-        return self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
 
     def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""

@@ -31,7 +31,8 @@ class Stop:
         self._asked: list[asyncio.Future[None]] = []  # resolved by the next save
         self._stepping = self._saving = self._leaving = self._paused = self._signalled = False
         self._phase: PhaseName | None = None
-        self._step = self._last = 0
+        self.step = 0  # the current step, or the last one
+        self._last = 0
         self._saved: int | None = None
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -46,7 +47,7 @@ class Stop:
         self._last, self._stepping, self._saving = last, True, False
         try:
             for step in range(first, last + 1):
-                self._step = step
+                self.step = step
                 with span("step", step=step):
                     yield step
                 self._saving = False
@@ -77,11 +78,6 @@ class Stop:
                 self._paused = False
         self._leaving = self.requested
 
-    @property
-    def step(self) -> int:
-        """The current step, or the last one."""
-        return self._step
-
     # -- requests, each answered with the run's status -----------------------------------------------
 
     def status(self) -> dict[str, Any]:
@@ -89,7 +85,7 @@ class Stop:
         return {
             "state": self._state,
             "phase": self._phase and self._phase.replace("_", " "),
-            "step": self._step,
+            "step": self.step,
             "of": self._last,
             "saved": self._saved,
         }
@@ -118,8 +114,6 @@ class Stop:
         """Stop after the current step, however long it takes."""
         self._request()
         return self.status()
-
-    # -- internals ---------------------------------------------------------------------------------------------------
 
     @property
     def _state(self) -> str:

@@ -202,7 +202,6 @@ class WeightSync:
             return await self._generators.pull(publication.version, manifests, lease, forgives=forgives)
 
     async def sync(self, version: int) -> SyncStats:
-        """Make the generators serve what the trainers hold."""
         await self.begin_sync(version)
         return await self.settle()
 

@@ -20,7 +20,7 @@ from support.packed_rows import (
     weights,
     weights_of,
 )
-from titan_rl.batch.packing import ALIGN, Aggregation, pack, unpack
+from titan_rl.batch.packing import ALIGN, Aggregation, Weighting, pack, unpack
 from titan_rl.wire.types import Sample
 
 
@@ -113,7 +113,7 @@ def test_a_weighted_sum_does_not_depend_on_the_layout(
     """One process, FSDP2 and any microbatch size have the same loss: sum of weight x value over everything."""
     sums = []
     for shards, seq_len, rows in (one, other):
-        how = {"aggregation": aggregation, "length": 20, "pad_id": PAD}
+        how = {"weighting": Weighting(aggregation, 20), "pad_id": PAD}
         batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows, **how)
         sums.append(
             math.fsum(
@@ -136,7 +136,7 @@ def test_a_token_mean_counts_every_trained_token_alike() -> None:
 def test_a_sequence_mean_counts_every_trained_sequence_alike() -> None:
     samples = [sample(4), sample(8, prompt=3), sample(3, prompt=3)]
     batches = pack(
-        samples, shards=2, seq_len=16, rows_per_microbatch=1, pad_id=0, aggregation="sequence_mean", length=9
+        samples, shards=2, seq_len=16, rows_per_microbatch=1, pad_id=0, weighting=Weighting("sequence_mean", 9)
     )
     assert {(batch.tokens, batch.sequences) for batch in batches} == {(8, 2)}
     assert weights_of(batches, samples) == pytest.approx([1 / 2, 1 / 2, 0])
@@ -146,7 +146,7 @@ def test_a_sequence_mean_counts_every_trained_sequence_alike() -> None:
 def test_a_sequence_sum_divides_by_a_constant_length() -> None:
     samples = [sample(4), sample(8, prompt=3), sample(3, prompt=3)]
     (batch,) = pack(
-        samples, shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0, aggregation="sequence_sum", length=9
+        samples, shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0, weighting=Weighting("sequence_sum", 9)
     )
     assert weights_of([batch], samples) == pytest.approx([3 / (9 * 2), 5 / (9 * 2), 0])
     assert set(weights([batch]).tolist()) == {0.0, np.float32(1 / 18)}
@@ -155,7 +155,7 @@ def test_a_sequence_sum_divides_by_a_constant_length() -> None:
 @given(shapes(), st.sampled_from(AGGREGATIONS))
 def test_only_trained_tokens_have_weight(case: tuple[int, int, int, list[Sample]], aggregation: Aggregation) -> None:
     shards, seq_len, rows, samples = case
-    how = {"aggregation": aggregation, "length": 7, "pad_id": PAD}
+    how = {"weighting": Weighting(aggregation, 7), "pad_id": PAD}
     batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows, **how)
     assert all(((r.weights > 0) == (r.mask > 0)).all() for r in microbatches(batches))
     trained = [sum(s.mask[1:]) for s in samples]
@@ -245,7 +245,7 @@ def test_a_token_without_a_finite_logprob_is_not_trained_on(bad: float) -> None:
 
 def test_a_sequence_whose_every_logprob_is_infinite_is_no_sequence_of_the_mean() -> None:
     samples = [Sample([1, 2], [0, 1], {"behaviour": [0.0, -math.inf]}), sample(3)]
-    (batch,) = pack(samples, shards=1, seq_len=8, rows_per_microbatch=1, pad_id=0, aggregation="sequence_mean")
+    (batch,) = pack(samples, shards=1, seq_len=8, rows_per_microbatch=1, pad_id=0, weighting=Weighting("sequence_mean"))
     assert batch.sequences == 1
     assert weights_of([batch], samples) == [0, 1]
 
@@ -253,7 +253,7 @@ def test_a_sequence_whose_every_logprob_is_infinite_is_no_sequence_of_the_mean()
 @pytest.mark.parametrize("samples", [[], [sample(1)], [Sample([1, 2], [0, 0], {"behaviour": [0.0, 0.0]})]])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_to_train_on_is_a_batch_of_padding(samples: list[Sample], aggregation: Aggregation) -> None:
-    batches = pack(samples, shards=2, seq_len=16, rows_per_microbatch=2, pad_id=0, aggregation=aggregation)
+    batches = pack(samples, shards=2, seq_len=16, rows_per_microbatch=2, pad_id=0, weighting=Weighting(aggregation))
     assert [(batch.tokens, batch.sequences) for batch in batches] == [(1, 1), (1, 1)]
     assert all(r.tokens.shape == (2, 16) and not r.mask.any() and not r.weights.any() for r in microbatches(batches))
 

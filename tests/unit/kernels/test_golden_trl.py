@@ -38,7 +38,7 @@ from titan_rl.batch.advantages import (
     leave_one_out,
 )
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss
-from titan_rl.kernels.preference_loss import Preference, bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, Preference, bradley_terry_loss, dpo_loss
 
 TRL_POLICY, TRL_RLOO = cases("trl_policy.json"), cases("trl_rloo.json")
 TRL_PREFERENCE, TRL_ADVANTAGES = cases("trl_preference.json"), cases("trl_advantages.json")
@@ -141,11 +141,8 @@ def preference(case: Case, kind: Preference) -> tuple[torch.Tensor, Counter[str]
         return dpo_loss(
             at(logprob[order]),
             at(torch.zeros_like(reference)),
-            reference_T=at(reference[order]),
-            mask_T=at.mask,
-            sequence_T=at.sequence,
-            sequences=at.sequences,
-            pairs=pairs,
+            at(reference[order]),
+            Pairs(at.mask, at.sequence, at.sequences, pairs),
             beta=settings["beta"],
             label_smoothing=settings["label_smoothing"],
             kind=kind,
@@ -173,9 +170,7 @@ def test_the_reward_models_loss_and_metrics_are_trls() -> None:
     score = tensor(case["inputs"]["score"]).requires_grad_()
     count = len(score)
     ordered = score.reshape(2, -1).T.reshape(-1)  # theirs: all chosen, then all rejected
-    loss, statistics = bradley_terry_loss(
-        ordered, mask_T=torch.ones(count), sequence_T=torch.arange(count), sequences=count, pairs=count // 2
-    )
+    loss, statistics = bradley_terry_loss(ordered, Pairs(torch.ones(count), torch.arange(count), count, count // 2))
     loss.backward()
     theirs = case["outputs"]
     compare(loss, theirs["loss"])

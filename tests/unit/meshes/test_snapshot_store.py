@@ -67,7 +67,7 @@ def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, Any
             for path in (path for paths in newest.paths.values() for path in paths):
                 with open(path, "rb") as part:
                     assert int.from_bytes(os.pread(part.fileno(), 8, HEAD.size), "little") == newest.step
-    snapshots.close()
+    snapshots.forget()
     for mesh in meshes:
         mesh.finish()
 
@@ -89,4 +89,4 @@ def test_an_older_snapshot_can_be_gone_back_to() -> None:
     assert snapshots.newest() is older  # not yet
     policy.finish()
     assert [found.step for found in (snapshots.newest(), snapshots.newest(before=6)) if found] == [6, 5]
-    snapshots.close()
+    snapshots.forget()

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.kernels.kl import Estimator
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss, supervised_loss
-from titan_rl.kernels.preference_loss import bradley_terry_loss, dpo_loss
+from titan_rl.kernels.preference_loss import Pairs, bradley_terry_loss, dpo_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
@@ -42,7 +42,7 @@ GROUPS = [
 def metrics_of_losses() -> dict[str, set[str]]:
     """Return the names of the metrics that each loss adds to a step, by algorithm."""
     x, sequence = torch.linspace(-1, 0, 4), torch.tensor([0, 0, 1, 1])
-    pairs: dict[str, Any] = {"mask_T": torch.ones(4), "sequence_T": sequence, "sequences": 2, "pairs": 1}
+    pairs = Pairs(torch.ones(4), sequence, 2, 1)
 
     def policy(kl: Estimator) -> Statistics:
         tokens = Tokens(x, x, torch.ones(4), torch.ones(4) / 4, sequence, 2, reference=x)
@@ -51,8 +51,8 @@ def metrics_of_losses() -> dict[str, set[str]]:
     statistics = {
         **{f"rl, {kl}": policy(kl) for kl in get_args(Estimator)},
         "supervised": supervised_loss(x, x, torch.ones(4), torch.ones(4) / 4)[1],
-        "preference": dpo_loss(x, x, reference_T=x, beta=0.1, **pairs)[1],
-        "reward": bradley_terry_loss(x, **pairs)[1],
+        "preference": dpo_loss(x, x, x, pairs, beta=0.1)[1],
+        "reward": bradley_terry_loss(x, pairs)[1],
         "value": value_loss(x, old_T=x, return_T=x, mask_T=torch.ones(4), weight_T=torch.ones(4) / 4, clip=0.2)[1],
     }
     batch = Batch([], 4, 2)
