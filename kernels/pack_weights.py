@@ -21,6 +21,17 @@ from torch import Tensor
 from titan_rl.wire.weight_plan import Copy
 
 
+def reference_pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
+    """Pack by indices, row by row: the reference that tests and benchmarks compare with."""
+    packed = [run.new_empty(0)]
+    for c in copies:
+        blocks, rows = torch.arange(c.blocks)[:, None], torch.arange(c.rows)
+        index = (c.src_row0 + blocks * c.block_stride + rows * c.src_step).flatten().to(params[c.name].device)
+        table = params[c.name].reshape(len(params[c.name]), -1)
+        packed.append(table[index, c.src_col0 : c.src_col0 + c.cols].flatten().to(run.device, run.dtype))
+    run.copy_(torch.cat(packed))
+
+
 @torch.no_grad()
 def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> None:
     """Fill `run` with the copies' elements, cast to its dtype. Parameters are local tensors, vectors or matrices."""

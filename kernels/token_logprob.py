@@ -34,6 +34,18 @@ from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 TILES = {"cpu": (1024, 1024), "cuda": (2048, 16384)}
 
 
+def reference_token_logprob(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
+    logits_TV = hidden_TD @ weight_VD.T
+    logits_TV = logits_TV.to(_accumulation_dtype(logits_TV)) / temperature
+    logprobs_TV = logits_TV.log_softmax(-1)
+    logprob_T = logprobs_TV.gather(-1, targets_T.unsqueeze(-1)).squeeze(-1)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return logprob_T, entropy_T
+
+
 class Tile:
     """Windows [tokens, vocabulary] of the logits, all computed in the same memory: new memory for each would cost page
     faults."""

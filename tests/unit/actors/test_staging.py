@@ -26,7 +26,7 @@ from titan_rl.actors.sync.landing import Landing, Source
 from titan_rl.actors.sync.staging import Staging, octets, shards_of
 from titan_rl.actors.sync.transport import How, Offer, here
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.kernels.pack_weights import window
+from titan_rl.kernels.pack_weights import reference_pack, window
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
@@ -262,8 +262,6 @@ async def done(future: Any, seconds: float = 30) -> Any:
 
 
 def test_readers_that_want_parameters_in_different_orders_get_their_own() -> None:
-    from support.reference_kernels import reference_pack  # Monarch's processes import this module without tests/
-
     params = {name: torch.randn(16, 8) for name in "abc"}
     halves = {name: [Copy(name, 0, col, 16, 4, "p", 0, 0) for col in (0, 4)] for name in params}
     runs = {reader: tuple(halves[name][reader] for name in names) for reader, names in enumerate(("abc", "cab"))}

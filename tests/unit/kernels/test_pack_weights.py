@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.reference_kernels import reference_pack
-from titan_rl.kernels.pack_weights import Cast, broken, pack, window
+from titan_rl.kernels.pack_weights import Cast, broken, pack, reference_pack, window
 from titan_rl.wire.weight_plan import Copy
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.reference_kernels import reference_pack
-from titan_rl.kernels.pack_weights import pack
+from titan_rl.kernels.pack_weights import pack, reference_pack
 from titan_rl.wire.weight_plan import Copy
 
 triton = pytest.importorskip("triton")
@@ -54,11 +53,7 @@ def interpret() -> None:
 
 
 def test_the_interpreted_kernel_agrees_with_the_reference() -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
 
 

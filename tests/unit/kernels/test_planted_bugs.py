@@ -22,9 +22,9 @@ from golden.replay import (
     verl_gae_inputs,
     verl_setup,
 )
-from support.reference_kernels import reference_token_logprob
 from titan_rl.batch.advantages import gae, whiten
 from titan_rl.kernels.policy_loss import policy_loss
+from titan_rl.kernels.token_logprob import reference_token_logprob
 from titan_rl.wire.types import Sample
 
 CASES = cases("verl_policy.json")

@@ -12,9 +12,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support.reference_kernels import reference_token_logprob
 from titan_rl.kernels import token_logprob as kernel
-from titan_rl.kernels.token_logprob import token_logprob
+from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, ...]
