@@ -138,7 +138,7 @@ def peak_mib(variant: str, case: dict[str, Any]) -> float:
 
 def weigh(variant: str, case: dict[str, Any]) -> float:
     """Return peak memory of one forward and backward, less that of the inputs, in MiB. Needs a fresh process."""
-    small = {key: min(value, 16) if isinstance(value, int) else value for key, value in case.items()}
+    small: dict[str, Any] = {key: min(value, 16) if isinstance(value, int) else value for key, value in case.items()}
     token_logprob_pass(variant, **small)()  # what libraries allocate once
     run = token_logprob_pass(variant, **case)
     if DEVICE == "cuda":

@@ -4,9 +4,7 @@
 """
 
 import asyncio
-import os
 import random
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -61,9 +59,7 @@ def main() -> None:
             yield replace(meshes, generators=generators), watch
 
     session.launch = launch
-    code = run.main()
-    sys.stdout.flush()
-    os._exit(code)
+    run.entry()
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ from titan_rl.environment import CONTROLLER_ENV
 CONFIG = "grpo_llama"
 
 
-def run_to_end(
-    keys: Mapping[str, Any], *flags: str, config: str = CONFIG, program: Sequence[str] = ("-m", "titan_rl.run")
-) -> str:
+def run_to_end(keys: Mapping[str, Any], config: str = CONFIG, program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
     """Run `program` with these config keys and return what it printed."""
     command = [sys.executable, *program, "--config", config]
     command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
-    done = subprocess.run([*command, *flags], env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
+    done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -5,8 +5,7 @@ import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 from typing import Any
 
-from bench.async_learning import UNCORRECTED, missing
-from bench.async_plot import plot
+from bench.async_learning import UNCORRECTED, missing, plot
 from bench.long_tailed import LongTailed, drawn_length
 from titan_rl.wire.types import Completion, Request, Sampling
 
