@@ -29,7 +29,9 @@ def learning(path: Path, folder: Path, seeds: int, steps: int) -> None:
     """Measure the curves that are not complete in the CSV. No run is paced, so tokens are as old as the lag allows."""
     for (seed, lag, correction), keys in missing(csv_rows(path), seeds, steps, LAGS).items():
         began = time.monotonic()
-        curve = learnt(cold_started(folder / f"seed{seed}", seed), seed, steps, keys)
+        start = folder / f"seed{seed}"  # every run of a seed starts from it; a finished cold start is not repeated
+        run_to_end({"training.steps": 0, "debug.seed": seed, "job.dump_folder": start})
+        curve = learnt(start / "hf", seed, steps, keys)
         common = {"seed": seed, "lag": lag, "correction": correction}
         append_rows(path, [common | point | ran_on() for point in curve])
         took, last = time.monotonic() - began, curve[-1]["score"]
@@ -49,12 +51,6 @@ def missing(
                 found[seed, lag, "default"] = keys
             found[seed, lag, "none"] = keys | (UNCORRECTED if lag else {})
     return {key: keys for key, keys in found.items() if key not in there}
-
-
-def cold_started(folder: Path, seed: int) -> Path:
-    """Return the Hugging Face folder that every run of a seed starts from; a finished cold start is not repeated."""
-    run_to_end({"training.steps": 0, "debug.seed": seed, "job.dump_folder": folder})
-    return folder / "hf"
 
 
 def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[dict[str, Any]]:

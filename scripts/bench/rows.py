@@ -5,7 +5,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -36,17 +36,11 @@ class Row:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        figures: dict[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "min": min, "max": max}
-        return {
-            "part": self.part,
-            "case": self.case,
-            "way": self.way,
-            "measure": self.measure,
-            **{name: f"{figure(self.values):.4g}" for name, figure in figures.items()},
-            "runs": str(len(self.values)),
-            "ratio": "" if self.ratio is None else f"{self.ratio:.4g}",
-            "note": self.note,
-        }
+        values = self.values
+        figures = {"median": statistics.median(values), "min": min(values), "max": max(values), "ratio": self.ratio}
+        texts = {"part": self.part, "case": self.case, "way": self.way, "measure": self.measure, "note": self.note}
+        numbers = {name: "" if figure is None else f"{figure:.4g}" for name, figure in figures.items()}
+        return {**texts, **numbers, "runs": str(len(values))}
 
 
 def report(path: Path, columns: Sequence[str], rows: Iterable[Row], **more: Any) -> None:
@@ -56,13 +50,11 @@ def report(path: Path, columns: Sequence[str], rows: Iterable[Row], **more: Any)
         common, lines = ran_on() | more, [row.cells() for row in group]
         append_rows(path, [{name: (line | common)[ALIASES.get(name, name)] for name in columns} for line in lines])
         table = Table(title=case, title_justify="left")
-        shown = {
-            name: key for name in columns if (key := ALIASES.get(name, name)) in lines[0].keys() - {"part", "case"}
-        }
-        for name, key in shown.items():
-            table.add_column(name, justify="left" if key in ("way", "measure", "note") else "right")
+        shown = [name for name in columns if ALIASES.get(name, name) in lines[0].keys() - {"part", "case"}]
+        for name in shown:
+            table.add_column(name, justify="left" if name in ("way", "variant", "measure", "note") else "right")
         for line in lines:
-            table.add_row(*(line[key] for key in shown.values()))
+            table.add_row(*(line[ALIASES.get(name, name)] for name in shown))
         console.print(table)
 
 
