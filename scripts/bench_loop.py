@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.rows import BENCHMARKS, FIGURES, Row, report
-from bench.runs import CONFIG, metric_lines, run_to_end
+from bench.rows import BENCHMARKS, CONFIG, FIGURES, Row, metric_lines, report, run_to_end
 
 COLUMNS = ("measure", *FIGURES, "date", "commit", "config", "machine", "engines")
 KEYS = {

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import append_rows, csv_rows, ran_on
-from bench.runs import CONFIG, metric_lines, run_to_end
+from bench.rows import CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
 from titan_rl.config.toml import find, load
 from titan_rl.record.metrics import EVAL_SCORE
 
@@ -111,17 +110,13 @@ def plot(rows: Sequence[Mapping[str, str]]) -> str:
     color = dict(zip(sorted({lag for lag, _ in lines}), COLORS, strict=False))
     for place, ((lag, correction), points) in enumerate(lines.items()):
         dots = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points.items()))
-        drawn += curve(place, lag, color[lag], dots, dashed=bool(lag) and correction == "none")
+        dashed = bool(lag) and correction == "none"
+        look = f'fill="none" stroke="{color[lag]}" stroke-width="2"' + (' stroke-dasharray="5 4"' if dashed else "")
+        x, y = WIDTH - RIGHT + 16, TOP + 20 * place  # of the legend
+        drawn += [f'<polyline points="{dots}" {look}/>', f'<path d="M{x} {y}h24" {look}/>']
+        drawn.append(text(x + 32, y + 4, f"lag {lag}" + (", uncorrected" if dashed else ""), ""))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
     return "\n".join([head, f"<style>{STYLE}</style>", *drawn, "</svg>\n"])
-
-
-def curve(place: int, lag: int, color: str, dots: str, *, dashed: bool) -> list[str]:
-    """Draw one line and its entry in the legend."""
-    look = f'fill="none" stroke="{color}" stroke-width="2"' + (' stroke-dasharray="5 4"' if dashed else "")
-    x, y = WIDTH - RIGHT + 16, TOP + 20 * place
-    words = f"lag {lag}" + (", uncorrected" if dashed else "")
-    return [f'<polyline points="{dots}" {look}/>', f'<path d="M{x} {y}h24" {look}/>', text(x + 32, y + 4, words, "")]
 
 
 def text(x: float, y: float, words: str, look: str) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.rows import Row
-from bench.runs import metric_lines, run_to_end
+from bench.rows import Row, metric_lines, run_to_end
 
 LONG_TAILED = Path(__file__).with_name("long_tailed.py")
 WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as long as it trains, about a second in all

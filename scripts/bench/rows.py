@@ -1,8 +1,10 @@
-"""A benchmark's result: rows that become a printed table and lines of a CSV file in docs/benchmarks."""
+"""What benchmarks share: whole runs of titan_rl, and results as printed tables and lines of CSVs in docs/benchmarks."""
 
 import csv
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +16,14 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from titan_rl.environment import CONTROLLER_ENV
 from titan_rl.record.provenance import git_commit, machine, versions
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 FIGURES = ("median", "min", "max", "runs")
 RAN_ON = ("date", "commit", "machine", "engines", "load")
 ALIASES = {"kernel": "part", "config": "case", "variant": "way", "over plain": "ratio"}  # column names of single files
+CONFIG = "grpo_llama"
 T = TypeVar("T")
 
 
@@ -92,3 +96,18 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
     order = list(ways)
     for i in range(rounds):
         yield from ((i, way) for way in (order if i % 2 else reversed(order)))
+
+
+def run_to_end(keys: Mapping[str, Any], config: str = CONFIG, program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
+    """Run `program` with these config keys and return what it printed."""
+    command = [sys.executable, *program, "--config", config]
+    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def metric_lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] in kinds]

@@ -71,7 +71,7 @@ async def loading(megabytes: int, repeats: int) -> list[Row]:
         settings = EngineSettings(
             model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
         )
-        trainers: Any = PackingTrainers(Ranks.spawn("trainer", RANKS, TrainerRank))
+        trainers: Any = PackingTrainers(Ranks("trainer", RANKS, TrainerRank))
         generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
         try:
             await generators.start()

@@ -67,8 +67,7 @@ class Rank(Actor):
         if (memory := getattr(self, "memory", None)) is not None:
             os.close(memory)
         for name in ("staging", "buffers", "tensors", "reads", "landed", "mapped", "run", "memory"):
-            if hasattr(self, name):
-                delattr(self, name)
+            vars(self).pop(name, None)
         self.landings = {}
         gc.collect()
 

@@ -91,7 +91,7 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
     shape = shape_of_size(megabytes)
     trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
-    meshes = MeshPair(made, Ranks.spawn("trainer", ranks, TrainerRank), Ranks.spawn("reader", readers, Reader))
+    meshes = MeshPair(made, Ranks("trainer", ranks, TrainerRank), Ranks("reader", readers, Reader))
     world = ranks + readers
     with tempfile.TemporaryDirectory() as folder:
         try:
