@@ -93,11 +93,8 @@ def shape(tokens: int, size: int, dtype: str = "float32", vocabulary: int = 1310
 
 
 TIMED = (shape(1024, 64), shape(1024, 256), shape(1024, 1024, vocabulary=32768), shape(1024, 64, "bfloat16"))
-WEIGHED = {  # by variant: the plain one does not fit where the others do
-    "plain": (shape(1024, 64), shape(2048, 64), shape(4096, 64)),
-    "titan_rl": (shape(2048, 64), shape(4096, 64), shape(8192, 64)),
-    "torchtitan chunked": (shape(2048, 64), shape(4096, 64), shape(8192, 64)),
-}
+EVERY = tuple(TOKEN_LOGPROB)
+WEIGHED = {1024: EVERY[:1], 2048: EVERY, 4096: EVERY, 8192: EVERY[1:]}  # by tokens; the plain one does not fit the most
 
 
 def seconds(run: Pass) -> dict[str, float]:
@@ -124,8 +121,9 @@ def time_rows(repeats: int) -> Iterator[Row]:
 
 
 def memory_rows() -> Iterator[Row]:
-    for case in {label(case): case for cases in WEIGHED.values() for case in cases}.values():
-        mib = {variant: peak_mib(variant, case) for variant, cases in WEIGHED.items() if case in cases}
+    for tokens, variants in WEIGHED.items():
+        case = shape(tokens, 64)
+        mib = {variant: peak_mib(variant, case) for variant in variants}
         first = mib.get("plain")
         for variant, peak in mib.items():
             yield Row(KERNEL, label(case), "peak memory, MiB", [peak], variant, peak / first if first else None)

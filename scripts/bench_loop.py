@@ -31,22 +31,21 @@ WARM_UP = 2  # steps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "loop.csv")
     a = parser.parse_args()
     measured: dict[str, list[float]] = {}
     for _ in range(a.repeats):
-        for name, value in run(a.config, a.steps).items():
+        for name, value in run(a.steps).items():
             measured.setdefault(name, []).append(value)
-    report(a.csv, COLUMNS, [Row("loop", a.config, name, values) for name, values in measured.items()])
+    report(a.csv, COLUMNS, [Row("loop", CONFIG, name, values) for name, values in measured.items()])
 
 
-def run(config: str, steps: int) -> dict[str, float]:
+def run(steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        out = run_to_end(KEYS | {"training.steps": steps, "job.dump_folder": folder}, config=config)
+        out = run_to_end(KEYS | {"training.steps": steps, "job.dump_folder": folder})
         (first, *_), rl = metric_lines(Path(folder), "cold_start"), metric_lines(Path(folder), "rl")[WARM_UP:]
     found = {"startup: command to first training step, s": first["time"] - first["time/step"] - began}
     for phase, seconds in re.findall(r"✓ (\S+): .*?\s([\d.]+) s", out):

@@ -98,9 +98,9 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
         yield from ((i, way) for way in (order if i % 2 else reversed(order)))
 
 
-def run_to_end(keys: Mapping[str, Any], config: str = CONFIG, program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
+def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
     """Run `program` with these config keys and return what it printed."""
-    command = [sys.executable, *program, "--config", config]
+    command = [sys.executable, *program, "--config", CONFIG]
     command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
     done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
     if done.returncode:

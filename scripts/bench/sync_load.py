@@ -44,23 +44,20 @@ RANKS = 2
 SAMPLES = 8  # that the engine advances in each step
 
 
-class PackingTrainers:
+class PackingTrainers(Ranks):
     """The part of a trainer mesh that a weight sync calls."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
     async def shards(self) -> list[list[Shard]]:
-        return await self.ranks.each("layout")
+        return await self.each("layout")
 
     async def stage(
         self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSyncSection
     ) -> list[dict[int, Offer]]:
         remote = any(is_remote(place, sync.transport) for place in places)
-        return await self.ranks.each("stage", sync, remote, own=copies)
+        return await self.each("stage", sync, remote, own=copies)
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
-        packed = await self.ranks.each("publish", version, slot, serial)
+        packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [runs for runs, _, _ in packed], max(wall for _, wall, _ in packed))
 
 
@@ -71,11 +68,11 @@ async def loading(megabytes: int, repeats: int) -> list[Row]:
         settings = EngineSettings(
             model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
         )
-        trainers: Any = PackingTrainers(Ranks("trainer", RANKS, TrainerRank))
+        trainers: Any = PackingTrainers("trainer", RANKS, TrainerRank)
         generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
         try:
             await generators.start()
-            await trainers.ranks.each("hold", {}, shape, RANKS)
+            await trainers.each("hold", {}, shape, RANKS)
             case, load = f"{megabytes} MB, {RANKS} ranks to an engine that samples", list[asyncio.Task[None]]()
             versions = count(1)
             for way, sync in WAYS.items():
@@ -86,7 +83,7 @@ async def loading(megabytes: int, repeats: int) -> list[Row]:
                 stats: list[SyncStats] = []
                 during, alone = [], []  # (seconds, tokens sampled in them) with a sync, and without one
                 for i in range(1 + repeats):
-                    await trainers.ranks.each("negate", CHANGED if sync.delta else "")
+                    await trainers.each("negate", CHANGED if sync.delta else "")
                     marks = [await mark(generators)]
                     synced = await weights.sync(next(versions))
                     marks.append(await mark(generators))  # after the keys and values of open samples are recomputed
@@ -96,12 +93,12 @@ async def loading(megabytes: int, repeats: int) -> list[Row]:
                         stats.append(synced)
                         for spans, ((then, before), (now, after)) in zip((during, alone), pairwise(marks), strict=True):
                             spans.append((now - then, after - before))
-                await trainers.ranks.each("drop")
+                await trainers.each("drop")
                 rows += served(case, way, stats, during, statistics.median(tokens / took for took, tokens in alone))
             return rows
         finally:
             await asyncio.gather(generators.close(), return_exceptions=True)
-            await asyncio.gather(generators.stop(), trainers.ranks.end(), return_exceptions=True)
+            await asyncio.gather(generators.stop(), trainers.end(), return_exceptions=True)
 
 
 def served(

@@ -254,13 +254,11 @@ class Reader(Rank):
         self.reads = RDMAAction()
         columns = {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
         for t, named in offered.items():
-            wanted = {c.name for c in self.copies[t]}
             self.landed[t] = {}
-            for name, buffer in named.items():
-                if name in wanted:
-                    flat = torch.empty(buffer.size() // 2, dtype=torch.bfloat16)
-                    self.reads.read_remote(flat.view(torch.uint8), buffer)
-                    self.landed[t][name] = flat.view(-1, columns[name]) if columns[name] > 1 else flat
+            for name in dict.fromkeys(c.name for c in self.copies[t]):
+                flat = torch.empty(named[name].size() // 2, dtype=torch.bfloat16)
+                self.reads.read_remote(flat.view(torch.uint8), named[name])
+                self.landed[t][name] = flat.view(-1, columns[name])
 
     @endpoint
     async def read_tensors(self) -> None:
