@@ -21,53 +21,46 @@ import asyncio
 from pathlib import Path
 
 from bench.async_capacity import capacity
-from bench.async_learning import learning
-from bench.async_overlap import MODES, overlap
-from bench.async_plot import plot
+from bench.async_learning import learning, plot
+from bench.async_overlap import overlap
 from bench.async_prefix import prefix
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, csv_rows, report
 
-HERE = Path(__file__).resolve().parents[1]
+OUTPUTS = Path(__file__).resolve().parents[1] / "outputs" / "learning_by_lag"
 COLUMNS = ("part", "case", "measure", *FIGURES, "note", *RAN_ON)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    part = {name: parts.add_parser(name) for name in ("overlap", "capacity", "prefix", "learning")}
-    for name, repeats in (("overlap", 3), ("prefix", 7)):
-        part[name].add_argument("--repeats", type=int, default=repeats)
-    for name in ("overlap", "capacity", "prefix"):
-        part[name].add_argument("--csv", type=Path, default=BENCHMARKS / "async.csv")
-    part["overlap"].add_argument("--steps", type=int, default=15, help="measured steps of each run")
-    part["overlap"].add_argument("--modes", nargs="+", choices=list(MODES)[1:], default=list(MODES)[1:])
-    part["overlap"].add_argument("--set", action="append", default=[], help="a flag of the runs: --set=--model.dim=64")
-    part["capacity"].add_argument("--steps", type=int, default=100)
-    part["capacity"].add_argument("--rollouts", type=int, default=1600, help="number admitted at a time")
-    part["capacity"].add_argument("--seconds", type=float, default=2.0, help="average seconds of a rollout")
-    part["learning"].add_argument("--csv", type=Path, default=BENCHMARKS / "learning_by_lag.csv")
-    part["learning"].add_argument("--svg", type=Path, default=BENCHMARKS / "learning_by_lag.svg")
-    part["learning"].add_argument("--folder", type=Path, default=HERE / "outputs" / "learning_by_lag")
-    part["learning"].add_argument("--seeds", type=int, default=3)
-    part["learning"].add_argument("--steps", type=int, default=60)
-    part["learning"].add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4])
-    part["learning"].add_argument("--plot", action="store_true", help="only plot the CSV")
-    return parser.parse_args()
+OPTIONS = {
+    "overlap": {"repeats": 3, "steps": 15},
+    "capacity": {"steps": 100},
+    "prefix": {"repeats": 7},
+    "learning": {"seeds": 3, "steps": 60},
+}
 
 
 def main() -> None:
-    a = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    for name, options in OPTIONS.items():
+        part = parts.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        file = "learning_by_lag.csv" if name == "learning" else "async.csv"
+        part.add_argument("--csv", type=Path, default=BENCHMARKS / file)
+        for option, default in options.items():
+            part.add_argument(f"--{option}", type=int, default=default)
+        if name == "learning":
+            part.add_argument("--plot", action="store_true", help="only plot the CSV")
+    a = parser.parse_args()
     if a.part == "overlap":
-        report(a.csv, COLUMNS, overlap(a.modes, a.repeats, a.steps, a.set))
+        report(a.csv, COLUMNS, overlap(a.repeats, a.steps))
     elif a.part == "capacity":
         for group_size in (1, 10):
-            report(a.csv, COLUMNS, asyncio.run(capacity(a.rollouts, group_size, a.steps, a.seconds)))
+            report(a.csv, COLUMNS, asyncio.run(capacity(group_size, a.steps)))
     elif a.part == "prefix":
         report(a.csv, COLUMNS, asyncio.run(prefix(a.repeats)))
     else:
         if not a.plot:
-            learning(a.csv, a.folder, a.seeds, a.steps, a.lags)
-        a.svg.write_text(plot(csv_rows(a.csv)))
+            learning(a.csv, OUTPUTS, a.seeds, a.steps)
+        a.csv.with_suffix(".svg").write_text(plot(csv_rows(a.csv)))
 
 
 if __name__ == "__main__":

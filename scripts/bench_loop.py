@@ -13,15 +13,10 @@ import re
 import statistics
 import tempfile
 import time
-import timeit
 from pathlib import Path
 from typing import Any
 
-from bench.rows import BENCHMARKS, FIGURES, Row, report
-from bench.runs import CONFIG, metric_lines, run_to_end
-from titan_rl.record.ledger import Ledger
-from titan_rl.wire.spans import Recorder
-from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
+from bench.rows import BENCHMARKS, CONFIG, FIGURES, Row, metric_lines, report, run_to_end
 
 COLUMNS = ("measure", *FIGURES, "date", "commit", "config", "machine", "engines")
 KEYS = {
@@ -36,22 +31,21 @@ WARM_UP = 2  # steps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "loop.csv")
     a = parser.parse_args()
     measured: dict[str, list[float]] = {}
     for _ in range(a.repeats):
-        for name, value in run(a.config, a.steps).items():
+        for name, value in run(a.steps).items():
             measured.setdefault(name, []).append(value)
-    report(a.csv, COLUMNS, [Row("loop", a.config, name, values) for name, values in measured.items()])
+    report(a.csv, COLUMNS, [Row("loop", CONFIG, name, values) for name, values in measured.items()])
 
 
-def run(config: str, steps: int) -> dict[str, float]:
+def run(steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        out = run_to_end(KEYS | {"training.steps": steps, "job.dump_folder": folder}, config=config)
+        out = run_to_end(KEYS | {"training.steps": steps, "job.dump_folder": folder})
         (first, *_), rl = metric_lines(Path(folder), "cold_start"), metric_lines(Path(folder), "rl")[WARM_UP:]
     found = {"startup: command to first training step, s": first["time"] - first["time/step"] - began}
     for phase, seconds in re.findall(r"✓ (\S+): .*?\s([\d.]+) s", out):
@@ -60,7 +54,7 @@ def run(config: str, steps: int) -> dict[str, float]:
     def median(key: str) -> float:
         return statistics.median(line[key] for line in rl)
 
-    found |= {
+    return found | {
         "step: wall, s": median("time/step"),
         "step: inside the engines, s": statistics.median(map(inside, rl)),
         "step: wall / inside the engines": statistics.median(line["time/step"] / inside(line) for line in rl),
@@ -70,31 +64,6 @@ def run(config: str, steps: int) -> dict[str, float]:
         "sync: wall, s": median("sync/seconds"),
         "sync: bytes": median("sync/bytes"),
     }
-    return found | records()
-
-
-def records() -> dict[str, float]:
-    """Time the run's own records: a span of the timeline, and the four lines of a group in the ledger."""
-    recorder, prompt = Recorder(), Prompt(7, "47+38=", [1] * 7, "580")
-    completion = Completion([5, 8, 0, 2], [-0.1] * 4, [3] * 4, "stop")
-    group = Group(prompt, [Rollout([Turn(prompt.tokens, completion)], "580", 1.0)] * 16)
-
-    def spanned() -> None:
-        with recorder("forward", tokens=96):
-            pass
-
-    with tempfile.TemporaryDirectory() as folder, Ledger(Path(folder)) as ledger:
-
-        def lived() -> None:
-            ledger.admitted(7, 1)
-            ledger.sampled(7, [completion] * 16)
-            ledger.scored(7, group.rewards)
-            ledger.trained(1, [group])
-
-        return {
-            "timeline: one span, us": min(timeit.repeat(spanned, number=2000, repeat=9)) / 2000 * 1e6,
-            "ledger: one group of 16 rollouts, us": min(timeit.repeat(lived, number=500, repeat=9)) / 500 * 1e6,
-        }
 
 
 def inside(line: dict[str, Any]) -> float:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,44 +30,28 @@ from monarch.actor import this_host
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
 from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.batch.packing import pack
-from titan_rl.config.sections import (
-    ColdStartSection,
-    Config,
-    JobSection,
-    ModelSection,
-    ParallelismSection,
-    TrainingSection,
-)
+from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.snapshot import SnapshotPart
-from titan_rl.wire.spans import span
 from titan_rl.wire.types import Batch, Sample
 
 COLUMNS = ("part", "case", "measure", *FIGURES, "ratio", *RAN_ON)
-SHARDED = ParallelismSection(data_parallel_shard_degree=2)
-TINY = ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128)
-LARGE = ModelSection(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
+TINY = c.ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128)
+LARGE = c.ModelSection(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
 LENGTH = 64  # of a sample
 WARM_UP = 2  # pairs of steps
 
 
 def copies(megabytes: int, repeats: int) -> Iterator[Row]:
     """Copy a state of tensors of one megabyte each, about the size of a shard."""
-
-    class Tensors:
-        def state_dict(self) -> dict[str, Any]:
-            return {str(i): tensor for i, tensor in enumerate(tensors)}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Nothing to do: the copy was made in place."""
-
     tensors = [torch.randn(1 << 18) for _ in range(megabytes)]
     plain = [torch.zeros_like(tensor) for tensor in tensors]
-    copy, fds = StateCopy({"state": Tensors()}), [os.memfd_create("titan_rl bench") for _ in range(2)]
+    state: Any = SimpleNamespace(state_dict=lambda: {str(i): tensor for i, tensor in enumerate(tensors)})
+    copy, fds = StateCopy({"state": state}), [os.memfd_create("titan_rl bench") for _ in range(2)]
     firsts, warm, begun, plainly = [], [], [], []
     for i in range(repeats + 1):
         for fd in fds:
@@ -78,28 +63,25 @@ def copies(megabytes: int, repeats: int) -> Iterator[Row]:
             begun.append(time.perf_counter() - began)
             copy.wait()
             (warm if i else firsts).append(time.perf_counter() - began)
-    span.take()
     copy.close()
     case, nbytes = f"{megabytes} MB in tensors of 1 MB", megabytes * 2**20
-
-    def rates(seconds: list[float]) -> list[float]:
-        return [nbytes / each / 1e9 for each in seconds]
-
-    plain_rates, warm_rates = rates(plainly[2:]), rates(warm)
+    plain_rates, warm_rates, first_rates = (
+        [nbytes / each / 1e9 for each in seconds] for seconds in (plainly[2:], warm, firsts)
+    )
     row = partial(Row, "copy", case)
     yield row("plain copy, GB/s", plain_rates)
     yield row("snapshot, GB/s", warm_rates, ratio=ratio(warm_rates, plain_rates))
-    yield row("snapshot into new memory, GB/s", rates(firsts), ratio=ratio(rates(firsts), plain_rates))
+    yield row("snapshot into new memory, GB/s", first_rates, ratio=ratio(first_rates, plain_rates))
     yield row("until the copy has begun, ms", [each * 1e3 for each in begun[2:]])
 
 
-async def start_mesh(model: ModelSection, layout: ParallelismSection, folder: str) -> ModelMesh:
-    config = Config(
-        job=JobSection(dump_folder=folder),
+async def start_mesh(model: c.ModelSection, ranks: int, folder: str) -> ModelMesh:
+    config = c.Config(
+        job=c.JobSection(dump_folder=folder),
         model=model,
-        parallelism=layout,
-        training=TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
-        cold_start=ColdStartSection(steps=10_000),
+        parallelism=c.ParallelismSection(data_parallel_shard_degree=ranks),
+        training=c.TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
+        cold_start=c.ColdStartSection(steps=10_000),
     )
     mesh = ModelMesh(this_host(), "trainer", config, shape_of(model), {})
     await mesh.start()
@@ -107,13 +89,12 @@ async def start_mesh(model: ModelSection, layout: ParallelismSection, folder: st
     return mesh
 
 
-async def steps(case: str, model: ModelSection, layout: ParallelismSection, rows: int, pairs: int) -> list[Row]:
+async def steps(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: int) -> list[Row]:
     """Train on `rows` of 256 tokens per step over all ranks."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    worked: dict[bool, list[float]] = {True: [], False: []}
+    seconds, worked = ({True: list[float](), False: list[float]()} for _ in range(2))  # by: with a snapshot
     taking, copying, from_snapshot, from_disk = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        mesh = await start_mesh(model, layout, folder)
+        mesh = await start_mesh(model, ranks, folder)
         snapshots = Snapshots(mesh, None)
         for at, (pair, taken) in enumerate(in_turn((True, False), WARM_UP + pairs)):
             packed, before = [batches(at, rows, mesh)], cpu_seconds()
@@ -127,9 +108,8 @@ async def steps(case: str, model: ModelSection, layout: ParallelismSection, rows
                 for asked in mesh.spans().values():
                     found = [s.nanoseconds * 1e-9 for s in (await asked).spans if s.name == "snapshot"]
                     copying += found if pair >= WARM_UP else []
-        newest = snapshots.newest()
+        newest, last = snapshots.newest(), 2 * (WARM_UP + pairs)
         assert newest is not None
-        last = 2 * (WARM_UP + pairs)
         await mesh.save(last)
         for _ in range(3):
             from_snapshot.append(await timed(mesh.begin_phase("cold_start", newest)))
@@ -138,7 +118,7 @@ async def steps(case: str, model: ModelSection, layout: ParallelismSection, rows
         await mesh.stop()
     nbytes = snapshots.nbytes["trainer"]
     snapshots.forget()
-    case = f"{case}, {len(nbytes)} ranks, {rows * 4 * LENGTH} tokens a step"
+    case = f"{name}, {ranks} ranks, {rows * 4 * LENGTH} tokens a step"
     step, restore = partial(Row, "step", case), partial(Row, "restore", case)
     return [
         step("bytes of one snapshot, MB a rank", [each / 1e6 for each in nbytes]),
@@ -189,13 +169,9 @@ def main() -> None:
         for megabytes in (1, 100):
             report(a.csv, COLUMNS, copies(megabytes, a.pairs))
     if "mesh" in a.parts:
-        for case, model, layout, rows in (
-            ("tiny", TINY, ParallelismSection(), 16),
-            ("tiny", TINY, SHARDED, 16),
-            ("8M parameters", LARGE, ParallelismSection(), 4),
-            ("8M parameters", LARGE, SHARDED, 8),
-        ):
-            report(a.csv, COLUMNS, asyncio.run(steps(case, model, layout, rows, a.pairs)))
+        for name, model, rows in (("tiny", TINY, (16, 16)), ("8M parameters", LARGE, (4, 8))):
+            for ranks in (1, 2):
+                report(a.csv, COLUMNS, asyncio.run(steps(name, model, ranks, rows[ranks - 1], a.pairs)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 """Measure what a weight sync costs, part by part, and compare it with other ways to move weights. Appends CSV rows.
 
     .venv/bin/python scripts/bench_weight_sync.py                    # all parts
-    .venv/bin/python scripts/bench_weight_sync.py sync --quick       # 50 MB, about a minute
-    .venv/bin/python scripts/bench_weight_sync.py sync --megabytes 1000 --layouts 2x2
+    .venv/bin/python scripts/bench_weight_sync.py sync --megabytes 50 --layouts 2x2     # about a minute
 
 plan   on paper: seconds to plan a 70B model from 512 trainer ranks to 64 generator ranks, and bytes on the wire
 pack   one process: a rank's shards into its readers' runs, compared with a plain copy of as many elements
@@ -24,8 +23,7 @@ from monarch.config import configure
 
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, report
 from bench.sync_load import LARGEST_SERVED, loading
-from bench.sync_pack import packing
-from bench.sync_plan import planning
+from bench.sync_plan import packing, planning
 from bench.sync_ways import syncing
 from titan_rl.environment import prepare_environment
 
@@ -35,28 +33,25 @@ COLUMNS = ("part", "case", "way", "measure", *FIGURES, "ratio", "note", *RAN_ON)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=["plan", "pack", "sync", "load", []], default=[])
-    parser.add_argument("--quick", action="store_true", help="50 MB, two ranks to two readers, 8 layers on paper")
     parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000, 2000])
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x2", "4x1", "1x4", "4x4"], help="ranks x readers")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "weight_sync.csv")
     a = parser.parse_args()
-    sizes, layouts = ([50], ["2x2"]) if a.quick else (a.megabytes, a.layouts)
     parts = a.parts or ["plan", "pack", "sync", "load"]
     if "plan" in parts:
-        report(a.csv, COLUMNS, planning(8 if a.quick else 80))
+        report(a.csv, COLUMNS, planning())
     if "pack" in parts:
         report(a.csv, COLUMNS, packing(a.repeats))
+    configure(rdma_allow_tcp_fallback=True)
     if "sync" in parts:
-        configure(rdma_allow_tcp_fallback=True)
-        for megabytes in sizes:
-            for layout in layouts:
+        for megabytes in a.megabytes:
+            for layout in a.layouts:
                 ranks, readers = map(int, layout.split("x"))
                 report(a.csv, COLUMNS, asyncio.run(syncing(megabytes, ranks, readers, a.repeats)))
     if "load" in parts:
         prepare_environment()
-        configure(rdma_allow_tcp_fallback=True)
-        for megabytes in [size for size in sizes if size <= LARGEST_SERVED]:
+        for megabytes in [size for size in a.megabytes if size <= LARGEST_SERVED]:
             report(a.csv, COLUMNS, asyncio.run(loading(megabytes, a.repeats)))
 
 

@@ -8,10 +8,11 @@ import time
 from array import array
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor, ProcMesh, concurrent_endpoint, this_host
+from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from bench.ranks import IMPORTABLE, TIMEOUT
 from bench.rows import Row
@@ -35,20 +36,21 @@ from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Completion, Generates, ReaderCost, Request, Sampling
 
 PROCS, LAG = 4, 1
+ROLLOUTS = 1600  # admitted at a time
+SECONDS = 2.0  # of a rollout, on average
 TOKENS = 64  # per rollout
 SETTLED = 10  # steps
 SPREAD = 0.5  # timers differ by at most this share of the average
 
 
-def timer(seed: int, seconds: float) -> float:
-    return seconds * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
+def timer(seed: int) -> float:
+    return SECONDS * random.Random(seed).uniform(1 - SPREAD, 1 + SPREAD)
 
 
 class Timer(Actor):
     """A generator rank without an engine. It answers a request after a timer."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._version = 0
         self._done: asyncio.Queue[Done] = asyncio.Queue()
         self._over = asyncio.Event()
@@ -86,7 +88,7 @@ class Timer(Actor):
         self._over.set()
 
     async def _answer(self, request: Request, version: int) -> None:
-        await asyncio.sleep(timer(request.seeds[0], self._seconds))
+        await asyncio.sleep(timer(request.seeds[0]))
         samples = [
             Completion([8 + k % 2] * TOKENS, [-0.5] * TOKENS, [version] * TOKENS, "length")
             for k in range(len(request.seeds))
@@ -94,40 +96,13 @@ class Timer(Actor):
         self._done.put_nowait(Done(request.id, samples))
 
 
-class Timers:
-    """Stands in for a replica's ProcMesh: spawns a Timer instead of a generator."""
+def timer_mesh() -> GeneratorMesh:
+    def replica(i: int) -> Replica:
+        procs = spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE)
+        timers: Any = SimpleNamespace(spawn=lambda name, *_: procs.spawn(name, Timer), stop=procs.stop)
+        return Replica(i, f"timer{i}", timers, EngineSettings(model_dir="", max_model_len=0))
 
-    def __init__(self, procs: ProcMesh, seconds: float) -> None:
-        self._procs, self._seconds = procs, seconds
-
-    def spawn(self, name: str, *_: object) -> Timer:
-        return self._procs.spawn(name, Timer, self._seconds)
-
-    def stop(self) -> Any:
-        return self._procs.stop()
-
-
-class Stopwatch:
-    """Records how much later than its timer each request is answered."""
-
-    def __init__(self, generators: Generates, seconds: float) -> None:
-        self._generators, self._seconds = generators, seconds
-        self.late = array("d")  # eight bytes each, which hardly adds to the memory measured
-
-    async def generate(self, request: Request) -> list[Completion]:
-        began = time.perf_counter()
-        samples = await self._generators.generate(request)
-        self.late.append(time.perf_counter() - began - timer(request.seeds[0], self._seconds))
-        return samples
-
-
-def timer_mesh(seconds: float) -> GeneratorMesh:
-    settings = EngineSettings(model_dir="", max_model_len=0)
-    replicas = []
-    for i in range(PROCS):
-        timers: Any = Timers(spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE), seconds)
-        replicas.append(Replica(i, f"timer{i}", timers, settings))
-    return GeneratorMesh(replicas, GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
+    return GeneratorMesh(map(replica, range(PROCS)), GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
 
 
 def rollout_stream(generators: Generates, folder: Path, groups: int, group_size: int, steps: int) -> RolloutStream:
@@ -146,12 +121,22 @@ def rollout_stream(generators: Generates, folder: Path, groups: int, group_size:
     return RolloutStream(settings, generators, prompts, judge, tokenizer.decode, Clock(), Ledger(folder))
 
 
-async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -> list[Row]:
+async def capacity(group_size: int, steps: int) -> list[Row]:
     """Run steps that take `groups` groups, pull a new version and admit as many groups again."""
-    groups = rollouts // group_size // (LAG + 1)
-    mesh = timer_mesh(seconds)
+    groups = ROLLOUTS // group_size // (LAG + 1)
+    mesh = timer_mesh()
     await mesh.start()
-    stopwatch, cpu, wall, settled = Stopwatch(mesh, seconds), 0.0, 0.0, 0
+    late = array("d")  # eight bytes a request, which hardly adds to the memory measured
+
+    async def generate(request: Request) -> list[Completion]:
+        """Record how much later than its timer each request is answered."""
+        began = time.perf_counter()
+        samples = await mesh.generate(request)
+        late.append(time.perf_counter() - began - timer(request.seeds[0]))
+        return samples
+
+    stopwatch: Any = SimpleNamespace(generate=generate)
+    cpu, wall, settled = 0.0, 0.0, 0
     resident = dict.fromkeys((SETTLED, (SETTLED + steps - LAG) // 2, steps - LAG), 0.0)  # steps with as much in flight
     with tempfile.TemporaryDirectory() as folder:
         stream = rollout_stream(stopwatch, Path(folder), groups, group_size, steps)
@@ -163,27 +148,27 @@ async def capacity(rollouts: int, group_size: int, steps: int, seconds: float) -
                     await mesh.pull(step)
                     stream.admit(groups)
                     if step == SETTLED:
-                        cpu, wall, settled = time.process_time(), time.perf_counter(), len(stopwatch.late)
+                        cpu, wall, settled = time.process_time(), time.perf_counter(), len(late)
                     if step in resident:
                         resident[step] = rss()
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-                answered = group_size * (len(stopwatch.late) - settled)
+                answered = group_size * (len(late) - settled)
         finally:
             await mesh.close()
             await mesh.stop()
-    late = 1e3 * np.percentile(stopwatch.late[settled:], [50, 99, 100])
-    case = f"{rollouts} rollouts admitted, groups of {group_size}, {PROCS} processes"
+    median, p99, most = 1e3 * np.percentile(late[settled:], [50, 99, 100])
+    case = f"{ROLLOUTS} rollouts admitted, groups of {group_size}, {PROCS} processes"
     measured = {
-        "rollouts whose timer runs, mean": answered / wall * seconds,  # Little's law; the others wait for their step
+        "rollouts whose timer runs, mean": answered / wall * SECONDS,  # Little's law; the others wait for their step
         "controller: CPU ms a rollout": 1e3 * cpu / answered,
         "controller: share of a core": cpu / wall,
         "rollouts / s": answered / wall,
-        "answered later than its timer: median, ms": late[0],
-        "answered later than its timer: p99, ms": late[1],
-        "answered later than its timer: most, ms": late[2],
+        "answered later than its timer: median, ms": median,
+        "answered later than its timer: p99, ms": p99,
+        "answered later than its timer: most, ms": most,
         **{f"controller: resident after step {step}, MB": megabytes for step, megabytes in resident.items()},
     }
-    note = f"{steps} steps of {groups} groups, {seconds:g} s a rollout, give or take half"
+    note = f"{steps} steps of {groups} groups, {SECONDS:g} s a rollout, give or take half"
     return [Row("capacity", case, measure, [value], note=note) for measure, value in measured.items()]
 
 

@@ -1,26 +1,36 @@
-"""Learning curves at several lags, with and without an off-policy correction, from equal cold starts."""
+"""Learning curves by lag, with and without an off-policy correction, from equal cold starts; and their plot."""
 
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rows import append_rows, csv_rows, ran_on
-from bench.runs import CONFIG, metric_lines, run_to_end
+from bench.rows import CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
 from titan_rl.config.toml import find, load
 from titan_rl.record.metrics import EVAL_SCORE
 
+LAGS = (0, 1, 2, 4)
 LOOK = 5  # steps between evaluations
 UNCORRECTED = {"algorithm.proximal": "trainer", "algorithm.correction": "none"}
 Key = tuple[int, int, str]  # seed, lag, correction
 
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 420, 60, 40, 190, 50
+COLORS = ("#7f7f7f", "#2f7ed8", "#d9822b", "#c23b80", "#2e9e6b", "#8a63d2")  # readable on white and on black
+STYLE = (
+    "text{font:13px sans-serif;fill:#333}.title{font-weight:bold}.end{text-anchor:end}"
+    ".middle{text-anchor:middle}.grid{stroke:#8886}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
+)
 
-def learning(path: Path, folder: Path, seeds: int, steps: int, lags: Sequence[int]) -> None:
+
+def learning(path: Path, folder: Path, seeds: int, steps: int) -> None:
     """Measure the curves that are not complete in the CSV. No run is paced, so tokens are as old as the lag allows."""
-    for (seed, lag, correction), keys in missing(csv_rows(path), seeds, steps, lags).items():
+    for (seed, lag, correction), keys in missing(csv_rows(path), seeds, steps, LAGS).items():
         began = time.monotonic()
-        curve = learnt(cold_started(folder / f"seed{seed}", seed), seed, steps, keys)
+        start = folder / f"seed{seed}"  # every run of a seed starts from it; a finished cold start is not repeated
+        run_to_end({"training.steps": 0, "debug.seed": seed, "job.dump_folder": start})
+        curve = learnt(start / "hf", seed, steps, keys)
         common = {"seed": seed, "lag": lag, "correction": correction}
         append_rows(path, [common | point | ran_on() for point in curve])
         took, last = time.monotonic() - began, curve[-1]["score"]
@@ -42,15 +52,9 @@ def missing(
     return {key: keys for key, keys in found.items() if key not in there}
 
 
-def cold_started(folder: Path, seed: int) -> Path:
-    """Return the Hugging Face folder that every run of a seed starts from; a finished cold start is not repeated."""
-    run_to_end({"training.steps": 0, "debug.seed": seed, "job.dump_folder": folder})
-    return folder / "hf"
-
-
 def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        keys = {
+        own = {
             "model.hf_assets_path": start,
             "cold_start.steps": 0,
             "training.steps": steps,
@@ -59,9 +63,8 @@ def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[
             "job.dump_folder": folder,
             "checkpoint.enable": "false",
             "metrics.enable_tensorboard": "false",
-            **keys,
         }
-        run_to_end(keys)
+        run_to_end({**own, **keys})
         lines = metric_lines(Path(folder), "eval", "rl")
     groups = load(find(CONFIG), []).rollout
     return [
@@ -75,3 +78,46 @@ def learnt(start: Path, seed: int, steps: int, keys: Mapping[str, Any]) -> list[
         for line in lines
         if EVAL_SCORE in line
     ]
+
+
+def plot(rows: Sequence[Mapping[str, str]]) -> str:
+    """Draw the mean score over the seeds by samples. A dashed line has no correction."""
+    scores: dict[tuple[int, str], dict[int, list[float]]] = {}
+    for row in rows:
+        line = scores.setdefault((int(row["lag"]), row["correction"]), {})
+        line.setdefault(int(row["samples"]), []).append(float(row["score"]))
+    lines = {key: {x: statistics.fmean(ys) for x, ys in points.items()} for key, points in sorted(scores.items())}
+    most = max(x for points in lines.values() for x in points) or 1
+    least = min(y for points in lines.values() for y in points.values())
+    floor = max(0.0, int(least * 10) / 10)
+
+    def x_of(samples: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * samples / most
+
+    def y_of(score: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (score - floor) / (1 - floor)
+
+    seeds = max(len(ys) for points in scores.values() for ys in points.values())
+    drawn = [text(LEFT, TOP - 16, f"Held-out score by samples seen, mean of {seeds} seeds", "title")]
+    for tenth in range(round(floor * 10), 11):
+        y = y_of(tenth / 10)
+        drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        drawn.append(text(LEFT - 8, y + 4, f"{tenth / 10:.1f}", "end"))
+    for quarter in range(5):
+        samples = most * quarter / 4
+        drawn.append(text(x_of(samples), HEIGHT - BOTTOM + 18, f"{samples:,.0f}", "middle"))
+    drawn.append(text(x_of(most / 2), HEIGHT - 10, "samples", "middle"))
+    color = dict(zip(sorted({lag for lag, _ in lines}), COLORS, strict=False))
+    for place, ((lag, correction), points) in enumerate(lines.items()):
+        dots = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points.items()))
+        dashed = bool(lag) and correction == "none"
+        look = f'fill="none" stroke="{color[lag]}" stroke-width="2"' + (' stroke-dasharray="5 4"' if dashed else "")
+        x, y = WIDTH - RIGHT + 16, TOP + 20 * place  # of the legend
+        drawn += [f'<polyline points="{dots}" {look}/>', f'<path d="M{x} {y}h24" {look}/>']
+        drawn.append(text(x + 32, y + 4, f"lag {lag}" + (", uncorrected" if dashed else ""), ""))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *drawn, "</svg>\n"])
+
+
+def text(x: float, y: float, words: str, look: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{words}</text>'

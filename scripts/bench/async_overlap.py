@@ -2,12 +2,11 @@
 
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.rows import Row
-from bench.runs import metric_lines, run_to_end
+from bench.rows import Row, metric_lines, run_to_end
 
 LONG_TAILED = Path(__file__).with_name("long_tailed.py")
 WORKLOAD = {  # tuned on two cores so that a synchronous step generates for as long as it trains, about a second in all
@@ -42,11 +41,11 @@ FIRST = 6  # steps until a run's initial backlog is used up and the pace is foun
 LAST = 5  # steps during which nothing is left to generate, at the largest lag
 
 
-def overlap(modes: Sequence[str], repeats: int, steps: int, more: Sequence[str]) -> Iterator[Row]:
+def overlap(repeats: int, steps: int) -> Iterator[Row]:
     """Run all modes in turn, `repeats` times. Ratios compare runs of one round."""
-    measured: dict[str, dict[str, list[float]]] = {mode: {} for mode in ("synchronous", *modes)}
+    measured: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
     for _ in range(repeats):
-        found = {mode: long_tailed(MODES[mode], steps, more) for mode in measured}
+        found = {mode: long_tailed(keys, steps) for mode, keys in MODES.items()}
         synchronous = found["synchronous"]
         g, t = synchronous["waiting for rollouts, s"], synchronous["training, s"]
         bound = synchronous["bound: (G + T) / max(G, T)"] = (g + t) / max(g, t)
@@ -62,11 +61,11 @@ def overlap(modes: Sequence[str], repeats: int, steps: int, more: Sequence[str])
             yield Row("overlap", mode, names.get(name, name) if mode == "synchronous" else name, each)
 
 
-def long_tailed(mode: Mapping[str, Any], steps: int, more: Sequence[str]) -> dict[str, float]:
+def long_tailed(mode: Mapping[str, Any], steps: int) -> dict[str, float]:
     """Return means over the steps of one run between FIRST and LAST."""
     keys = {**WORKLOAD, **mode, "training.steps": FIRST + steps + LAST}
     with tempfile.TemporaryDirectory() as folder:
-        run_to_end(keys | {"job.dump_folder": folder}, *more, program=[str(LONG_TAILED)])
+        run_to_end(keys | {"job.dump_folder": folder}, program=[str(LONG_TAILED)])
         lines = metric_lines(Path(folder), "rl")[FIRST : FIRST + steps]
 
     def mean(key: str) -> float:

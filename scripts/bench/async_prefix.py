@@ -4,6 +4,7 @@ import asyncio
 import random
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,7 @@ PROMPT, GROUPS, SAMPLES, NEW, TOOL = 512, 2, 16, 32, 32  # tokens, except GROUPS
 
 
 async def prefix(repeats: int) -> list[Row]:
-    seconds: dict[tuple[str, bool], list[float]] = {}
-    hits: dict[tuple[str, bool], list[float]] = {}
+    seconds, hits = (defaultdict[tuple[str, bool], list[float]](list) for _ in range(2))  # by turn and if cached
     shape = shape_of(c.ModelSection())
     with tempfile.TemporaryDirectory() as folder:
         write_model_folder(Path(folder), shape)
@@ -37,8 +37,8 @@ async def prefix(repeats: int) -> list[Row]:
             for i, cached in in_turn(engines, 1 + repeats):
                 for turn, took, hit in await two_turns(engines[cached], i, shape.vocab_size):
                     if i:  # the first round warms up
-                        seconds.setdefault((turn, cached), []).append(took)
-                        hits.setdefault((turn, cached), []).append(hit)
+                        seconds[turn, cached].append(took)
+                        hits[turn, cached].append(hit)
         finally:
             for mesh in engines.values():
                 await mesh.close()

@@ -4,40 +4,31 @@
 """
 
 import asyncio
-import os
 import random
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
+from titan_rl import run
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Completion, Request
 
+Generate = Callable[[Request], Awaitable[list[Completion]]]
 MEDIAN, SIGMA = 40, 0.8  # tokens, of a lognormal distribution truncated at rollout.max_new_tokens
 
 
-class LongTailed:
-    """Generators whose samples end at a drawn length, not at a stop token. A request has one length, so a group becomes
-    one request per sample; these enter the engine in one tick, as the group would."""
-
-    def __init__(self, generators: GeneratorMesh) -> None:
-        self._generators = generators
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._generators, name)
-
-    async def generate(self, request: Request) -> list[Completion]:
-        parts = []
-        for k, seed in enumerate(request.seeds):
-            length = drawn_length(request.id, k, request.sampling.max_new_tokens)
-            sampling = replace(request.sampling, max_new_tokens=length, stop_token_ids=())
-            parts.append(replace(request, id=f"{request.id}/{k}", seeds=[seed], sampling=sampling))
-        return [sample for (sample,) in await asyncio.gather(*map(self._generators.generate, parts))]
+async def generate_long_tailed(generate: Generate, request: Request) -> list[Completion]:
+    """Answer a request with samples that end at a drawn length, not at a stop token. A request has one length, so a
+    group becomes one request per sample; these enter the engine in one tick, as the group would."""
+    parts = []
+    for k, seed in enumerate(request.seeds):
+        length = drawn_length(request.id, k, request.sampling.max_new_tokens)
+        sampling = replace(request.sampling, max_new_tokens=length, stop_token_ids=())
+        parts.append(replace(request, id=f"{request.id}/{k}", seeds=[seed], sampling=sampling))
+    return [sample for (sample,) in await asyncio.gather(*map(generate, parts))]
 
 
 def drawn_length(request: str, sample: int, most: int) -> int:
@@ -49,21 +40,13 @@ def drawn_length(request: str, sample: int, most: int) -> int:
 
 
 def main() -> None:
-    from titan_rl import run, session
+    real = GeneratorMesh.generate
 
-    real = session.launch
+    async def generate(self: GeneratorMesh, request: Request) -> list[Completion]:
+        return await generate_long_tailed(partial(real, self), request)
 
-    @asynccontextmanager
-    async def launch(*arguments: Any) -> AsyncIterator[Any]:
-        async with real(*arguments) as (meshes, watch):
-            assert meshes.generators is not None
-            generators: Any = LongTailed(meshes.generators)
-            yield replace(meshes, generators=generators), watch
-
-    session.launch = launch
-    code = run.main()
-    sys.stdout.flush()
-    os._exit(code)
+    GeneratorMesh.generate = generate
+    run.entry()
 
 
 if __name__ == "__main__":

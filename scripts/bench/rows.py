@@ -1,11 +1,13 @@
-"""A benchmark's result: rows that become a printed table and lines of a CSV file in docs/benchmarks."""
+"""What benchmarks share: whole runs of titan_rl, and results as printed tables and lines of CSVs in docs/benchmarks."""
 
 import csv
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from titan_rl.environment import CONTROLLER_ENV
 from titan_rl.record.provenance import git_commit, machine, versions
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 FIGURES = ("median", "min", "max", "runs")
 RAN_ON = ("date", "commit", "machine", "engines", "load")
 ALIASES = {"kernel": "part", "config": "case", "variant": "way", "over plain": "ratio"}  # column names of single files
+CONFIG = "grpo_llama"
 T = TypeVar("T")
 
 
@@ -36,17 +40,11 @@ class Row:
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        figures: dict[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "min": min, "max": max}
-        return {
-            "part": self.part,
-            "case": self.case,
-            "way": self.way,
-            "measure": self.measure,
-            **{name: f"{figure(self.values):.4g}" for name, figure in figures.items()},
-            "runs": str(len(self.values)),
-            "ratio": "" if self.ratio is None else f"{self.ratio:.4g}",
-            "note": self.note,
-        }
+        values = self.values
+        figures = {"median": statistics.median(values), "min": min(values), "max": max(values), "ratio": self.ratio}
+        texts = {"part": self.part, "case": self.case, "way": self.way, "measure": self.measure, "note": self.note}
+        numbers = {name: "" if figure is None else f"{figure:.4g}" for name, figure in figures.items()}
+        return {**texts, **numbers, "runs": str(len(values))}
 
 
 def report(path: Path, columns: Sequence[str], rows: Iterable[Row], **more: Any) -> None:
@@ -56,13 +54,11 @@ def report(path: Path, columns: Sequence[str], rows: Iterable[Row], **more: Any)
         common, lines = ran_on() | more, [row.cells() for row in group]
         append_rows(path, [{name: (line | common)[ALIASES.get(name, name)] for name in columns} for line in lines])
         table = Table(title=case, title_justify="left")
-        shown = {
-            name: key for name in columns if (key := ALIASES.get(name, name)) in lines[0].keys() - {"part", "case"}
-        }
-        for name, key in shown.items():
-            table.add_column(name, justify="left" if key in ("way", "measure", "note") else "right")
+        shown = [name for name in columns if ALIASES.get(name, name) in lines[0].keys() - {"part", "case"}]
+        for name in shown:
+            table.add_column(name, justify="left" if name in ("way", "variant", "measure", "note") else "right")
         for line in lines:
-            table.add_row(*(line[key] for key in shown.values()))
+            table.add_row(*(line[ALIASES.get(name, name)] for name in shown))
         console.print(table)
 
 
@@ -100,3 +96,18 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
     order = list(ways)
     for i in range(rounds):
         yield from ((i, way) for way in (order if i % 2 else reversed(order)))
+
+
+def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
+    """Run `program` with these config keys and return what it printed."""
+    command = [sys.executable, *program, "--config", CONFIG]
+    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def metric_lines(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] in kinds]

@@ -5,7 +5,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, pairwise
@@ -27,7 +27,6 @@ from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Publication
-from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Request, Sampling, SyncStats
 from titan_rl.wire.weight_plan import Copy, Shard
 
@@ -41,78 +40,65 @@ WAYS = {
     for transport in ("shm", "rdma")
 }
 CHANGED = "layers.0.self_attn"  # the parameters that change between two delta syncs
+RANKS = 2
 SAMPLES = 8  # that the engine advances in each step
 
 
-async def start_engine(folder: str) -> GeneratorMesh:
-    settings = EngineSettings(
-        model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
-    )
-    return await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
-
-
-class PackingTrainers:
+class PackingTrainers(Ranks):
     """The part of a trainer mesh that a weight sync calls."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
     async def shards(self) -> list[list[Shard]]:
-        return await self.ranks.each("layout")
+        return await self.each("layout")
 
     async def stage(
         self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Sequence[str], sync: WeightSyncSection
     ) -> list[dict[int, Offer]]:
         remote = any(is_remote(place, sync.transport) for place in places)
-        return await self.ranks.each("stage", sync, remote, own=copies)
+        return await self.each("stage", sync, remote, own=copies)
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
-        packed = await self.ranks.each("publish", version, slot, serial)
+        packed = await self.each("publish", version, slot, serial)
         return Publication(version, slot, [runs for runs, _, _ in packed], max(wall for _, wall, _ in packed))
 
 
 async def loading(megabytes: int, repeats: int) -> list[Row]:
-    shape, count = shape_of_size(megabytes), 2
+    shape, rows = shape_of_size(megabytes), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
-        ranks = Ranks.spawn("trainer", count, TrainerRank)
-        generators = await start_engine(folder)
+        settings = EngineSettings(
+            model_dir=folder, max_model_len=512, dtype="bfloat16", max_num_seqs=SAMPLES, kv_cache_memory_mb=256
+        )
+        trainers: Any = PackingTrainers("trainer", RANKS, TrainerRank)
+        generators = await GeneratorMesh.spawn(this_host(), settings, replicas=1, env=vllm_cpu.ENV)
         try:
             await generators.start()
-            await ranks.each("hold", {}, shape, count)
-            case = f"{megabytes} MB, {count} ranks to an engine that samples"
-            return [row async for row in loaded(PackingTrainers(ranks), generators, shape, case, repeats)]
+            await trainers.each("hold", {}, shape, RANKS)
+            case, load = f"{megabytes} MB, {RANKS} ranks to an engine that samples", list[asyncio.Task[None]]()
+            versions = count(1)
+            for way, sync in WAYS.items():
+                weights = WeightsInTransit(trainers, generators, Clock())
+                await weights.connect(Config(generator=GeneratorSection(dtype="bfloat16"), weight_sync=sync), shape)
+                await weights.sync(next(versions))
+                load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
+                stats: list[SyncStats] = []
+                during, alone = [], []  # (seconds, tokens sampled in them) with a sync, and without one
+                for i in range(1 + repeats):
+                    await trainers.each("negate", CHANGED if sync.delta else "")
+                    marks = [await mark(generators)]
+                    synced = await weights.sync(next(versions))
+                    marks.append(await mark(generators))  # after the keys and values of open samples are recomputed
+                    await asyncio.sleep(0.5)
+                    marks.append(await mark(generators))
+                    if i:  # the first touches the second slot's pages
+                        stats.append(synced)
+                        for spans, ((then, before), (now, after)) in zip((during, alone), pairwise(marks), strict=True):
+                            spans.append((now - then, after - before))
+                await trainers.each("drop")
+                rows += served(case, way, stats, during, statistics.median(tokens / took for took, tokens in alone))
+            return rows
         finally:
             await asyncio.gather(generators.close(), return_exceptions=True)
-            await asyncio.gather(generators.stop(), ranks.end(), return_exceptions=True)
-
-
-async def loaded(
-    trainers: PackingTrainers, generators: GeneratorMesh, shape: ModelShape, case: str, repeats: int
-) -> AsyncIterator[Row]:
-    version, load = 0, list[asyncio.Task[None]]()
-    for way, sync in WAYS.items():
-        mesh: Any = trainers
-        weights = WeightsInTransit(mesh, generators, Clock())
-        await weights.connect(Config(generator=GeneratorSection(dtype="bfloat16"), weight_sync=sync), shape)
-        await weights.sync(version := version + 1)
-        load = load or [asyncio.create_task(sampling(generators, i)) for i in range(SAMPLES)]
-        stats: list[SyncStats] = []
-        during, alone = [], []  # (seconds, tokens sampled in them) with a sync, and without one
-        for i in range(1 + repeats):
-            await trainers.ranks.each("negate", CHANGED if sync.delta else "")
-            marks = [await mark(generators)]
-            synced = await weights.sync(version := version + 1)
-            marks.append(await mark(generators))  # answered after the keys and values of open samples are recomputed
-            await asyncio.sleep(0.5)
-            marks.append(await mark(generators))
-            if i:  # the first touches the second slot's pages
-                stats.append(synced)
-                for spans, ((then, before), (now, after)) in zip((during, alone), pairwise(marks), strict=True):
-                    spans.append((now - then, after - before))
-        await trainers.ranks.each("drop")
-        for row in served(case, way, stats, during, statistics.median(tokens / took for took, tokens in alone)):
-            yield row
+            await asyncio.gather(generators.stop(), trainers.end(), return_exceptions=True)
 
 
 def served(

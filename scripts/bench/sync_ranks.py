@@ -17,8 +17,7 @@ from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from bench.ranks import TIMEOUT
-from bench.sync_pack import random_params
-from bench.sync_plan import shards
+from bench.sync_plan import random_params, shards
 from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing, Source
 from titan_rl.actors.sync.staging import Staging
@@ -68,8 +67,7 @@ class Rank(Actor):
         if (memory := getattr(self, "memory", None)) is not None:
             os.close(memory)
         for name in ("staging", "buffers", "tensors", "reads", "landed", "mapped", "run", "memory"):
-            if hasattr(self, name):
-                delattr(self, name)
+            vars(self).pop(name, None)
         self.landings = {}
         gc.collect()
 
@@ -125,16 +123,14 @@ class TrainerRank(Rank):
     @endpoint
     async def map(self) -> dict[int, tuple[str, int, int]]:
         """Return path, first byte and number of bytes of each reader's run."""
-        sizes = {reader: 2 * sum(c.elements for c in run) for reader, run in self.copies.items()}
+        sizes = {reader: sum(c.elements for c in run) for reader, run in self.copies.items()}
+        nbytes = 2 * sum(sizes.values())
         self.memory = os.memfd_create("bench_weight_sync")
-        os.ftruncate(self.memory, sum(sizes.values()))
-        memory = mmap.mmap(self.memory, sum(sizes.values()))
-        bounds = dict(zip(sizes, torch.tensor([0, *sizes.values()]).cumsum(0).tolist(), strict=False))
-        self.mapped = {
-            r: torch.frombuffer(memory, dtype=torch.bfloat16, count=n // 2, offset=bounds[r]) for r, n in sizes.items()
-        }
+        os.ftruncate(self.memory, nbytes)
+        whole = torch.frombuffer(mmap.mmap(self.memory, nbytes), dtype=torch.bfloat16)
+        self.mapped = dict(zip(sizes, whole.split(list(sizes.values())), strict=True))
         path = f"/proc/{os.getpid()}/fd/{self.memory}"
-        return {r: (path, bounds[r], n) for r, n in sizes.items()}
+        return {r: (path, 2 * int(part.storage_offset()), part.nbytes) for r, part in self.mapped.items()}
 
     @endpoint
     async def pack_mapped(self) -> float:
@@ -179,12 +175,14 @@ class TrainerRank(Rank):
 
 class Reader(Rank):
     @endpoint
-    async def hold(self, copies: Mapping[int, Sequence[Copy]], shape: ModelShape, tp: int) -> None:
+    async def hold(self, copies: Mapping[int, Sequence[Copy]], shape: ModelShape, tp: int) -> int:
+        """Return the bytes of the parameters."""
         self.shape, self.copies = shape, copies
         self.pieces = pieces(shape, tp=tp, rank=self.rank)
         sizes = param_shapes(shape, tp)
         self.params = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
         self.landings: dict[str, Landing] = {}
+        return sum(p.nbytes for p in self.params.values())
 
     @endpoint
     async def zero(self) -> None:
@@ -203,10 +201,6 @@ class Reader(Rank):
     async def memcpy(self) -> float:
         """Return CPU seconds to copy as many bytes as this reader's parameters have."""
         return plain_pass(sum(p.numel() for p in self.params.values()), torch.bfloat16)
-
-    @endpoint
-    async def nbytes(self) -> int:
-        return sum(p.nbytes for p in self.params.values())
 
     @endpoint
     async def connect(self, offered: dict[int, Offer], transport: Literal["shm", "rdma"], verify: str) -> None:
@@ -260,13 +254,11 @@ class Reader(Rank):
         self.reads = RDMAAction()
         columns = {p.name: p.cols for p in pieces(self.shape, tp=1, rank=0)}
         for t, named in offered.items():
-            wanted = {c.name for c in self.copies[t]}
             self.landed[t] = {}
-            for name, buffer in named.items():
-                if name in wanted:
-                    flat = torch.empty(buffer.size() // 2, dtype=torch.bfloat16)
-                    self.reads.read_remote(flat.view(torch.uint8), buffer)
-                    self.landed[t][name] = flat.view(-1, columns[name]) if columns[name] > 1 else flat
+            for name in dict.fromkeys(c.name for c in self.copies[t]):
+                flat = torch.empty(named[name].size() // 2, dtype=torch.bfloat16)
+                self.reads.read_remote(flat.view(torch.uint8), named[name])
+                self.landed[t][name] = flat.view(-1, columns[name])
 
     @endpoint
     async def read_tensors(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,17 +21,21 @@ from titan_rl.wire.weight_plan import WeightPlan, plan
 LARGEST = 1000  # megabytes: larger models leave out the way that makes several copies of the whole model
 BARE_SHM, BARE_RDMA = "bare shared memory", "bare RDMABuffer reads"
 GLOO, TENSORS, MESSAGE = "gloo all-gather and broadcast", "RDMABuffer a tensor", "state dict in a message"
-Move = Callable[[], Awaitable[dict[str, float]]]  # moves the weights once; returns seconds of its parts
+PLAIN, COPY, CAST = "plain passes", "copy of as many bytes, CPU s", "cast of what is packed, CPU s"
+Move = Callable[[], Awaitable[dict[str, float] | None]]  # moves the weights once; returns seconds of its parts
 
 
 @dataclass
 class MeshPair:
-    """Trainers and readers. Each way has a method that prepares it and one that moves the weights."""
+    """Trainers, readers and what was measured. Each way has a method to prepare it and one to move the weights."""
 
     made: WeightPlan
     trainers: Ranks
     readers: Ranks
     serial: int = 0  # of the last publication
+    whole: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds by way
+    parts: defaultdict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    digests: dict[str, list[str]] = field(default_factory=dict)
 
     def to_readers(self, offered: Sequence[Mapping[int, Any]]) -> list[dict[int, Any]]:
         """Transpose: what each reader gets from each trainer rank."""
@@ -55,9 +60,8 @@ class MeshPair:
         parts = {"publish, CPU s": max(cpu for _, _, cpu in published)}
         return parts | {part: max(parts[part] for parts in pulled) for part in pulled[0]}
 
-    async def bare_rdma(self) -> dict[str, float]:
+    async def bare_rdma(self) -> None:
         await self.readers.each("read_bare")
-        return {}
 
     async def prepare_shm(self) -> None:
         await self.readers.each("map", own=self.to_readers(await self.trainers.each("map")))
@@ -76,33 +80,19 @@ class MeshPair:
         await self.readers.each("read_tensors")
         return {"publish, CPU s": publish}
 
-    async def prepare_nothing(self) -> None:
-        pass
-
-    async def message(self) -> dict[str, float]:
+    async def message(self) -> None:
         await self.readers.each("receive", dict(enumerate(await self.trainers.each("state_dict"))))
-        return {}
 
-    async def gloo(self) -> dict[str, float]:
+    async def gloo(self) -> None:
         await asyncio.gather(self.trainers.each("gather_and_broadcast"), self.readers.each("take_broadcast"))
-        return {}
-
-
-@dataclass
-class Timings:
-    copied: list[float] = field(default_factory=list)  # seconds of plain copies just before each move
-    cast: list[float] = field(default_factory=list)
-    whole: dict[str, list[float]] = field(default_factory=dict)  # seconds by way
-    parts: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    digests: dict[str, list[str]] = field(default_factory=dict)
 
 
 async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> list[Row]:
     shape = shape_of_size(megabytes)
     trainer = [shards(shape, rank, fsdp=ranks) for rank in range(ranks)]
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
-    meshes = MeshPair(made, Ranks.spawn("trainer", ranks, TrainerRank), Ranks.spawn("reader", readers, Reader))
-    timings, world = Timings(), ranks + readers
+    meshes = MeshPair(made, Ranks("trainer", ranks, TrainerRank), Ranks("reader", readers, Reader))
+    world = ranks + readers
     with tempfile.TemporaryDirectory() as folder:
         try:
             store = str(Path(folder) / "store")
@@ -111,18 +101,17 @@ async def syncing(megabytes: int, ranks: int, readers: int, repeats: int) -> lis
                 meshes.readers.each("join", store, ranks, world, ranks),
             )
             await meshes.trainers.each("hold", shape, ranks, own=[made.outgoing(t) for t in range(ranks)])
-            await meshes.readers.each("hold", shape, readers, own=[made.incoming(r) for r in range(readers)])
-            nbytes = await meshes.readers.each("nbytes")
+            nbytes = await meshes.readers.each("hold", shape, readers, own=[made.incoming(r) for r in range(readers)])
             for prepare, ways in groups(meshes, megabytes):
                 await prepare()
-                await time_group(meshes, ways, repeats, timings)
+                await time_group(meshes, ways, repeats)
                 await asyncio.gather(meshes.trainers.each("drop"), meshes.readers.each("drop"))
         finally:
             await meshes.trainers.end()
             await meshes.readers.end()
-    if len({tuple(digest) for digest in timings.digests.values()}) != 1:
-        raise RuntimeError(f"expected equal live parameters from every way, found {timings.digests}")
-    return compare(made, timings, nbytes, f"{megabytes} MB, {ranks} ranks to {readers} readers")
+    if len({tuple(digest) for digest in meshes.digests.values()}) != 1:
+        raise RuntimeError(f"expected equal live parameters from every way, found {meshes.digests}")
+    return compare(meshes, nbytes, f"{megabytes} MB, {ranks} ranks to {readers} readers")
 
 
 def groups(meshes: MeshPair, megabytes: int) -> list[tuple[Callable[[], Awaitable[None]], Mapping[str, Move]]]:
@@ -138,44 +127,43 @@ def groups(meshes: MeshPair, megabytes: int) -> list[tuple[Callable[[], Awaitabl
         (partial(meshes.prepare_titan_rl, ["transfer", "live"], False), titan_rl("transfer", "live")),
         (meshes.prepare_shm, {BARE_SHM: meshes.bare_shm}),
         (meshes.prepare_tensors, {TENSORS: meshes.tensors}),
-        (meshes.prepare_nothing, nothing),
+        (partial(asyncio.sleep, 0), nothing),
     ]
 
 
-async def time_group(meshes: MeshPair, ways: Mapping[str, Move], repeats: int, timings: Timings) -> None:
+async def time_group(meshes: MeshPair, ways: Mapping[str, Move], repeats: int) -> None:
     for turn, way in in_turn(ways, 1 + repeats):  # the first round touches pages and opens connections
         await meshes.readers.each("zero")
-        timings.cast.append(max(await meshes.trainers.each("memcpy")))
-        timings.copied.append(max(await meshes.readers.each("memcpy")))
+        cast = max(await meshes.trainers.each("memcpy"))
+        meshes.parts[PLAIN, COPY].append(max(await meshes.readers.each("memcpy")))
+        meshes.parts[PLAIN, CAST].append(cast)
         began = time.perf_counter()
-        inside = await ways[way]()
+        inside = await ways[way]() or {}
         took = time.perf_counter() - began
         if turn:
-            timings.whole.setdefault(way, []).append(took)
+            meshes.whole[way].append(took)
             for part, value in inside.items():
-                timings.parts.setdefault((way, part), []).append(value)
+                meshes.parts[way, part].append(value)
         elif way != BARE_RDMA:
-            timings.digests[way] = await meshes.readers.each("digest")
+            meshes.digests[way] = await meshes.readers.each("digest")
 
 
-def compare(made: WeightPlan, timings: Timings, nbytes: Sequence[int], case: str) -> list[Row]:
+def compare(meshes: MeshPair, nbytes: Sequence[int], case: str) -> list[Row]:
     row = partial(Row, "sync", case)
-    least = {way: min(values) for way, values in timings.whole.items()}
+    least = {way: min(values) for way, values in meshes.whole.items()}
     best = min(least.keys() & {GLOO, TENSORS, MESSAGE}, key=least.__getitem__)
-    rows = [row(f"slowest rank: {part}", values, way) for (way, part), values in timings.parts.items()]
-    rows.append(row("slowest rank: copy of as many bytes, CPU s", timings.copied, "plain passes"))
-    rows.append(row("slowest rank: cast of what is packed, CPU s", timings.cast, "plain passes"))
-    floors = {"the memcpy rate": min(timings.copied)}
-    floors["the rate of both plain passes"] = min(timings.copied) + min(timings.cast)
-    for way, values in timings.whole.items():
+    rows = [row(f"slowest rank: {part}", values, way) for (way, part), values in meshes.parts.items()]
+    copied, cast = min(meshes.parts[PLAIN, COPY]), min(meshes.parts[PLAIN, CAST])  # just before each move
+    floors = {"the memcpy rate": copied, "the rate of both plain passes": copied + cast}
+    for way, values in meshes.whole.items():
         rows.append(row("all, s", values, way, note=f"{sum(nbytes) / least[way] / 1e9:.2f} GB/s at best"))
         if way.startswith("titan_rl") or way == BARE_SHM:
-            work = sum(min(v) for (of, part), v in timings.parts.items() if of == way and part.endswith(", CPU s"))
+            work = sum(min(v) for (of, part), v in meshes.parts.items() if of == way and part.endswith(", CPU s"))
             rows += [row(f"publish and write: share of {rate}", [floor / work], way) for rate, floor in floors.items()]
             rows.append(row("times faster than the best other", [least[best] / least[way]], way, note=best))
     ours = "titan_rl, rdma, verify off"
-    read = min(timings.parts[ours, "read, s"])
+    read = min(meshes.parts[ours, "read, s"])
     rows.append(row(f"rate of the read / {BARE_RDMA}", [least[BARE_RDMA] / read], ours))
-    share = [2 * made.received(r) / n for r, n in enumerate(nbytes)]
+    share = [2 * meshes.made.received(r) / n for r, n in enumerate(nbytes)]
     rows.append(row("bytes read / bytes of the parameters", share, "titan_rl"))
     return sorted(rows, key=lambda row: row.way)

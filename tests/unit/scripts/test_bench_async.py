@@ -3,11 +3,9 @@
 import asyncio
 import xml.etree.ElementTree as xml
 from collections.abc import Sequence
-from typing import Any
 
-from bench.async_learning import UNCORRECTED, missing
-from bench.async_plot import plot
-from bench.long_tailed import LongTailed, drawn_length
+from bench.async_learning import UNCORRECTED, missing, plot
+from bench.long_tailed import drawn_length, generate_long_tailed
 from titan_rl.wire.types import Completion, Request, Sampling
 
 
@@ -32,9 +30,8 @@ def test_a_group_of_drawn_lengths_comes_back_whole_and_in_order() -> None:
             return [Completion([seed] * n, [0.0] * n, [0] * n, "length")]
 
     engine = Engine()
-    mesh: Any = engine
     request = Request("prompt-3", [1, 2], [11, 12, 13, 14], Sampling(160, stop_token_ids=(2,)))
-    samples = asyncio.run(LongTailed(mesh).generate(request))
+    samples = asyncio.run(generate_long_tailed(engine.generate, request))
     assert [sample.tokens[0] for sample in samples] == request.seeds
     lengths = [len(sample.tokens) for sample in samples]
     assert lengths == [drawn_length("prompt-3", k, 160) for k in range(4)]
