@@ -22,6 +22,13 @@ OURS_TOO = KILLED.replace(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
 def test_a_death_is_named() -> None:
     error = failure(KILLED)
     assert isinstance(error, RankDied)
