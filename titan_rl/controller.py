@@ -82,7 +82,7 @@ class Controller:
         algorithm, last, learner = self.config.algorithm, self.config.training.steps, self.learner
         start, kept = await learner.resume("rl", self.resume)
         prompts = await self.begin("rl", start, kept)
-        stream = self.stream(prompts, start, kept if start else {})
+        stream = self.stream(prompts, start, kept)
 
         async def step(n: int) -> StepDone:
             groups, samples = list[Group](), list[Sample]()
