@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
 STEPS = 8
+STRAGGLES = 60
 
 
 class Stuck(Echo):
@@ -32,6 +34,18 @@ class Stuck(Echo):
     async def generate(self, request: Request) -> list[Completion]:
         if request.id in self.stuck:
             await asyncio.Event().wait()
+        return await super().generate(request)
+
+
+class Straggling(Echo):
+    def __init__(self, delays: list[int], slow: int, flat: Callable[[int], bool]) -> None:
+        super().__init__(delays, flat)
+        self.slow = slow
+
+    async def generate(self, request: Request) -> list[Completion]:
+        if int(request.id.removeprefix("prompt-").partition("@")[0]) % self.slow == 0:
+            for _ in range(STRAGGLES):
+                await asyncio.sleep(0)
         return await super().generate(request)
 
 
@@ -82,6 +96,7 @@ class Life:
     """One process of a run: what it is slow at, and where it dies."""
 
     delays: list[int]
+    slow: int  # each prompt whose id this divides takes STRAGGLES turns more
     pulls: list[int]  # loop turns until the generators serve a version
     steps: int  # made and checkpointed before it dies
     lost: bool  # another step was made, whose checkpoint never was
@@ -108,7 +123,8 @@ def runs(draw: st.DrawFn) -> tuple[Settings, list[Life]]:
     )
     life = st.builds(
         Life,
-        delays=st.lists(st.integers(0, 40), min_size=2, max_size=7),
+        delays=st.lists(st.integers(0, 9), min_size=2, max_size=7),
+        slow=st.integers(2, 9),
         pulls=st.lists(st.integers(0, 20), min_size=1, max_size=4),
         steps=st.integers(1, 4),
         lost=st.booleans(),
@@ -130,7 +146,7 @@ class Run:
     async def live(self, life: Life, attempt: int, last: int) -> None:
         rollout, n = self.settings.rollout, self.settings.rollout.groups_per_step
         flat = (lambda id: id % 4 == 1) if self.settings.dynamic else (lambda id: False)
-        echo, prompts = Echo(life.delays, flat), source(self.tokenizer)
+        echo, prompts = Straggling(life.delays, life.slow, flat), source(self.tokenizer)
         echo.version = self.step
         if self.cut:
             prompts.load_state_dict(self.cut)
@@ -139,7 +155,7 @@ class Run:
             prompts,
             self.tokenizer,
             n * (STEPS - self.step),
-            judge=Failing({id: 9 for id in range(2, 400, 23)}) if self.settings.failing else right_if_one,
+            judge=Failing(dict.fromkeys(range(2, 400, 23), 9)) if self.settings.failing else right_if_one,
             rollout=rollout,
             first=self.step + 1,
             folder=self.folder,
@@ -173,7 +189,7 @@ class Run:
                 await syncing
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(drawn=runs())
 def test_every_prompt_has_one_fate_however_often_a_run_resumes(
     tokenizer: TextTokenizer, drawn: tuple[Settings, list[Life]]
