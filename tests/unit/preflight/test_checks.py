@@ -22,6 +22,7 @@ def test_the_defaults_run() -> None:
             'expected "disabled" or "async" on a CPU',
         ),
         ("[profiling]\nenable_memory_snapshot = true", "enable_memory_snapshot: expected false on a CPU, found true"),
+        ("[compile]\nenable = true", "compile.enable: expected false on a CPU, found true"),
         ("[profiling]\nprofile_freq = 3", "expected at least profiler_warmup + profiler_active = 4, found 3"),
         ('[override]\nimports = ["no_such.module.f"]', 'of a module that can be imported, found "no_such.module.f"'),
         ('[override]\nimports = ["function"]', 'override.imports: expected "module.function"'),
