@@ -11,6 +11,7 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, aside
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
+from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.tasks.task import Example, Task, load_task
 from titan_rl.tasks.tokenizer import TextTokenizer
@@ -34,6 +35,7 @@ class Setup:
     device: str  # "cpu" or "cuda"
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
+    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
 
     @property
@@ -64,6 +66,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
     rule = config.task.eval_reward or config.task.reward
+    thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -76,7 +79,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, measure, tokenizer.decode, sampling)
+        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, sampling)
 
     return Setup(
         name=name,
@@ -96,6 +99,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
+        reward_thread=thread,
         dropped=tuple(dropped),
     )
 

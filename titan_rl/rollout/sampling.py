@@ -3,7 +3,7 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +13,7 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
 from titan_rl.wire.seeds import sample_seed
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Completion, Decode, Generates, Group, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.types import Completion, Decode, Generates, Group, Judge, Prompt, Request, Rollout, Sampling, Turn
 
 MEMORY = 0.05
 """Weight of the newest group in the running mean of sample lengths."""
@@ -21,10 +21,6 @@ MOST_FAILURES = 3
 """Consecutive groups without rewards that end a run whose steps have fewer groups."""
 BRIEF = 200
 """Maximum characters of an error's message."""
-
-Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
-rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class GroupFailed(RunError):
