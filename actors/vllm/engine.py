@@ -244,8 +244,8 @@ class Engine:
             return f"expected seeds of at least 0, found {min(request.seeds)}"
         if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):  # vLLM would sample at 0.01
             return f"expected rollout.temperature 0 or in [0.01, 2], found {sampling.temperature}"
-        if (stop := max(sampling.stop_token_ids, default=0)) >= self._vocab_size:
-            return f"expected stop token ids below {self._vocab_size}, found {stop}"
+        if outside := [stop for stop in sampling.stop_token_ids if not 0 <= stop < self._vocab_size]:
+            return f"expected stop token ids below {self._vocab_size}, found {outside[0]}"
         if length + sampling.max_new_tokens > self._max_model_len:
             return (
                 f"{length} tokens and {sampling.max_new_tokens} new ones exceed {self._max_model_len}; "

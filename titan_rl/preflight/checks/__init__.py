@@ -10,6 +10,7 @@ from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.host import check_placement, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
+from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 
@@ -24,7 +25,8 @@ def problems(config: Config, *, gpus: int = 0) -> list[str]:
     others = [check(config) for check in (check_run, check_titan_keys, check_algorithm)]
     others += [check_resume(config, shape)]
     if shape:
-        others += [check(config, shape) for check in (check_dimensions, check_parallelism, check_roles)]
+        checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
+        others += [check(config, shape) for check in checks_of_shape]
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 
