@@ -38,10 +38,8 @@ from titan_rl.actors.titan import heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
-from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
-
-HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
 
 
 @dataclass(kw_only=True, slots=True)
