@@ -9,7 +9,7 @@ all of them have fetched it, and none serves it before it has passed the check t
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch.actor import HostMesh
 from monarch.spmd import setup_torch_elastic_env_async
@@ -26,9 +26,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Completion, EngineStats, ReaderCost, Request, SyncStats
-
-if TYPE_CHECKING:
-    from titan_rl.actors.sync.landing import Source
+from titan_rl.wire.weight_source import Source
 
 POLICY = GeneratorPolicy()
 SYNC = WeightSyncSection()
@@ -72,7 +70,15 @@ class GeneratorMesh:
             procs = spawn(host, name=name, shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
             if tp > 1:
                 await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
-            return Replica(replica, name, procs, settings, hang_seconds=policy.hang_seconds, seconds=policy.seconds)
+            return Replica(
+                replica,
+                name,
+                procs,
+                settings,
+                hang_seconds=policy.hang_seconds,
+                seconds=policy.seconds,
+                init_seconds=policy.init_seconds,
+            )
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, slots=settings.max_num_seqs if policy.steals else None, make=make)
@@ -89,7 +95,7 @@ class GeneratorMesh:
         """Return where each rank is: ranks of equal places can map each other's memory."""
         return await self._all("place")
 
-    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSyncSection = SYNC) -> list[str]:
+    async def connect(self, sources: Sequence[list[Source]], sync: WeightSyncSection = SYNC) -> list[str]:
         """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
         replica. Returns the transport of every run that is read."""
         names = await self._fleet.each(lambda r: r.scatter("connect", sources, sync, seconds=self._policy.init_seconds))
@@ -131,7 +137,7 @@ class GeneratorMesh:
                 await all_read.wait()
                 if failed and self._policy.incidents is None:
                     raise failed[0]
-                await self._dispatch.settle_moves()
+                await self._dispatch.settle_moves(seconds)
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
@@ -154,8 +160,11 @@ class GeneratorMesh:
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Ask each rank of each replica, by name, what it recorded since the last call."""
-        calls = (call for replica in self.replicas.values() for call in replica.calls("spans").items())
-        return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls}
+        return {
+            name: ask(call, actor=name, verb="spans", seconds=replica.patience(self._policy.seconds))
+            for replica in self.replicas.values()
+            for name, call in replica.calls("spans").items()
+        }
 
     def loads(self) -> dict[int, Load]:
         return self._dispatch.loads()
@@ -171,7 +180,7 @@ class GeneratorMesh:
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
         limit = seconds or self._policy.seconds
-        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=limit))
+        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
 
 

@@ -34,6 +34,9 @@ class TaskSection:
     """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
     system_prompt: str = ""
     """System message put before the prompt when template = "chat"."""
+    on_unfit_rows: Literal["refuse", "drop"] = "refuse"
+    """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
+    has no tokens: "refuse" to start, or "drop" them and print how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

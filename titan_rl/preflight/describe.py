@@ -33,7 +33,7 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         if changed := ", ".join(changed_keys(setup)):
             facts.append(("changed", changed))
     meshes += roles(setup)
-    return RunPlan(setup.name, config.job.description, meshes, facts, warnings)
+    return RunPlan(setup.name, config.job.description, meshes, facts, [*warnings, *setup.dropped])
 
 
 def changed_keys(setup: Setup) -> list[str]:
@@ -114,7 +114,8 @@ def device(setup: Setup) -> str:
 
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
-    return f"{t.name}: {len(setup.task.train):,} problems, {heldout} held out, reward {t.reward}"
+    count = len(setup.task.train) - len(setup.task.unfit)
+    return f"{t.name}: {count:,} problems, {heldout} held out, reward {t.reward}"
 
 
 def cold_start(config: Config) -> str:

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, aside
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
+from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.tasks.task import Example, Task, load_task
 from titan_rl.tasks.tokenizer import TextTokenizer
@@ -33,6 +35,8 @@ class Setup:
     device: str  # "cpu" or "cuda"
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
+    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
+    dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
 
     @property
     def finished(self) -> bool:
@@ -58,7 +62,11 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     tokenizer = TextTokenizer.load(model_folder)
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    dropped: list[str] = []
+    if config.task.on_unfit_rows == "drop":
+        task = without_unfit(config, task, tokenizer, dropped)
     rule = config.task.eval_reward or config.task.reward
+    thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
     sampling = Sampling(
         max_new_tokens=config.rollout.max_new_tokens,
@@ -67,9 +75,11 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
     )
 
+    practised = [example for i, example in enumerate(task.train) if i not in task.unfit]
+
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, measure, tokenizer.decode, sampling)
+        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, sampling)
 
     return Setup(
         name=name,
@@ -81,7 +91,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         sampling=sampling,
         heldout=problems(task.heldout),
-        practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practised[: config.eval.size] if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
@@ -89,7 +99,21 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
+        reward_thread=thread,
+        dropped=tuple(dropped),
     )
+
+
+def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped: list[str]) -> Task:
+    """Leave out the rows that do not fit, and append to `dropped` how many. Training rows keep their places in the
+    order of prompts, so that a run may resume with or without them."""
+    train, heldout = unfit_rows(config, task, tokenizer)
+    for name, examples, unfit in (("training", task.train, train), ("held-out", task.heldout, heldout)):
+        if unfit:
+            first = first_unfit(examples, unfit)
+            dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")
+    kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
+    return replace(task, heldout=kept, unfit=frozenset(train))
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:

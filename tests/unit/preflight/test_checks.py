@@ -60,6 +60,17 @@ def test_the_defaults_run() -> None:
             "[generator]\nmax_model_len = 4096",
             "generator.max_model_len: expected at most the model's max_seq_len = 2048",
         ),
+        (
+            "[training]\nseq_len = 256\n[generator]\nmax_model_len = 257",
+            "generator.max_model_len: expected at most training.seq_len = 256, because a rollout must fit a packed "
+            "row, found 257",
+        ),
+        (
+            '[task]\ntemplate = "chat"\n[training]\nseq_len = 73\n[eval]\nsize = 0',
+            "task '00+00=': expected a prompt of at most 9 tokens (training.seq_len = 73, rollout.max_new_tokens = "
+            "64), found 10; raise training.seq_len (or lower rollout.max_new_tokens) by at least 1, or set "
+            'task.on_unfit_rows = "drop" to drop 10000 of 10000 rows',
+        ),
         ("[training]\nseq_len = 4096", "training.seq_len: expected at most the model's max_seq_len = 2048, found 4096"),
         (
             "[rollout]\ngroup_size = 1",
@@ -109,7 +120,8 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         "[training]\nseq_len = 71",
         "[generator]\nmax_model_len = 71\nkv_cache_memory_mb = 1",
         '[model]\nname = "qwen3"\nhead_dim = 64',
-        '[task]\ntemplate = "chat"\n[training]\nseq_len = 65',  # what a chat template adds is not known yet
+        '[task]\ntemplate = "chat"\n[training]\nseq_len = 74',  # BOS, user, six characters, EOS, assistant; 64 new
+        "[training]\nseq_len = 512\n[generator]\nmax_model_len = 512",
         '[model]\nflavor = "debugmodel"\n[hosts]\nslots = 2\ndevice = "cuda"',
         "[eval]\nsize = 0",
         "[training]\nsteps = 0\n[cold_start]\nsteps = 1",

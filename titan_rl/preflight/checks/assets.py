@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_rl.config.sections import Config
@@ -87,12 +87,15 @@ def _tensors(path: Path) -> set[str]:
     return set()
 
 
-def policy_tokenizer(config: Config) -> TextTokenizer | None:
-    """Return the policy's tokenizer; None if it cannot be loaded, which check_assets reports."""
-    with tempfile.TemporaryDirectory() as scratch, suppress(Exception):
-        folder = Path(config.model.hf_assets_path)
-        if not config.model.hf_assets_path:
-            folder = Path(scratch)
-            build(folder)
-        return TextTokenizer.load(folder)
-    return None
+@contextmanager
+def policy_tokenizer(config: Config) -> Iterator[TextTokenizer | None]:
+    """Yield the policy's tokenizer; None if it cannot be loaded, which check_assets reports."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = None
+        with suppress(Exception):
+            folder = Path(config.model.hf_assets_path)
+            if not config.model.hf_assets_path:
+                folder = Path(scratch)
+                build(folder)
+            tokenizer = TextTokenizer.load(folder)
+        yield tokenizer

@@ -52,8 +52,9 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
         yield 'teacher.mesh: expected "own", because teacher and policy differ in shape, found "trainer"'
     if role == "critic" and replace(found, head=shape.head, tied=shape.tied) != shape:
         yield f"{key}: expected the policy's shape, found another shape in {folder}"
-    own = policy_tokenizer(config)
-    if own is not None and (ours := own.tokenizer.get_vocab()) != vocabulary:
+    with policy_tokenizer(config) as own:
+        ours = vocabulary if own is None else own.tokenizer.get_vocab()
+    if ours != vocabulary:
         yield (
             f"{key}: expected the policy's tokenizer, found another in {folder}: the same token ids would mean "
             f"different text ({len(ours)} and {len(vocabulary)} entries)"
