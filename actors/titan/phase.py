@@ -1,6 +1,7 @@
 """A phase of one model's optimization: optimizer, schedule, checkpoints, snapshots, and the step itself."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,10 @@ class Phase:
             self._checkpoints.save_future = None  # TorchTitan keeps a failed one, and would raise at every later save
 
     def close(self) -> None:
-        self._checkpoints.maybe_wait_for_saving()
+        try:
+            self.wait_for_saving()
+        except BaseException as error:  # it does not count; the next phase may begin
+            print(f"the last checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr)
         self._checkpoints.close()
         self._copies.close()
         self._instruments.stop_profiler()

@@ -198,7 +198,11 @@ for n, size, on_disk in zip(range(1, 7), [-1, 4096, -1, -1, 4096, -1], [False] *
         outcomes.append("on disk" if on_disk and (folder / f"checkpoint/step-{n}/.metadata").exists() else "begun")
     except BaseException:  # CheckpointException
         outcomes.append("failed")
-tell(outcomes=outcomes, steps=sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata")))
+step(model)
+room(4096)
+model.phase.save(7, "{}")
+resumed = model.begin_phase("rl", 6).step
+tell(resumed=resumed, outcomes=outcomes, steps=sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata")))
 """
 
 
@@ -207,6 +211,7 @@ def test_a_failed_asynchronous_save_is_told_once_and_the_next_one_counts(tmp_pat
     (found,) = told(FULL, tmp_path, "async")
     assert found["outcomes"] == ["begun", "begun", "failed", "on disk", "failed", "on disk"]
     assert found["steps"] == ["step-1", "step-4", "step-6"]
+    assert found["resumed"] == 6, "that of step 7 fails while the next phase begins"
 
 
 TIED = """
