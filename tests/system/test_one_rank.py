@@ -202,7 +202,8 @@ step(model)
 room(4096)
 model.phase.save(7, "{}")
 resumed = model.begin_phase("rl", 6).step
-tell(resumed=resumed, outcomes=outcomes, steps=sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata")))
+steps = sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata"))
+tell(resumed=resumed, outcomes=outcomes, steps=steps)
 """
 
 
