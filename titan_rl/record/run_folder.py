@@ -60,9 +60,13 @@ class Resume:
 
 
 def latest_step(checkpoints: Path) -> int | None:
-    """The newest whole checkpoint. DCP writes .metadata last: a folder without it is a save that did not finish."""
+    return max(whole_steps(checkpoints), default=None)
+
+
+def whole_steps(checkpoints: Path) -> list[int]:
+    """The steps with a whole checkpoint. DCP writes .metadata last; without it a save did not finish."""
     found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in checkpoints.glob("step-*/.metadata"))
-    return max((int(step[1]) for step in found if step), default=None)
+    return sorted(int(step[1]) for step in found if step)
 
 
 def aside(folder: Path) -> Path:
