@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -30,9 +30,7 @@ from titan_rl.wire.spans import span
 from titan_rl.wire.types import SyncStats
 from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import WeightPlan, plan
-
-if TYPE_CHECKING:
-    from titan_rl.actors.sync.landing import Source
+from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
 
@@ -126,8 +124,6 @@ class WeightSync:
     async def connect(self, config: Config, shape: ModelShape) -> WeightPlan:
         """Connect the meshes. Called again after the trainers were respawned: a running sync is abandoned, and nothing
         is published yet."""
-        from titan_rl.actors.sync.landing import Source  # brings torch
-
         await self.abandon(trainers_lost=True)
         tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())

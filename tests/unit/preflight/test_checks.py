@@ -22,6 +22,7 @@ def test_the_defaults_run() -> None:
             'expected "disabled" or "async" on a CPU',
         ),
         ("[profiling]\nenable_memory_snapshot = true", "enable_memory_snapshot: expected false on a CPU, found true"),
+        ("[compile]\nenable = true", "compile.enable: expected false on a CPU, found true"),
         ("[profiling]\nprofile_freq = 3", "expected at least profiler_warmup + profiler_active = 4, found 3"),
         ('[override]\nimports = ["no_such.module.f"]', 'of a module that can be imported, found "no_such.module.f"'),
         ('[override]\nimports = ["function"]', 'override.imports: expected "module.function"'),
@@ -177,6 +178,23 @@ def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: P
     assert size.startswith("eval.size: expected 256")
     assert model.startswith(f"[model]: expected the same shape as in the run in {run}")
     assert problems(config(tmp_path, f'[job]\nfresh = true\ndump_folder = "{run}"\n{other}')) == []
+
+
+def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    here = f'[job]\ndump_folder = "{run}"\n'
+    ppo = '[algorithm]\nname = "ppo"\n[critic]\nlr = 1e-3\n'
+    for step in ("step-2", "critic/step-1"):
+        (run / "checkpoint" / step).mkdir(parents=True)
+        (run / "checkpoint" / step / ".metadata").write_text("")
+    (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
+    (problem,) = problems(config(tmp_path, here + ppo))
+    assert problem == (
+        f"algorithm.name: expected an algorithm without a critic, as in the run in {run} (or --job.fresh to start from "
+        'scratch), found "ppo"'
+    )
+    (run / "checkpoint" / "critic" / "step-1").rename(run / "checkpoint" / "critic" / "step-2")
+    assert problems(config(tmp_path, here + ppo)) == []
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:

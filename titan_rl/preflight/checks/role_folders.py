@@ -42,8 +42,10 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
     except Exception as error:  # tokenizers raises Exception itself
         yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
         return
-    yield from check_weights(Path(folder), key)
-    if (found.head == "value") != (role == "reward_model") and role != "critic":
+    misfit = (found.head == "value") != (role == "reward_model") and role != "critic"
+    new_head = role == "critic" and found.head == "lm"
+    yield from check_weights(Path(folder), key, None if misfit or new_head else found)
+    if misfit:
         wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
         yield f"{key}: expected {wanted}, found another kind of model in {folder}"
     if role == "teacher" and config.teacher.mesh == "trainer" and found != shape:
