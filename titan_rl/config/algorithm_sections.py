@@ -15,7 +15,7 @@ class TaskSection:
     path: str = ""
     """JSONL file with the training prompts."""
     eval_path: str = ""
-    """JSONL file with the held-out prompts."""
+    """JSONL file with the held-out prompts. Its first eval.size rows are used."""
     prompt_key: str = "question"
     """Column of the prompt: a string or a list of chat messages."""
     answer_key: str = "answer"

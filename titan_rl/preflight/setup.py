@@ -13,7 +13,7 @@ from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
@@ -75,7 +75,9 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
     )
 
-    practised = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    drawn = sorted(shuffled(len(fit), derive(seed, "practice"))[: config.eval.size].tolist())
+    practised = [fit[i] for i in drawn]  # not the first ones: a file may be sorted, as addition is
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
@@ -91,7 +93,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         sampling=sampling,
         heldout=problems(task.heldout),
-        practice=problems(practised[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practised if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
