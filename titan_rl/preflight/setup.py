@@ -13,7 +13,7 @@ from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
@@ -77,7 +77,9 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
 
-    practised = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    drawn = sorted(shuffled(len(fit), derive(seed, "practice"))[: config.eval.size].tolist())
+    practised = [fit[i] for i in drawn]  # not the first ones: a file may be sorted, as addition is
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
@@ -93,7 +95,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         sampling=policy.sampling,
         heldout=problems(task.heldout),
-        practice=problems(practised[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practised if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={

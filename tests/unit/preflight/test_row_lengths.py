@@ -141,3 +141,17 @@ def test_not_every_row_may_be_dropped(tmp_path: Path) -> None:
     text = written(tmp_path, [LONG, LONG], task='on_unfit_rows = "drop"')
     (problem,) = problems(config(tmp_path, text))
     assert problem.endswith("by at least 1; no row fits, so they cannot be dropped")
+
+
+def test_practice_problems_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    """The first training problems of addition are 00+00 to 02+.., which say little about the others."""
+
+    def practised(seed: int) -> list[str]:
+        toml = f"[cold_start]\nsteps = 1\nstop_at = 0.5\n[debug]\nseed = {seed}"
+        setup = prepare("x", config(tmp_path, toml), device="cpu", scratch=tmp_path / "model")
+        return [prompt.text for prompt in setup.practice.prompts]
+
+    first = practised(0)
+    assert len(set(first)) == 256
+    assert len({text[:2] for text in first}) > 80
+    assert practised(0) == first != practised(1)
