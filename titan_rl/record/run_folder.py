@@ -21,8 +21,11 @@ class Resume:
     @classmethod
     def find(cls, folder: Path, config: Config, snapshot: Snapshot | None = None) -> "Resume":
         """Look at the checkpoints on disk, and at the newest snapshot of this process, which counts if it is newer."""
-        phases: tuple[PhaseName, ...] = ("rl", "cold_start")
-        on_disk = cls(*(max(Checkpoints.of(folder, config, phase).whole_steps(), default=None) for phase in phases))
+
+        def newest(phase: PhaseName) -> int | None:
+            return max(Checkpoints.of(folder, config, phase).whole_steps(), default=None)
+
+        on_disk = cls(newest("rl"), newest("cold_start"))
         if snapshot is None or snapshot.step <= on_disk.state(snapshot.phase)[0]:
             return on_disk
         later: dict[str, int] = {snapshot.phase: snapshot.step}
