@@ -96,6 +96,7 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     folder, shared = tmp_path / "interrupted", shared_memory()
     run = runs.start(folder, training__steps=8, checkpoint__interval=100)
     run.wait_for_step(2)
+    assert not run.maps("libtorch"), "the controller has imported torch"
     began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     out = run.finish(timeout=15)
