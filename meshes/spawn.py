@@ -18,6 +18,7 @@ from titan_rl.wire.errors import DeadlinePassed
 SHIM = str(Path(__file__).with_name("zygote_shim.py"))
 COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch's own default_bootstrap_cmd
 
+FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
 KILL_SECONDS = 10.0  # a process in an uninterruptible wait does not end sooner
 LET_GO_SECONDS = 30.0
 
@@ -39,7 +40,9 @@ async def spawn(
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = {axis: point[axis] for axis in shape}
-        own = {**expected[label(name, at)], "TITAN_RL_ZYGOTE": zygote, "TITAN_RL_CONTROLLER": str(os.getpid())}
+        own = {**expected[label(name, at)], "TITAN_RL_CONTROLLER": str(os.getpid())}
+        if zygote:
+            own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
         own = {**zygotes.WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **own}
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 

@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import random
 import runpy
@@ -24,7 +25,7 @@ import signal
 import socket
 import struct
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ PRELOAD = {
         *("numpy", "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "safetensors.torch", "xxhash"),
         *("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage"),
         *("torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.components.checkpoint"),
-        *("torchtitan.components.optimizer", "torchtitan.components.lr_scheduler", "torchtitan.distributed"),
+        *("torchtitan.components.optimizer", "torchtitan.components.optimizer.utils", "torchtitan.distributed"),
         *("torchtitan.distributed.activation_checkpoint", "torchtitan.tools.profiler"),
     ),
     "generator": (
@@ -80,7 +81,9 @@ class Request:
         """Read a request. None: the caller only asks whether this zygote is ready."""
         data, stdio, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         while data and not data.endswith(b"\0\0"):
-            data += connection.recv(1 << 20)
+            if not (more := connection.recv(1 << 20)):
+                raise ValueError("expected a whole request")
+            data += more
         if not data.strip(b"\0"):
             return None
         python, folder, umask, cpus, *pairs = data[:-2].split(b"\0")
@@ -97,16 +100,23 @@ def main() -> None:
     # A rank writes over the block of memory that these strings are in, so the C library has to hold them elsewhere.
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
     _set_environment(own)
-    gc.disable()
-    for name in PRELOAD[kind]:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # the rank fails in the same way, and says where
-            print(f"zygote {kind}: {name}: {error!r}", file=sys.stderr)
+    preload(kind)
     gc.collect()
     gc.freeze()
     become(Zygote(listener, own).serve(), own)
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+
+
+def preload(kind: str) -> None:
+    gc.disable()
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))  # ignored until vLLM has set it up
+    path = Path(__file__).resolve().parents[1] / "actors" / "imports.py"
+    with runpy.run_path(str(path))["compile_deferred"]() if kind == "model" else nullcontext():
+        for name in PRELOAD[kind]:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # the rank fails in the same way, and says where
+                print(f"zygote {kind}: {name}: {error!r}", file=sys.stderr)
 
 
 class Zygote:

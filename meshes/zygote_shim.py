@@ -14,8 +14,8 @@ import ctypes
 import posix
 import sys
 
-SHIM, REPORT, ZYGOTE, CONTROLLER = b"TITAN_RL_SHIM", b"TITAN_RL_REPORT", b"TITAN_RL_ZYGOTE", b"TITAN_RL_CONTROLLER"
-DEADLINE = 15.0  # seconds for a fork; Monarch gives a process 30 s to answer
+SHIM, REPORT, CONTROLLER = b"TITAN_RL_SHIM", b"TITAN_RL_REPORT", b"TITAN_RL_CONTROLLER"
+ZYGOTE, DEADLINE = b"TITAN_RL_ZYGOTE", b"TITAN_RL_FORK_SECONDS"
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 libc = ctypes.CDLL(None)
 
@@ -33,7 +33,7 @@ def main() -> None:
     environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
     reports = connect(report)
     reports.sendall(b"name " + life_and_name + b"\n")
-    status = forked(reports, zygote, environment) if zygote else None
+    status = forked(reports, zygote, float(deadline), environment) if zygote else None
     if status is None:
         status = cold(reports, environment)
     reports.sendall(b"end %d\n" % status)
@@ -46,12 +46,12 @@ def main() -> None:
     posix._exit(posix.WEXITSTATUS(status))
 
 
-def forked(reports: _socket.socket, zygote: bytes, environment: dict[bytes, bytes]) -> int | None:
+def forked(reports: _socket.socket, zygote: bytes, deadline: float, environment: dict[bytes, bytes]) -> int | None:
     """Have the zygote fork the rank, and return its wait status. None: it must start cold, and the report says why."""
     word = rest = b""
     try:
         connection = connect(zygote)
-        connection.settimeout(DEADLINE)
+        connection.settimeout(deadline)
         umask = posix.umask(0o077)
         posix.umask(umask)
         cpus = b",".join(b"%d" % cpu for cpu in sorted(posix.sched_getaffinity(0)))

@@ -81,13 +81,16 @@ def _start(kind: Kind, folder: Path, threads: int) -> subprocess.Popen[bytes]:
         listener.bind(str(folder / kind))
         listener.listen(64)
         program = str(Path(__file__).with_name("zygote.py"))
-        return subprocess.Popen(
-            [sys.executable, "-P", program, kind, str(listener.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            process_group=0,  # Ctrl-C in the terminal reaches the controller only
-            env={**env, "TITAN_RL_ROOM": "x" * ROOM},
-        )
+        with open(folder / f"{kind}.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", program, kind, str(listener.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                process_group=0,  # Ctrl-C in the terminal reaches the controller only
+                env={**env, "TITAN_RL_ROOM": "x" * ROOM},
+            )
 
 
 async def find(kind: Kind) -> str:
@@ -101,11 +104,11 @@ async def find(kind: Kind) -> str:
         try:
             if not why:
                 async with asyncio.timeout(READY_SECONDS):
-                    await _answer(path)
+                    await _hear_ready(path)
         except TimeoutError:
             why = f"it was not ready within {READY_SECONDS:g} s"
         except OSError as error:
-            why = f"it cannot be reached ({error.strerror or error})"
+            why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
         _ready[path] = not why
         if why:
             warn_cold(kind, why)
@@ -123,7 +126,7 @@ def _refusal(folder: Path) -> str:
     return ""
 
 
-async def _answer(path: Path) -> None:
+async def _hear_ready(path: Path) -> None:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(b"\0\0")
@@ -131,3 +134,10 @@ async def _answer(path: Path) -> None:
             raise OSError("it has ended")
     finally:
         writer.close()
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError):
+        lines = path.with_name(f"{path.name}.log").read_text(errors="replace").splitlines()
+        return f": {lines[-1]}" if lines else ""
+    return ""
