@@ -103,7 +103,10 @@ def main() -> None:
     preload(kind)
     gc.collect()
     gc.freeze()
-    become(Zygote(listener, own).serve(), own)
+    request, shim = Zygote(listener, own).serve()
+    become(request, own)
+    with shim:
+        shim.sendall(f"pid {os.getpid()}\n".encode())
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 
 
@@ -130,18 +133,18 @@ class Zygote:
         self._ranks: dict[int, int] = {}  # by pidfd, which is readable once the rank has ended
         self._shims: dict[int, socket.socket] = {}  # by pidfd
 
-    def serve(self) -> Request:
-        """Never returns, except in each rank."""
+    def serve(self) -> tuple[Request, socket.socket]:
+        """Never returns, except in each rank: what it is to be, and its shim."""
         while True:
             for fd, _ in self._poll.poll():
                 if fd in self._ranks:
                     self._reap(fd)
                 elif fd != self._listener.fileno():
                     self._forsake(fd)
-                elif (request := self._accept()) is not None:
-                    return request
+                elif (forked := self._accept()) is not None:
+                    return forked
 
-    def _accept(self) -> Request | None:
+    def _accept(self) -> tuple[Request, socket.socket] | None:
         """Answer one caller. Returns only in the rank that is forked for it."""
         connection, _ = self._listener.accept()
         if not _is_ours(connection):
@@ -161,19 +164,17 @@ class Zygote:
         sys.stdout.flush()
         sys.stderr.flush()
         if (pid := os.fork()) == 0:
-            for inherited in (self._listener, connection, *self._shims.values()):
+            for inherited in (self._listener, *self._shims.values()):
                 inherited.close()
             for pidfd in self._ranks:
                 os.close(pidfd)
-            return request
+            return request, connection
         for fd in request.stdio:
             os.close(fd)
         pidfd = os.pidfd_open(pid)
         self._ranks[pidfd], self._shims[pidfd] = pid, connection
         self._poll.register(pidfd, select.POLLIN)
         self._poll.register(connection, select.POLLIN)
-        with suppress(OSError):  # the shim is gone, which the poll reports too
-            connection.sendall(f"pid {pid}\n".encode())
 
     def _reap(self, pidfd: int) -> None:
         status = os.waitpid(self._ranks.pop(pidfd), 0)[1]

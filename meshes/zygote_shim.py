@@ -25,9 +25,8 @@ def main() -> None:
         posix.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only
     libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
     environment = dict(posix.environ)
-    life_and_name, report, zygote, controller = (
-        environment.pop(key, b"") for key in (SHIM, REPORT, ZYGOTE, CONTROLLER)
-    )
+    life_and_name, report, controller = (environment.pop(key) for key in (SHIM, REPORT, CONTROLLER))
+    zygote, deadline = (environment.pop(key, b"") for key in (ZYGOTE, DEADLINE))
     if posix.getppid() != int(controller):
         posix._exit(1)
     environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
@@ -62,6 +61,8 @@ def forked(reports: _socket.socket, zygote: bytes, deadline: float, environment:
         word, _, rest = line(connection).partition(b" ")
     except OSError as error:
         rest = b"it did not answer: " + str(error).encode()
+    if word == b"end":
+        rest = b"its fork ended with status " + rest
     if word != b"pid":
         reports.sendall(b"cold " + zygote.rpartition(b"/")[2] + b" " + (rest or b"it has ended") + b"\n")
         return None
@@ -75,10 +76,14 @@ def forked(reports: _socket.socket, zygote: bytes, deadline: float, environment:
 
 
 def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:
+    """Start the rank as a child, and return its wait status."""
+    executed, writer = posix.pipe2(posix.O_CLOEXEC)
     pid = posix.fork()
     if pid == 0:
         libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
         posix.execve(sys.argv[1], sys.argv[1:], environment)
+    posix.close(writer)
+    posix.read(executed, 1)  # returns once the rank's /proc/PID/environ is its own
     reports.sendall(b"pid %d\n" % pid)
     return posix.waitpid(pid, 0)[1]
 
