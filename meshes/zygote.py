@@ -30,21 +30,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PRELOAD = {
-    "model": (
-        *("numpy", "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "safetensors.torch", "xxhash"),
-        *("torch.distributed.checkpoint", "torch.distributed.checkpoint.hf_storage"),
-        *("torchtitan.models.llama3", "torchtitan.models.qwen3", "torchtitan.components.checkpoint"),
-        *("torchtitan.components.optimizer", "torchtitan.components.optimizer.utils", "torchtitan.distributed"),
-        *("torchtitan.distributed.activation_checkpoint", "torchtitan.tools.profiler"),
-    ),
-    "generator": (
-        *("numpy", "torch", "xxhash", "vllm", "vllm.engine.arg_utils", "vllm.v1.engine.llm_engine"),
-        *("vllm.v1.worker.cpu_worker", "vllm.v1.executor.uniproc_executor", "vllm.v1.attention.backends.cpu_attn"),
-        *("vllm.model_executor.models.llama", "vllm.model_executor.models.qwen3", "vllm.triton_utils.dispatcher"),
-        *("vllm.distributed.device_communicators.cpu_communicator", "vllm.renderers.hf"),
-        *("vllm.model_executor.layers.quantization.compressed_tensors.utils",),
-        *("vllm.model_executor.layers.quantization.online",),
-    ),
+    "model": """
+        numpy torch torch.distributed.fsdp torch.distributed.tensor torch.distributed.checkpoint.hf_storage
+        torch._subclasses.schema_check_mode safetensors.torch xxhash
+        torchtitan.models.llama3.sharding torchtitan.models.qwen3.sharding torchtitan.components.checkpoint
+        torchtitan.components.optimizer.utils torchtitan.distributed.activation_checkpoint torchtitan.tools.profiler
+        """,
+    "generator": """
+        numpy torch torch._subclasses.schema_check_mode xxhash
+        vllm vllm.engine.arg_utils vllm.engine.llm_engine vllm.v1.engine.llm_engine vllm.v1.worker.cpu_worker
+        vllm.v1.executor.uniproc_executor vllm.v1.attention.backends.cpu_attn vllm.renderers.hf
+        vllm.model_executor.models.llama vllm.model_executor.models.qwen3 vllm.triton_utils.dispatcher
+        vllm.utils.cpu_triton_utils vllm.distributed.device_communicators.cpu_communicator
+        vllm.distributed.elastic_ep.elastic_execute vllm.model_executor.layers.quantization.online.base
+        vllm.model_executor.layers.quantization.compressed_tensors.utils vllm.lora.resolver
+        vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
+        """,
 }
 """Modules of other projects by kind of rank. None of them starts a thread or touches CUDA when imported on a CPU."""
 
@@ -115,7 +116,7 @@ def preload(kind: str) -> None:
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))  # ignored until vLLM has set it up
     path = Path(__file__).resolve().parents[1] / "actors" / "imports.py"
     with runpy.run_path(str(path))["compile_deferred"]() if kind == "model" else nullcontext():
-        for name in PRELOAD[kind]:
+        for name in PRELOAD[kind].split():
             try:
                 importlib.import_module(name)
             except Exception as error:  # the rank fails in the same way, and says where

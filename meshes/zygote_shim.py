@@ -7,7 +7,7 @@
 The shim dies with the controller, and the rank dies with the shim. It imports as little as it can: 10 ms of CPU a rank.
 """
 
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import _socket
 import array
 import ctypes
@@ -30,7 +30,8 @@ def main() -> None:
     if posix.getppid() != int(controller):
         posix._exit(1)
     environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
-    reports = connect(report)
+    reports = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    reports.connect(report)
     reports.sendall(b"name " + life_and_name + b"\n")
     status = forked(reports, zygote, float(deadline), environment) if zygote else None
     if status is None:
@@ -48,16 +49,18 @@ def main() -> None:
 def forked(reports: _socket.socket, zygote: bytes, deadline: float, environment: dict[bytes, bytes]) -> int | None:
     """Have the zygote fork the rank, and return its wait status. None: it must start cold, and the report says why."""
     word = rest = b""
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    connection.settimeout(deadline)
     try:
-        connection = connect(zygote)
-        connection.settimeout(deadline)
+        connection.connect(zygote)
         umask = posix.umask(0o077)
         posix.umask(umask)
         cpus = b",".join(b"%d" % cpu for cpu in sorted(posix.sched_getaffinity(0)))
         head = [sys.argv[1].encode(), posix.getcwdb(), b"%d" % umask, cpus]
         data = b"\0".join([*head, *(key + b"=" + value for key, value in environment.items())]) + b"\0\0"
         stdio = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-        connection.sendall(data[connection.sendmsg([data], stdio) :])
+        if unsent := data[connection.sendmsg([data], stdio) :]:  # a zygote that refuses may have hung up
+            connection.sendall(unsent)
         word, _, rest = line(connection).partition(b" ")
     except OSError as error:
         rest = b"it did not answer: " + str(error).encode()
@@ -86,12 +89,6 @@ def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:
     posix.read(executed, 1)  # returns once the rank's /proc/PID/environ is its own
     reports.sendall(b"pid %d\n" % pid)
     return posix.waitpid(pid, 0)[1]
-
-
-def connect(path: bytes) -> _socket.socket:
-    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-    connection.connect(path)
-    return connection
 
 
 def line(connection: _socket.socket) -> bytes:

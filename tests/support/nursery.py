@@ -46,7 +46,7 @@ class Nursery:
             listener.listen(8)
             program = (
                 f"import sys; sys.path.insert(0, {str(MESHES)!r}); import zygote; del sys.path[0]; "
-                f"zygote.PRELOAD['test'] = {preload!r}; zygote.main()"
+                f"zygote.PRELOAD['test'] = {' '.join(preload)!r}; zygote.main()"
             )
             command = [sys.executable, "-P", "-c", program, "test", str(listener.fileno()), str(os.getpid())]
             env = {**os.environ, "TITAN_RL_ROOM": "x" * zygotes.ROOM, **environment}
