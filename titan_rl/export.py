@@ -107,7 +107,7 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Sou
         pairs = config.algorithm.kind in ("preference", "reward")
         task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     except (ConfigError, OSError, ValueError) as error:
-        raise ExportRefused(f"{run / 'config.toml'}: {error}") from error
+        raise ExportRefused(f"{run}: {'; '.join(str(error).splitlines())}") from error
     return Source(config, policy, task, name, folder)
 
 
@@ -144,7 +144,9 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
     try:
         model = CheckpointModel(source.config, policy.shape, source.folder, scratch)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise ExportRefused(f"{source.folder} cannot be read: {' '.join(str(error).split())}", FAILED) from error
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        why = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
+        raise ExportRefused(f"{source.folder} cannot be read: {why}", FAILED) from error
     sequences = Sequences.of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))

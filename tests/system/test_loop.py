@@ -72,15 +72,6 @@ def test_trainer_and_generator_agree_on_every_step(whole: Run) -> None:
         assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
-def test_the_export_loads_in_transformers(whole: Run) -> None:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
-    model: Any = LlamaForCausalLM.from_pretrained(whole.folder / "hf")
-    prompt = tokenizer("12+34=", return_tensors="pt")
-    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] >= prompt["input_ids"].shape[1] + 1
-
-
 def test_the_same_seed_gives_the_same_rollouts_and_losses(runs: Runs, whole: Run, tmp_path: Path) -> None:
     again = runs.finish(tmp_path / "again", training__steps=4)
     assert losses(again) == losses(whole)[:4]
