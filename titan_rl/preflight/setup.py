@@ -11,7 +11,7 @@ from titan_rl.record.run_folder import Resume, aside
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
@@ -81,7 +81,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         sampling=sampling,
         heldout=problems(task.heldout),
-        practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practice_examples(task, config)),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
@@ -90,6 +90,15 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
             if isinstance(role, TeacherSection | RewardModelSection)
         },
     )
+
+
+def practice_examples(task: Task, config: Config) -> list[Example]:
+    """Return eval.size random training examples, on which cold_start.stop_at is measured. A data set may be sorted, so
+    its first examples may be easier than the others."""
+    if not config.cold_start.stop_at:
+        return []
+    order = shuffled(len(task.train), derive(config.debug.seed, "practice"))
+    return [task.train[i] for i in order[: config.eval.size]]
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:
