@@ -77,10 +77,6 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
 
-    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
-    drawn = sorted(shuffled(len(fit), derive(seed, "practice"))[: config.eval.size].tolist())
-    practised = [fit[i] for i in drawn]  # not the first ones: a file may be sorted, as addition is
-
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
         return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, policy.sampling)
@@ -95,7 +91,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         task=task,
         sampling=policy.sampling,
         heldout=problems(task.heldout),
-        practice=problems(practised if config.cold_start.stop_at else []),
+        practice=problems(practice_examples(task, config)),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
@@ -133,6 +129,16 @@ def policy_of(config: Config, own_folder: Path) -> Policy:
     rollout = config.rollout
     stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
     return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))
+
+
+def practice_examples(task: Task, config: Config) -> list[Example]:
+    """Return eval.size random training examples, on which cold_start.stop_at is measured. A data set may be sorted, so
+    its first examples may be easier than the others."""
+    if not config.cold_start.stop_at:
+        return []
+    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    order = shuffled(len(fit), derive(config.debug.seed, "practice"))
+    return [fit[i] for i in order[: config.eval.size]]
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:
