@@ -104,6 +104,7 @@ class Engine:
         with without_gc():
             _quiet_logging()
             from vllm import EngineArgs, LLMEngine
+            from vllm.exceptions import VLLMClientError
             from vllm.platforms import current_platform
 
             on_cpu = current_platform.is_cpu()
@@ -118,6 +119,7 @@ class Engine:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
+        self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
         self._open: dict[str, _Open] = {}
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
@@ -150,7 +152,7 @@ class Engine:
                 if problem := self._problem(request):
                     raise ValueError(problem)
                 self._add(request)
-            except ValueError as error:  # from vLLM, which validates what it is given, or from us
+            except self._refusals as error:
                 self._llm.abort_request([f"{request.id}#{i}" for i in range(len(request.seeds))])
                 self._open.pop(request.id, None)
                 self._ended.append(Done(request.id, [], str(error)))

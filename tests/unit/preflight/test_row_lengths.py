@@ -104,8 +104,8 @@ def test_rows_that_just_fit_pack(tmp_path: Path, longest: dict[str, Any], more: 
 
 
 def test_a_prompt_without_tokens(tmp_path: Path, folder: Path) -> None:
-    edit(folder / "tokenizer_config.json", bos_token=None)
-    edit(folder / "tokenizer.json", post_processor=None)
+    none = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    edit(folder / "tokenizer.json", post_processor=none)  # it adds no BOS
     text = written(tmp_path, [SHORT, SHORT | {"question": ""}], more=f'[model]\nhf_assets_path = "{folder}"')
     (problem,) = problems(config(tmp_path, text))
     assert "train.jsonl:2: expected a prompt of at least 1 token, found none" in problem
