@@ -5,11 +5,13 @@ The controller imports this module to spawn the actor; torch and TorchTitan are 
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
+from titan_rl.actors.imports import compile_deferred, without_gc
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
@@ -17,11 +19,10 @@ from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Recorded, span
 from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
 from titan_rl.wire.weight_plan import Copy, Shard
+from titan_rl.wire.weight_source import Offer
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from titan_rl.actors.sync.transport import Offer
 
 
 def verb(method: Any) -> Any:
@@ -37,7 +38,9 @@ class ModelRank(Actor):
     @verb
     async def start(self) -> int:
         """Build the model; return the bytes of parameters that this rank holds."""
-        from titan_rl.actors.titan.role_model import RoleModel
+        _, config, _, _ = self._given
+        with without_gc(), nullcontext() if config.compile.enable else compile_deferred():
+            from titan_rl.actors.titan.role_model import RoleModel
 
         quiet()
         self._model = RoleModel(*self._given)
@@ -95,7 +98,7 @@ class ModelRank(Actor):
     @verb
     async def stage(
         self, copies: Mapping[int, tuple[Copy, ...]], places: Collection[str], sync: WeightSyncSection
-    ) -> "dict[int, Offer]":
+    ) -> dict[int, Offer]:
         """Allocate this rank's staging memory for readers at these places; return where each finds its bytes."""
         import torch
 

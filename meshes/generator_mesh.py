@@ -9,7 +9,7 @@ all of them have fetched it, and none serves it before it has passed the check t
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch.actor import HostMesh
 from monarch.spmd import setup_torch_elastic_env_async
@@ -26,9 +26,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Completion, EngineStats, ReaderCost, Request, SyncStats
-
-if TYPE_CHECKING:
-    from titan_rl.actors.sync.landing import Source
+from titan_rl.wire.weight_source import Source
 
 POLICY = GeneratorPolicy()
 SYNC = WeightSyncSection()
@@ -89,7 +87,7 @@ class GeneratorMesh:
         """Return where each rank is: ranks of equal places can map each other's memory."""
         return await self._all("place")
 
-    async def connect(self, sources: "Sequence[list[Source]]", sync: WeightSyncSection = SYNC) -> list[str]:
+    async def connect(self, sources: Sequence[list[Source]], sync: WeightSyncSection = SYNC) -> list[str]:
         """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
         replica. Returns the transport of every run that is read."""
         names = await self._fleet.each(lambda r: r.scatter("connect", sources, sync, seconds=self._policy.init_seconds))

@@ -8,7 +8,7 @@ reference, teacher, reward_model    load_weights and scores: a frozen role never
 import asyncio
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from monarch.actor import HostMesh
@@ -24,9 +24,7 @@ from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
 from titan_rl.wire.weight_plan import Copy, Shard
-
-if TYPE_CHECKING:
-    from titan_rl.actors.sync.transport import Offer
+from titan_rl.wire.weight_source import Offer
 
 
 class ModelMesh:
@@ -106,7 +104,7 @@ class ModelMesh:
 
     async def stage(
         self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSyncSection
-    ) -> "list[dict[int, Offer]]":
+    ) -> list[dict[int, Offer]]:
         """Scatter the weight plan's parts, and say where the readers are; gather where those find their bytes."""
         return await self._scatter("stage", copies, places, sync)
 

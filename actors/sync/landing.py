@@ -11,36 +11,19 @@ restarted processes all use the same code: a Landing knows one rank's parameters
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import Tensor
 
-from titan_rl.actors.sync.staging import octets
-from titan_rl.actors.sync.transport import Offer, choose
+from titan_rl.actors.sync.transport import choose, octets
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
 from titan_rl.wire.types import ReaderCost
-from titan_rl.wire.weight_plan import Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What one trainer rank offers to one reader, and the order of its contents."""
-
-    trainer_rank: int
-    offer: Offer
-    copies: tuple[Copy, ...]
-    dtype: str  # torch's name, such as "bfloat16"
-    block_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(copy.elements for copy in self.copies) * getattr(torch, self.dtype).itemsize
+from titan_rl.wire.weight_source import Source
 
 
 class Landing:

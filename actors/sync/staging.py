@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from titan_rl.actors.sync.transport import PACKING, SLOTS, Memory, Offer, Registered
+from titan_rl.actors.sync.transport import PACKING, SLOTS, Memory, octets
 from titan_rl.actors.titan.private import StridedShard
 from titan_rl.kernels.pack_weights import Cast, broken, pack
-from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
+from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.weight_plan import Copy, Shard
+from titan_rl.wire.weight_source import Offer, Registered
 
 
 def shards_of(
@@ -175,8 +176,3 @@ class Staging:
 
     def _slices(self, run: Tensor) -> Iterator[Tensor]:
         return (part for part in run.view(torch.uint8).split(self._slice_bytes) if len(part))
-
-
-def octets(run: Tensor, block: Block) -> memoryview:
-    """Return a block's bytes in a run on the host, to be hashed without a copy."""
-    return run[block.start : block.start + block.elements].view(torch.uint8).numpy().data

@@ -17,13 +17,15 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import finalize
 
 import torch
 from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
+
+from titan_rl.wire.manifest import Block
+from titan_rl.wire.weight_source import Offer, Registered
 
 How = Literal["auto", "shm", "rdma"]
 
@@ -37,28 +39,6 @@ def here() -> str:
     the PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """A reader's run, registered for one-sided reads."""
-
-    stamps: RDMABuffer
-    slices: tuple[list[RDMABuffer], ...]  # by slot: consecutive parts of the run
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Where one reader finds its run."""
-
-    place: str  # here(), at the trainer rank
-    pid: int
-    fd: int
-    size: int  # bytes of the whole memory
-    starts: tuple[int, ...]  # by slot: the run's first byte
-    nbytes: int  # of the run
-    layout: int  # of what is packed there, see manifest.layout()
-    registered: Registered | None  # only if a reader is remote
 
 
 class Memory:
@@ -189,6 +169,11 @@ def mapped(fd: int, size: int, *, write: bool) -> Tensor:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
         access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
         return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
+
+
+def octets(run: Tensor, block: Block) -> memoryview:
+    """Return a block's bytes in a run on the host, to be hashed without a copy."""
+    return run[block.start : block.start + block.elements].view(torch.uint8).numpy().data
 
 
 def _stamps(memory: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import heads, titan_cpu
+from titan_rl.actors.titan import heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
@@ -97,7 +97,8 @@ class TitanModel:
 
     def _spec(self) -> ModelSpec:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
-        spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
+        with private.trainer_not_imported():
+            spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
         own = [heads.OVERRIDES[self.shape.head], *titan_cpu.OVERRIDES]
         apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
         return spec

@@ -11,16 +11,15 @@ given equal requests and stepped together.
 Importing this module imports neither torch nor vLLM: the controller imports it for its types.
 """
 
-import gc
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from titan_rl.actors.imports import without_gc
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
 from titan_rl.config.sections import GeneratorSection
@@ -99,7 +98,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise RuntimeError("expected engine.ENV in this process's launch environment, found it missing")
-        with _without_gc():
+        with without_gc():
             _quiet_logging()
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
@@ -285,15 +284,3 @@ def _quiet_logging() -> None:
     do not dump the whole batch before an error, since its traceback reaches the controller anyway."""
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))
     logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Disable garbage collection during imports. They allocate a million objects that stay alive, and scanning those
-    again and again takes a quarter of the time. Freezing them afterwards saves another second of collections."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()

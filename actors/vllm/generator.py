@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
@@ -31,9 +31,7 @@ from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded, Stretch, span
 from titan_rl.wire.types import EngineStats, ReaderCost, Request
-
-if TYPE_CHECKING:
-    from titan_rl.actors.sync.landing import Source
+from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
 
@@ -119,7 +117,7 @@ class Generator(Actor):
         return here()
 
     @concurrent_endpoint
-    async def connect(self, sources: "list[Source]", sync: WeightSyncSection) -> list[str]:
+    async def connect(self, sources: list[Source], sync: WeightSyncSection) -> list[str]:
         """Connect this rank to the sources of its weights, and allocate any memory to read them into. Return the
         transport of each source."""
         from titan_rl.actors.endpoint import quiet_rdma

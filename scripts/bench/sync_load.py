@@ -18,7 +18,7 @@ from bench.ranks import Ranks
 from bench.rows import Row
 from bench.sync_plan import shape_of_size
 from bench.sync_ranks import TrainerRank
-from titan_rl.actors.sync.transport import Offer, is_remote
+from titan_rl.actors.sync.transport import is_remote
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
@@ -29,6 +29,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.types import Request, Sampling, SyncStats
 from titan_rl.wire.weight_plan import Copy, Shard
+from titan_rl.wire.weight_source import Offer
 
 LARGEST_SERVED = 250  # megabytes: on two cores an engine step of a larger model takes longer than its sync
 WAYS = {

@@ -66,6 +66,10 @@ class Run:
             f"no {kind} step {step} within {timeout:g} s:\n{self.finish(5) if self.process.poll() else ''}"
         )
 
+    def maps(self, library: str) -> bool:
+        """Return True if the controller, which is still alive, has mapped a library of this name."""
+        return library in Path(f"/proc/{self.process.pid}/maps").read_text()
+
     def workers(self) -> dict[str, int]:
         """Return the ranks' processes, by name."""
         return {name: pid for pid, name, command in self.processes() if "monarch" in command}

@@ -24,6 +24,7 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     for kind, step, said in (("cold_start", 3, "resumes from cold start step"), ("rl", 2, "resumes from RL step")):
         run = runs.start(folder, **keys)
         run.wait_for_step(step, kind)
+        assert not run.maps("libtorch"), "the controller has imported torch"
         signalled = time.time()
         run.process.send_signal(signal.SIGINT)
         out = run.finish(timeout=60)

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 
 
@@ -24,3 +26,19 @@ def test_the_configs_detect_seconds_reaches_monarch() -> None:
     env = {name: value for name, value in os.environ.items() if name != POLL}  # conftest.py sets it for the tests
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=env).stdout
     assert out.split() == ["250ms"]
+
+
+def test_a_controller_imports_no_engine_for_a_whole_run() -> None:
+    """Every module above the ranks, with what it imports of theirs. torch alone would take 1.2 CPU seconds and 160 MB.
+    tests/system/test_loop.py looks at a running controller, which covers imports inside functions too."""
+    paths = [path.relative_to(ROOT / "titan_rl") for path in (ROOT / "titan_rl").rglob("*.py")]
+    own = [path for path in paths if path.parts[0] not in ("actors", "kernels", "meshes") and path.stem != "__main__"]
+    meshes = [path.relative_to(ROOT) for path in (ROOT / "meshes").glob("*.py")]
+    modules = [".".join(("titan_rl", *path.with_suffix("").parts)).removesuffix(".__init__") for path in own + meshes]
+    assert {"titan_rl.session", "titan_rl.train.weight_sync", "titan_rl.meshes.replica"} <= set(modules)
+    program = (
+        f"import importlib, sys; [importlib.import_module(name) for name in {modules}]; "
+        "print(*sorted({'torch', 'torchdata', 'torchtitan', 'transformers', 'vllm', 'triton'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert found == []

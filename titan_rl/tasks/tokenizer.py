@@ -16,14 +16,17 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 Message = dict[str, Any]
 """One chat message: {"role": "user", "content": "..."}."""
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHARACTERS = string.digits + "+-*=?., \n" + string.ascii_lowercase
-SIZE = len(SPECIAL) + len(CHARACTERS)
+VOCABULARY = {token: id for id, token in enumerate((*SPECIAL, *CHARACTERS))}
+SIZE = len(VOCABULARY)
 """Number of tokens of the built-in tokenizer."""
+BOS_FIRST = TemplateProcessing(single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", VOCABULARY["<s>"])])
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -34,9 +37,9 @@ CHAT_TEMPLATE = (
 
 def build(folder: Path) -> None:
     """Write the built-in tokenizer: one token per character, ids in the order of SPECIAL, then CHARACTERS."""
-    vocab = {token: id for id, token in enumerate((*SPECIAL, *CHARACTERS))}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer = Tokenizer(BPE(vocab=VOCABULARY, merges=[], unk_token="<unk>"))
     tokenizer.decoder = Fuse()  # without a decoder, decode puts a space between tokens
+    tokenizer.post_processor = BOS_FIRST
     tokenizer.add_special_tokens(list(SPECIAL))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -45,6 +48,7 @@ def build(folder: Path) -> None:
         "pad_token": "<pad>",
         "unk_token": "<unk>",
         "clean_up_tokenization_spaces": False,
+        "padding_side": "left",  # a batch of prompts is padded where no answer will follow
         "chat_template": CHAT_TEMPLATE,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +61,7 @@ class TextTokenizer:
     folder: Path
     tokenizer: Tokenizer
     size: int  # rows that an embedding needs: the highest id + 1
-    bos: int | None  # None: prompts have no BOS (Qwen)
+    bos: int | None  # whether a prompt begins with it is up to the post-processor of tokenizer.json
     eos_ids: tuple[int, ...]  # every id that ends a turn; the tokenizer's own first
     pad: int
 
@@ -71,6 +75,8 @@ class TextTokenizer:
         tokenizer = Tokenizer.from_file(str(file))
         tokenizer.no_truncation()  # tokenizer.json may contain truncation and padding settings
         tokenizer.no_padding()
+        if tokenizer.post_processor is None and tokenizer.get_vocab() == VOCABULARY:
+            tokenizer.post_processor = BOS_FIRST  # the folder is from before the built-in tokenizer had one
         settings = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
 
         def named(key: str) -> int | None:
@@ -89,7 +95,7 @@ class TextTokenizer:
             folder=folder,
             tokenizer=tokenizer,
             size=max(tokenizer.get_vocab().values()) + 1,
-            bos=None if settings.get("add_bos_token") is False else named("bos_token"),
+            bos=named("bos_token"),
             eos_ids=eos_ids,
             pad=eos_ids[0] if pad is None else pad,
         )
@@ -112,14 +118,16 @@ class TextTokenizer:
         )
 
     def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:
-        """Return the tokens that the policy reads. "plain" is BOS and the text; "chat" is the folder's chat template up
-        to the start of the assistant's answer. `system` comes first unless the messages have a system message."""
+        """Return the tokens that the policy reads, which are those that transformers' AutoTokenizer returns. "plain" is
+        `tokenizer(prompt)`: the text, and BOS if the post-processor of tokenizer.json adds it. (transformers 5 ignores
+        add_bos_token.) "chat" is the chat template up to the start of the assistant's answer. `system` comes first
+        unless the messages have a system message."""
         if template == "plain":
             if not isinstance(prompt, str):
                 raise ValueError(
                     f'task.template: expected "chat" for a prompt of {len(prompt)} messages, found "plain"'
                 )
-            return [*([] if self.bos is None else [self.bos]), *self.encode(prompt)]
+            return self.tokenizer.encode(prompt).ids
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]

@@ -30,6 +30,7 @@ from titan_rl.wire.spans import span
 from titan_rl.wire.types import SyncStats
 from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import WeightPlan, plan
+from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
 
@@ -113,8 +114,6 @@ class WeightSync:
     async def connect(self, config: Config, shape: ModelShape) -> WeightPlan:
         """Connect the meshes. Called again after the trainers were respawned: a running sync is abandoned, and nothing
         is published yet."""
-        from titan_rl.actors.sync.landing import Source  # brings torch
-
         await self.abandon()
         tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())

@@ -22,15 +22,16 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_rl.actors.sync.landing import Landing, Source
-from titan_rl.actors.sync.staging import Staging, octets, shards_of
-from titan_rl.actors.sync.transport import How, Offer, here
+from titan_rl.actors.sync.landing import Landing
+from titan_rl.actors.sync.staging import Staging, shards_of
+from titan_rl.actors.sync.transport import How, here, octets
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import reference_pack, window
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
 from titan_rl.wire.weight_plan import Copy, Shard, plan
+from titan_rl.wire.weight_source import Offer, Source
 
 # Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.
 SHAPE = ModelShape(

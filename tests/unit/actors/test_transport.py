@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan_rl.actors.sync.landing import Landing, Source
+from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.weight_plan import Copy
+from titan_rl.wire.weight_source import Source
 
 ROWS, COLS, BLOCK = 40, 16, 256  # blocks of four rows
 COPIES = (Copy("w", 0, 0, ROWS, COLS, "p", 2, 0), Copy("norm", 0, 0, COLS, 1, "norm", 0, 0))
@@ -261,7 +262,8 @@ time.sleep(60)
 
 
 def test_nothing_has_a_name_and_a_reader_outlives_a_killed_owner() -> None:
-    from titan_rl.actors.sync.transport import Offer, Shared
+    from titan_rl.actors.sync.transport import Shared
+    from titan_rl.wire.weight_source import Offer
 
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout

@@ -1,3 +1,4 @@
+import itertools
 import json
 import subprocess
 import sys
@@ -6,11 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from titan_rl.tasks import tokenizer
 from titan_rl.tasks.tokenizer import TextTokenizer
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok?"}]
+ROLES = st.sampled_from(["system", "user", "assistant"])
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +102,66 @@ def test_special_ids_come_from_wherever_a_folder_lists_them(tmp_path: Path) -> N
     rewrite(tmp_path, "tokenizer_config.json", eos_token={"content": "</s>"}, pad_token=None, bos_token=None)
     text = TextTokenizer.load(tmp_path)
     assert (text.eos, text.eos_ids, text.pad, text.bos) == (2, (2, 4, 5), 2, None)
-    assert text.prompt("1", "plain") == [8]
 
-    rewrite(tmp_path, "tokenizer_config.json", bos_token="<s>", add_bos_token=False)
-    assert TextTokenizer.load(tmp_path).bos is None
+
+CLASSES = ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("added", ["bos", "bos and eos", "nothing"])
+def test_a_plain_prompt_is_what_transformers_tokenizer_returns(tmp_path: Path, model_type: str, added: str) -> None:
+    """Only the post-processor of tokenizer.json decides, whatever the class and add_bos_token say: a GPT-2 tokenizer
+    names a BOS that it never adds."""
+    from transformers import AutoTokenizer
+
+    vocabulary = {token: id for id, token in enumerate(["<s>", "</s>", *"0123456789+="])}
+    raw = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    raw.add_special_tokens(["<s>", "</s>"])
+    single = {"bos": "<s> $A", "bos and eos": "<s> $A </s>", "nothing": "$A"}[added]
+    if added != "nothing":
+        raw.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", 0), ("</s>", 1)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    rewrite(tmp_path, "config.json", model_type=model_type)
+    expected = {"bos": [0, 3, 12], "bos and eos": [0, 3, 12, 1], "nothing": [3, 12]}[added]
+    for tokenizer_class, add_bos_token in itertools.product(CLASSES, (True, False)):
+        keys = {"tokenizer_class": tokenizer_class, "add_bos_token": add_bos_token}
+        rewrite(tmp_path, "tokenizer_config.json", bos_token="<s>", eos_token="</s>", **keys)
+        text = TextTokenizer.load(tmp_path)
+        assert AutoTokenizer.from_pretrained(tmp_path)("1+").input_ids == expected
+        assert text.prompt("1+", "plain") == expected
+        assert (text.encode("1+"), text.bos, text.eos) == ([3, 12], 0, 1)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", None])
+def test_every_prompt_is_what_transformers_tokenizer_returns(tmp_path: Path, model_type: str | None) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer.build(tmp_path)
+    if model_type:
+        rewrite(tmp_path, "config.json", model_type=model_type)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), TextTokenizer.load(tmp_path)
+    contents = st.text(tokenizer.CHARACTERS) | st.text()
+    messages = st.lists(
+        st.builds(lambda role, content: {"role": role, "content": content}, ROLES, contents), min_size=1
+    )
+
+    @given(contents, messages)
+    def same(content: str, chat: list[dict[str, str]]) -> None:
+        assert theirs(content).input_ids == ours.prompt(content, "plain")
+        opened = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert opened == ours.prompt(chat, "chat")
+        assert opened.count(1) == 1 + sum(message["content"].count("<s>") for message in chat)
+
+    same()
+
+
+def test_a_folder_built_before_it_said_so_begins_prompts_with_bos(tmp_path: Path) -> None:
+    tokenizer.build(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved | {"post_processor": None}))
+    text = TextTokenizer.load(tmp_path)
+    assert text.prompt("1+2=", "plain") == [1, 8, 17, 9, 20]
+    assert json.loads(text.tokenizer.to_str()) == saved
 
 
 def test_saved_truncation_and_padding_do_not_apply(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""What a rank's imports leave out, and that leaving it out changes nothing."""
+
+import gc
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from titan_rl.actors.imports import compile_deferred, without_gc
+
+RANK = """
+import re, sys
+from titan_rl.actors.imports import compile_deferred, without_gc
+with without_gc(), compile_deferred():
+    from titan_rl.actors.titan.model import titan_config
+from titan_rl.actors.titan import private
+from titan_rl.actors.titan.spec import build_spec
+from titan_rl.config.sections import Config, ModelSection
+from titan_rl.preflight.shapes import shape_of
+
+def spec(family):
+    built = build_spec(shape_of(ModelSection(name=family)), seq_len=64)
+    with private.trainer_not_imported():
+        built.model.update_from_config(config=titan_config(Config(), Config().parallelism))
+    return re.sub(" at 0x[0-9a-f]+", "", repr(built.model))
+
+lean = [spec(family) for family in ("llama3", "qwen3")]
+heavy = {"torchtitan.trainer", "tensorboard", "datasets", "pandas", "pyarrow", "aiohttp", "torch._inductor.compile_fx"}
+print(sorted(heavy & sys.modules.keys()))
+import torchtitan.trainer
+print("sharding" in lean[0], lean == [spec(family) for family in ("llama3", "qwen3")])
+print(torchtitan.trainer.__file__ is not None)
+"""
+
+
+def test_a_trainer_rank_imports_no_trainer_and_no_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[]", "True True", "True"], done.stderr
+
+
+def test_what_is_deferred_is_compiled_once_with_its_settings_at_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, dict[str, Any]]] = []
+
+    def compile(function: Any, **settings: Any) -> Any:
+        compiled.append((function.__name__, settings))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with compile_deferred():
+
+        def double(x: int) -> int:
+            return 2 * x
+
+        plain, configured = torch.compile(double), torch.compile(double, options={"max_autotune": True})
+        decorated = torch.compile(dynamic=True)(double)
+    assert torch.compile is compile
+    assert not compiled
+    assert (plain(2), plain(3), configured(4), decorated(5)) == (4, 6, 8, 10)
+    assert compiled == [
+        ("double", {}),
+        ("double", {"options": {"max_autotune": True}}),
+        ("double", {"dynamic": True}),
+    ]
+
+
+def test_a_failed_import_leaves_garbage_collection_and_compile_as_they_were() -> None:
+    before = torch.compile
+    with suppress(ImportError), without_gc(), compile_deferred():
+        assert not gc.isenabled()
+        assert torch.compile is not before
+        import no_such_module  # noqa: F401 # pyright: ignore[reportMissingImports]
+    gc.unfreeze()
+    assert gc.isenabled()
+    assert torch.compile is before
