@@ -53,7 +53,10 @@ class Budgets:
         self.files: defaultdict[str, Seconds] = defaultdict(Seconds)
         self.tests: defaultdict[str, Seconds] = defaultdict(Seconds)
         self.slow: set[str] = set()  # files of which slow tests ran: no budget includes those
-        self._before = cpu_seconds()
+        self._before = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._before = cpu_seconds()  # imports are no test's
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
