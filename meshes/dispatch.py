@@ -12,6 +12,7 @@ from functools import partial
 from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load, Move, Routing
+from titan_rl.wire.errors import DeadlinePassed
 from titan_rl.wire.types import Completion, Request
 
 REPORT_SECONDS = 0.25  # how often an engine reports its progress where stealing is decided by it
@@ -31,8 +32,6 @@ class Dispatch:
         self._steals = slots is not None
         self._routing = Routing(len(replicas), slots)
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
-        self._moving = 0
-        self._moved = asyncio.Event()
         self._switching = False
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -49,7 +48,7 @@ class Dispatch:
                 self._take_back(index, samples)
 
     def serve(self, replica: Replica, lost: Callable[[Exception], None]) -> None:
-        """Carry the requests of a replica whose engine is built."""
+        """Carry the requests of a replica whose engine is built. Call `lost` at its first failure."""
         within = REPORT_SECONDS if self._steals else None
         replica.serve(partial(self._heard, replica), self._gave, lost, within)
 
@@ -70,14 +69,23 @@ class Dispatch:
     def loads(self) -> dict[int, Load]:
         return self._routing.loads()
 
-    async def settle_moves(self) -> None:
+    async def settle_moves(self, seconds: float) -> None:
         """Wait until no sample is on its way between two engines, and let none move until `resume_moves`: an engine
         that drains finishes what it has before it switches, so nothing that began on the old weights may reach it
-        afterwards."""
+        afterwards. A replica that does not give back its samples within `seconds` is lost."""
         self._switching = True
-        while self._moving:
-            self._moved.clear()
-            await self._moved.wait()
+        try:
+            async with asyncio.timeout(seconds):
+                while owing := [replica for replica in self._replicas.values() if replica.owes]:
+                    await asyncio.gather(*(replica.repay() for replica in owing))
+        except TimeoutError:
+            for replica in [replica for replica in self._replicas.values() if replica.owes]:
+                error = DeadlinePassed(
+                    f"{replica.name} did not give back its samples within {seconds:g} s",
+                    "If this is slow rather than stuck, raise [comm] train_timeout_seconds.",
+                    rank=replica.ranks[0],
+                )
+                replica.give_up(error)
         if self._steals:
             await asyncio.gather(*(replica.delivered() for replica in self._replicas.values()))
 
@@ -115,11 +123,8 @@ class Dispatch:
             self._relieve(Move(None, index, samples, _now()))
 
     def _relieve(self, move: Move) -> None:
-        self._moving += 1
         self._replicas[move.victim].relieve(move)
 
     def _gave(self, move: Move, withdrawn: list[Withdrawn]) -> None:
-        self._moving -= 1
         self._routing.moved(move, withdrawn)
         self._send()
-        self._moved.set()

@@ -70,7 +70,15 @@ class GeneratorMesh:
             procs = spawn(host, name=name, shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
             if tp > 1:
                 await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
-            return Replica(replica, name, procs, settings, hang_seconds=policy.hang_seconds, seconds=policy.seconds)
+            return Replica(
+                replica,
+                name,
+                procs,
+                settings,
+                hang_seconds=policy.hang_seconds,
+                seconds=policy.seconds,
+                init_seconds=policy.init_seconds,
+            )
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, slots=settings.max_num_seqs if policy.steals else None, make=make)
@@ -129,7 +137,7 @@ class GeneratorMesh:
                 await all_read.wait()
                 if failed and self._policy.incidents is None:
                     raise failed[0]
-                await self._dispatch.settle_moves()
+                await self._dispatch.settle_moves(seconds)
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
@@ -152,8 +160,11 @@ class GeneratorMesh:
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Ask each rank of each replica, by name, what it recorded since the last call."""
-        calls = (call for replica in self.replicas.values() for call in replica.calls("spans").items())
-        return {name: ask(call, actor=name, verb="spans", seconds=self._policy.seconds) for name, call in calls}
+        return {
+            name: ask(call, actor=name, verb="spans", seconds=replica.patience(self._policy.seconds))
+            for replica in self.replicas.values()
+            for name, call in replica.calls("spans").items()
+        }
 
     def loads(self) -> dict[int, Load]:
         return self._dispatch.loads()
@@ -169,7 +180,7 @@ class GeneratorMesh:
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
         limit = seconds or self._policy.seconds
-        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=limit))
+        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
 
 

@@ -40,9 +40,11 @@ class ModelMesh:
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
+        self._warm: set[str] = set()  # verbs that these processes have answered
 
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
+        self._warm.clear()
         self._procs = spawn(self._host, name=self.name, shape={"dp": self.dp, "tp": self.tp}, env=self._env)
         await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
@@ -130,7 +132,7 @@ class ModelMesh:
     async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""
         calls = {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
-        return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
+        return await self._answers(verb, calls, seconds)
 
     async def _scatter(
         self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float | None = None
@@ -138,7 +140,17 @@ class ModelMesh:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
         ranks = zip(self._ranks.items(), each, strict=True)
         calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
-        return await ask_all(calls, verb=verb, seconds=seconds or self._seconds)
+        return await self._answers(verb, calls, seconds)
+
+    async def _answers(self, verb: str, calls: dict[str, Any], seconds: float | None) -> list[Any]:
+        """Gather the answers in rank order. The first call of a verb may import, compile and allocate: it has at least
+        the start-up deadline."""
+        limit = seconds or self._seconds
+        answers = await ask_all(
+            calls, verb=verb, seconds=limit if verb in self._warm else max(limit, self._init_seconds)
+        )
+        self._warm.add(verb)
+        return answers
 
     def _rows(self, values: Sequence[Any]) -> list[Any]:
         """One value per dp row -> one per rank."""

@@ -36,20 +36,27 @@ class Replica:
         *,
         hang_seconds: float = 60.0,
         seconds: float = 600.0,
+        init_seconds: float = 300.0,
     ) -> None:
+        """`hang_seconds` bounds the silence of a warm engine, one that has served weights. Until then every call has at
+        least `init_seconds`: a fresh process still imports modules and reads them from disk."""
         self.index, self.name = index, name
         self.error: Exception | None = None  # final once set: another replica may take this one's index
         self.state = "starting"
         self.since = time.time()
         self._procs = procs
-        self._hang_seconds, self._seconds = hang_seconds, seconds
+        self._hang_seconds, self._seconds, self._init_seconds = hang_seconds, seconds, init_seconds
+        self._warm = False
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
         self._open: dict[str, asyncio.Future[list[Completion]]] = {}
         self._outbox: asyncio.Queue[Request] = asyncio.Queue()
         self._moves: asyncio.Queue[Move] = asyncio.Queue()
+        self._owed = 0  # moves whose samples were not given back yet
+        self._repaid = asyncio.Event()  # set whenever none is owed
         self._serving: asyncio.Task[None] | None = None
+        self._lost: Callable[[Exception], None] = lambda _: None
 
     @property
     def ranks(self) -> list[str]:
@@ -59,6 +66,15 @@ class Replica:
     def busy(self) -> bool:
         return bool(self._open)
 
+    @property
+    def owes(self) -> bool:
+        """True while samples were asked back and not given. A lost replica owes nothing."""
+        return self._owed > 0 and self.error is None
+
+    def patience(self, seconds: float) -> float:
+        """Return the deadline of a call that may take a warm engine `seconds`."""
+        return seconds if self._warm else max(seconds, self._init_seconds)
+
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
         """Make the same call on every rank. Returns the futures by rank name."""
         return {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
@@ -66,22 +82,26 @@ class Replica:
     async def head(self, verb: str, *arguments: Any, seconds: float | None) -> Any:
         """Call rank 0, which decides for the other ranks."""
         name, rank = next(iter(self._ranks.items()))
-        return await ask(getattr(rank, verb).call_one(*arguments), actor=name, verb=verb, seconds=seconds)
+        limit = seconds and self.patience(seconds)
+        return await ask(getattr(rank, verb).call_one(*arguments), actor=name, verb=verb, seconds=limit)
 
     async def scatter(self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float) -> list[Any]:
         """Call every rank, each with its own first argument."""
         ranks = zip(self._ranks.items(), each, strict=True)
         calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
-        return await ask_all(calls, verb=verb, seconds=seconds)
+        return await ask_all(calls, verb=verb, seconds=self.patience(seconds))
 
     async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
         """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""
-        each = manifests or [[]] * len(self._ranks)
+        each, seconds = manifests or [[]] * len(self._ranks), self.patience(seconds)
         return await self.scatter("fetch_weights", each, seconds, seconds=seconds + GRACE_SECONDS)
 
     async def switch_weights(self, version: int, seconds: float) -> ReaderCost:
-        """Write the fetched weights, verify them, and serve them as `version`."""
-        return await self.head("switch", version, seconds, seconds=seconds)
+        """Write the fetched weights, verify them, and serve them as `version`. From then on the replica is warm."""
+        seconds = self.patience(seconds)
+        cost = await self.head("switch", version, seconds, seconds=seconds)
+        self._warm = True
+        return cost
 
     def serve(
         self,
@@ -103,9 +123,12 @@ class Replica:
                     tasks.create_task(self._take_answers(heard, within))
                     tasks.create_task(self._withdraw_samples(gave))
             except* Exception as errors:
-                self.fail(errors.exceptions[0])
-                lost(errors.exceptions[0])
+                self.give_up(errors.exceptions[0])
+            finally:  # no one waits for samples that are never given
+                while not self._moves.empty():
+                    self._give(self._moves.get_nowait(), [], gave)
 
+        self._lost = lost
         self._serving = asyncio.create_task(run())
         self._set_state("serving")
 
@@ -119,8 +142,16 @@ class Replica:
         return done
 
     def relieve(self, move: Move) -> None:
-        """Ask for samples back, to be continued elsewhere."""
-        self._moves.put_nowait(move)
+        """Ask for samples back, to be continued elsewhere. A lost replica gives none."""
+        if self.error is None:
+            self._owed += 1
+            self._repaid.clear()
+            self._moves.put_nowait(move)
+
+    async def repay(self) -> None:
+        """Wait until everything that was asked back is given, or the replica is lost."""
+        if self.owes:
+            await self._repaid.wait()
 
     async def delivered(self) -> None:
         """Wait until everything that was put is in the engine, or the replica is lost."""
@@ -151,11 +182,17 @@ class Replica:
         """Take no more requests, and fail the open ones."""
         self.error = self.error or error
         self._set_state("lost")
+        self._repaid.set()
         if self._serving is not None and self._serving is not asyncio.current_task():
             self._serving.cancel()
         for waiting in self._open.values():
             if not waiting.done():
                 waiting.set_exception(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Fail, and report the loss as if a call had failed."""
+        self.fail(error)
+        self._lost(error)
 
     def _set_state(self, state: str) -> None:
         self.state, self.since = state, time.time()
@@ -169,7 +206,8 @@ class Replica:
                 self._outbox.task_done()
 
     async def _take_answers(self, heard: Callable[[EngineReport], None], within: float) -> None:
-        """Resolve what is done. Every answer is a sign of life."""
+        """Resolve what is done. Every answer is a sign of life. A call made before the engine is warm keeps its longer
+        deadline; it is the only one, because a live engine answers within `within` seconds."""
         while True:
             news: News = await self.head("take", within, seconds=within + self._hang_seconds)
             for request in news.done:
@@ -177,12 +215,21 @@ class Replica:
             asyncio.get_running_loop().call_soon(heard, news.report)  # after the callbacks of these results
 
     async def _withdraw_samples(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:
-        """Ask the engine, because only it knows how far its samples are. An engine that drains keeps them until it has
-        finished them."""
+        """Ask the engine, because only it knows how far its samples are: once for all moves that wait, because each
+        call takes a step of the engine. An engine that drains keeps samples until it has finished them."""
         while True:
-            move, withdrawn = await self._moves.get(), []
+            moves, withdrawn = await drain(self._moves), list[Withdrawn]()
             try:
                 await self._outbox.join()  # the engine must know the samples before it can give them back
-                withdrawn = await self.head("withdraw", move.samples, seconds=self._seconds)
+                samples = [sample for move in moves for sample in move.samples]
+                withdrawn = await self.head("withdraw", samples, seconds=self._seconds)
             finally:
-                gave(move, withdrawn)
+                for move in moves:
+                    own = set(move.samples)
+                    self._give(move, [each for each in withdrawn if each.sample in own], gave)
+
+    def _give(self, move: Move, withdrawn: list[Withdrawn], gave: Callable[[Move, list[Withdrawn]], None]) -> None:
+        self._owed -= 1
+        if self._owed == 0:
+            self._repaid.set()
+        gave(move, withdrawn)

@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from titan_rl.record.ledger import Ledger, events
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.task import load_task
+from titan_rl.tasks.task import Task, load_task
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Sampling
@@ -46,8 +47,13 @@ class Echo:
         ]
 
 
+@cache
+def additions() -> Task:
+    return load_task(TaskSection(), seed=1, eval_size=10)
+
+
 def source(tokenizer: TextTokenizer) -> PromptSource:
-    return PromptSource(load_task(TaskSection(), seed=1, eval_size=10), tokenizer, seed=3)
+    return PromptSource(additions(), tokenizer, seed=3)
 
 
 async def right_if_one(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:

@@ -38,6 +38,7 @@ DEFAULTS = {  # of the run; the command line overrides them
     "fault.max_failed_saves": "1000000",
     "fault.hang_seconds": "5",
     "fault.snapshot_interval": "2",
+    "comm.init_timeout_seconds": "60",  # hangs of processes that have just started must be noticed within PATIENCE
     "comm.train_timeout_seconds": "20",
     "algorithm.max_dead_steps": "0",
 }

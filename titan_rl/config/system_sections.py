@@ -56,7 +56,8 @@ class ProfilingSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommSection:
     init_timeout_seconds: int = bounds(300, ge=1)
-    """Timeout for spawning processes, loading engines and building process groups."""
+    """Timeout for spawning processes, loading engines and building process groups, and for the first calls of a new
+    process, which import and compile, if their own timeout is shorter."""
     train_timeout_seconds: int = bounds(600, ge=1)
     """Timeout for one trainer step, weight sync or checkpoint."""
 
@@ -67,7 +68,8 @@ class FaultSection:
     """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
     every half of this."""
     hang_seconds: float = bounds(60.0, gt=0)
-    """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step."""
+    """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step. Until an
+    engine has its first weights, comm.init_timeout_seconds applies instead."""
     max_restarts: int = bounds(3, ge=0)
     """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
     0 disables respawning."""

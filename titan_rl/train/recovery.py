@@ -95,10 +95,10 @@ class Recovery:
 
     async def _mend(self) -> None:
         trainers = self._run.meshes.trainers
-        if self._run.weights is not None:
-            await self._run.weights.abandon()
         if self.resume.nothing:  # live trainers rewind in place, but only new ones have the initial weights
             self._lost.add(trainers)
+        if self._run.weights is not None:
+            await self._run.weights.abandon(trainers_lost=trainers in self._lost)
         for mesh in list(self._lost):
             with self._run.terminal.phase(f"{mesh.name}: respawned"):
                 await mesh.respawn()

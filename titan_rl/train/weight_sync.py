@@ -12,10 +12,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -23,7 +23,7 @@ from titan_rl.meshes.healing import REFUSED
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.wire.clock import Clock
-from titan_rl.wire.errors import DeadlinePassed, RunError
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
@@ -34,6 +34,8 @@ from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
 
+LOSS_SECONDS = 2.0  # after a failed read, until the loss of the trainers is known if it was the cause
+
 
 def _seen(task: asyncio.Task[SyncStats]) -> None:
     """Mark a sync's error as retrieved, so that asyncio does not log it: the next await of the sync raises it."""
@@ -41,34 +43,40 @@ def _seen(task: asyncio.Task[SyncStats]) -> None:
         task.exception()
 
 
+class Reading(NamedTuple):
+    version: int
+    seconds: float  # its deadline if that is longer than a publisher's, as for a replica that has just started; else 0
+
+
 class Slots:
     """Which replicas read which of two slots."""
 
     def __init__(self) -> None:
-        self._readers: tuple[dict[str, int], dict[str, int]] = ({}, {})  # by slot: the version that each reads
+        self._readers: tuple[dict[str, Reading], dict[str, Reading]] = ({}, {})  # by slot and replica
         self._left = asyncio.Event()
 
     async def free(self, slot: int, seconds: float) -> None:
-        """Wait until no replica reads a slot."""
+        """Wait until no replica reads a slot: for `seconds`, or as long as its readers may take."""
         readers = self._readers[slot]
+        seconds = max([seconds, *(reading.seconds for reading in readers.values())])
         try:
             async with asyncio.timeout(seconds):
                 while readers:
                     self._left.clear()
                     await self._left.wait()
         except TimeoutError:
-            readings = " and ".join(f"{name}, which still reads version {version}" for name, version in readers.items())
+            readings = " and ".join(f"{name}, which still reads version {r.version}" for name, r in readers.items())
             raise DeadlinePassed(
                 f"weights.publish waits on {readings}",
                 f"It waited {seconds:g} s. If this is slow rather than stuck, raise [comm] train_timeout_seconds.",
             ) from None
 
     @contextmanager
-    def reading(self, publication: Publication, name: str) -> Iterator[None]:
+    def reading(self, publication: Publication, name: str, seconds: float = 0) -> Iterator[None]:
         """Hold a slot while `name` reads. A replica that failed or died reads no more; one that did not answer in time
         may still be reading."""
         readers = self._readers[publication.slot]
-        readers[name] = publication.version
+        readers[name] = Reading(publication.version, seconds)
         try:
             yield
         except (DeadlinePassed, asyncio.CancelledError):
@@ -90,7 +98,7 @@ class Slots:
             if name in readers:
                 self._leave(readers, name)
 
-    def _leave(self, readers: dict[str, int], name: str) -> None:
+    def _leave(self, readers: dict[str, Reading], name: str) -> None:
         readers.pop(name, None)
         self._left.set()
 
@@ -106,6 +114,8 @@ class WeightSync:
         self._slots = Slots()
         self._serial = 0  # of the last publication begun
         self._newest: Publication | None = None
+        self._sources: list[list[Source]] | None = None  # by tensor-parallel rank; None: no trainers to read from
+        self._lost = asyncio.Event()  # set while there are none
         self._publishing, self._pulling = asyncio.Lock(), asyncio.Lock()
         self._running: asyncio.Task[SyncStats] | None = None
         self._waited = 0.0  # for the running sync, so far
@@ -114,13 +124,13 @@ class WeightSync:
     async def connect(self, config: Config, shape: ModelShape) -> WeightPlan:
         """Connect the meshes. Called again after the trainers were respawned: a running sync is abandoned, and nothing
         is published yet."""
-        await self.abandon()
+        await self.abandon(trainers_lost=True)
         tp, sync = config.generator.tensor_parallel_degree, config.weight_sync
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
         self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank) for rank in range(tp)])
         outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
         staged = await self._trainers.stage(outgoing, sorted(set(places)), sync)
-        self._sources = [
+        sources = [
             [
                 Source(t, staged[t][g], copies, config.generator.dtype, sync.block_kb << 10)
                 for t, copies in self.plan.incoming(g).items()
@@ -130,13 +140,19 @@ class WeightSync:
         self._sync, self._readers = sync, tp
         self._seconds = config.comm.train_timeout_seconds
         async with self._pulling:
-            chosen = Counter(await self._generators.connect(self._sources, sync))
+            chosen = Counter(await self._generators.connect(sources, sync))
+            self._sources = sources
+            self._lost.clear()
         self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
         self._generators.tend(self.catch_up, self._slots.gone)
         return self.plan
 
-    async def abandon(self) -> None:
-        """Forget the running sync and what was published: the trainers that published it are gone."""
+    async def abandon(self, *, trainers_lost: bool) -> None:
+        """Forget the running sync and what was published. After `trainers_lost`, new replicas are connected to nothing
+        until `connect` connects every replica to the new trainers."""
+        if trainers_lost:
+            self._sources = None
+            self._lost.set()
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
@@ -144,22 +160,37 @@ class WeightSync:
         self._slots.clear()
 
     async def catch_up(self, replica: Replica) -> None:
-        """Bring a new replica to the newest published weights. If there are none, the next pull includes it."""
+        """Bring a new replica to the newest published weights. If there are none, the next pull includes it. A failure
+        to read from trainers that turn out to be lost does not count against the replica."""
         async with self._pulling:
-            await replica.scatter("connect", self._sources, self._sync, seconds=self._seconds)
-            if self._newest is None:
-                return
-            try:
-                await self._bring(replica, self._newest)
-            except RunError as error:
-                if error.kind != REFUSED:
-                    raise
-                if (repacked := await self.publish_again()) is not None:
-                    await self._bring(replica, repacked)
+            while (sources := self._sources) is not None:
+                try:
+                    await replica.scatter("connect", sources, self._sync, seconds=self._seconds)
+                    await self._bring_newest(replica)
+                    return
+                except RunError as error:
+                    if isinstance(error, RankDied) and error.mesh == replica.name:
+                        raise
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._lost.wait(), LOSS_SECONDS)
+                    if self._sources is sources:
+                        raise
+
+    async def _bring_newest(self, replica: Replica) -> None:
+        if self._newest is None:
+            return
+        try:
+            await self._bring(replica, self._newest)
+        except RunError as error:
+            if error.kind != REFUSED:
+                raise
+            if (repacked := await self.publish_again()) is not None:
+                await self._bring(replica, repacked)
 
     async def _bring(self, replica: Replica, publication: Publication) -> None:
         version, name = publication.version, replica.name
-        with span("catch up", lane="pull", version=version), self._slots.reading(publication, name):
+        lease = self._slots.reading(publication, name, replica.patience(self._seconds))
+        with span("catch up", lane="pull", version=version), lease:
             await replica.fetch_weights(self._manifests(publication), self._seconds)
             await replica.switch_weights(version, self._seconds)
 

@@ -1,0 +1,150 @@
+"""Replicas that are lost or slow at awkward moments."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.fake_engines import FakeEngine, fake_mesh
+from support.weight_layouts import TINY
+from titan_rl.config import sections as c
+from titan_rl.meshes import deaths
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.wire.errors import DeadlinePassed, RankDied
+from titan_rl.wire.types import ReaderCost, Request, Sampling
+
+DIED = RankDied("generator1[tp=0]", "was killed by signal 9")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
+async def serving(mesh: GeneratorMesh) -> None:
+    async def catch_up(_: object) -> None: ...
+
+    await mesh.start()
+    mesh.tend(catch_up, lambda _: None)
+    await mesh.pull(0)
+
+
+async def cancelled_groups(mesh: GeneratorMesh, engines: list[FakeEngine], count: int = 6) -> None:
+    """Issue groups and give them up while every engine is amid a step."""
+    asked = [asyncio.create_task(mesh.generate(Request(f"r{i}", [1], [1, 2], Sampling(8)))) for i in range(count)]
+    await asyncio.sleep(0.02)
+    for engine in engines:
+        engine.steps.clear()
+    for task in asked:
+        task.cancel()
+    await asyncio.sleep(0.02)
+
+
+def test_a_replica_lost_with_withdrawals_queued_holds_up_no_pull(tmp_path: Path) -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, max_restarts=0, seconds=60, hang_seconds=60)
+        await serving(mesh)
+        await cancelled_groups(mesh, engines)
+        engines[1].dead.set_exception(DIED)
+        await asyncio.sleep(0.02)
+        engines[0].steps.set()
+        stats = await asyncio.wait_for(mesh.pull(1), 5)
+        assert list(stats.engines) == ["generator0"]
+        assert sum(map(len, engines[0].withdrawn)) == 6
+
+    asyncio.run(body())
+
+
+def test_withdrawals_that_wait_are_one_call(tmp_path: Path) -> None:
+    """Each call takes a step of the engine, which may be long."""
+
+    async def body() -> None:
+        engines = [FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path)
+        await serving(mesh)
+        await cancelled_groups(mesh, engines, 9)
+        engines[0].steps.set()
+        await asyncio.wait_for(mesh.pull(1), 5)
+        assert sum(map(len, engines[0].withdrawn)) == 18
+        assert len(engines[0].withdrawn) <= 2
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
+    """Its engine steps for ever. No call of its own notices in time: they have longer deadlines."""
+
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, seconds=0.3, hang_seconds=60)
+        await serving(mesh)
+        mesh.replicas[1]._seconds = 60
+        await cancelled_groups(mesh, engines)
+        engines[0].steps.set()
+        stats = await asyncio.wait_for(mesh.pull(1), 5)
+        assert list(stats.engines) == ["generator0"]
+        (incident,) = mesh._policy.incidents.all  # type: ignore[union-attr]
+        assert incident.reason == "generator1 did not give back its samples within 0.3 s"
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
+    """Until it serves its first weights, its calls have the start-up deadline; then the deadline of a hang applies."""
+
+    async def body() -> None:
+        engines = [FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, init_seconds=30, hang_seconds=0.1)
+        await mesh.start()
+        mesh.tend(lambda _: asyncio.sleep(0), lambda _: None)
+        engines[0].steps.clear()
+        await asyncio.sleep(0.5)
+        assert mesh.replicas[0].error is None
+        engines[0].steps.set()
+        await mesh.pull(0)
+        await asyncio.sleep(0.2)  # the call that was made before is answered
+        assert mesh.replicas[0].error is None
+        replica = mesh.replicas[0]
+        engines[0].steps.clear()
+        await asyncio.sleep(0.5)
+        assert "generator0[tp=0].take did not answer within" in str(replica.error)
+
+    asyncio.run(body())
+
+
+def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
+    class Importing(FakeEngine):
+        async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+            await asyncio.sleep(0.3 if version == 0 else 0)
+            return await super().do_switch(version, timeout)
+
+    async def body() -> None:
+        mesh = fake_mesh([Importing()], tmp_path, init_seconds=30, seconds=0.05)
+        await mesh.start()
+        for version in (0, 1):
+            assert list((await mesh.pull(version)).engines) == ["generator0"]
+
+    asyncio.run(body())
+
+
+def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None:
+    """It imports, compiles and allocates; so does the first one after a respawn."""
+
+    class Importing(FakeEngine):
+        async def do_shards(self) -> list[object]:
+            await asyncio.sleep(0.2)
+            return []
+
+    async def body() -> None:
+        config = c.Config(comm=c.CommSection(init_timeout_seconds=30, train_timeout_seconds=1))
+        mesh = ModelMesh(None, "trainer", config, TINY, {})  # type: ignore[arg-type]
+        mesh._ranks, mesh._seconds = {"trainer[dp=0 tp=0]": Importing()}, 0.05
+        assert await mesh.shards() == [[]]
+        with pytest.raises(DeadlinePassed, match=r"shards did not answer within 0\.05 s"):
+            await mesh.shards()
+
+    asyncio.run(body())

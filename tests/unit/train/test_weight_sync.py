@@ -1,0 +1,121 @@
+"""Replicas that come back while the trainers are gone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.fake_engines import FakeEngine, fake_mesh, fake_replica
+from support.weight_layouts import TINY, hf_sizes
+from titan_rl.config import sections as c
+from titan_rl.meshes import deaths
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.replica import Replica
+from titan_rl.train.weight_sync import WeightSync
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RankDied, RankFailed
+from titan_rl.wire.manifest import Publication
+from titan_rl.wire.weight_plan import Shard
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
+class FakeTrainers:
+    """A mesh of one rank, which offers nothing but its generation."""
+
+    def __init__(self) -> None:
+        self.alive = 1  # the generation that can be read from; 0: none
+
+    async def shards(self) -> list[list[Shard]]:
+        return [[Shard(name, 0, rows, 0, cols) for name, (rows, cols) in hf_sizes(TINY).items()]]
+
+    async def stage(self, copies: Any, places: Any, sync: Any) -> list[Any]:
+        return [{0: self.alive}]
+
+    async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
+        return Publication(version, slot, [[]], 0.0)
+
+
+class Reader(FakeEngine):
+    """Connects to trainers that are alive, and fails to open the memory of dead ones."""
+
+    def __init__(self, trainers: FakeTrainers) -> None:
+        super().__init__()
+        self.trainers = trainers
+
+    async def do_place(self) -> str:
+        return "here"
+
+    async def do_connect(self, sources: Any, sync: Any) -> list[str]:
+        if [source.offer for source in sources] != [self.trainers.alive]:
+            raise RankFailed("generator0[tp=0] failed in connect: FileNotFoundError", rank="generator0[tp=0]")
+        return await super().do_connect(sources, sync)
+
+
+async def running(trainers: FakeTrainers, folder: Path) -> tuple[GeneratorMesh, WeightSync, list[Reader]]:
+    made = [Reader(trainers)]
+
+    async def make(index: int) -> Replica:
+        made.append(Reader(trainers))
+        return fake_replica(index, made[-1], mesh._policy)
+
+    mesh = fake_mesh(made[:1], folder, make=make, max_restarts=1)
+    await mesh.start()
+    weights = WeightSync(trainers, mesh, Clock())  # type: ignore[arg-type]
+    await weights.connect(c.Config(), TINY)
+    await weights.sync(0)
+    return mesh, weights, made
+
+
+async def back(mesh: GeneratorMesh) -> None:
+    while mesh.coming:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_replica_that_comes_back_before_the_trainers_costs_one_restart(tmp_path: Path, known: bool) -> None:
+    """Whether the loss of the trainers is known when the replica connects, or only afterwards."""
+
+    async def body() -> None:
+        trainers = FakeTrainers()
+        mesh, weights, made = await running(trainers, tmp_path)
+        trainers.alive = 0
+        if known:
+            await weights.abandon(trainers_lost=True)
+        made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
+        await asyncio.sleep(0.1)
+        await weights.abandon(trainers_lost=True)
+        await asyncio.wait_for(back(mesh), 5)
+        trainers.alive = 2
+        await weights.connect(c.Config(), TINY)
+        await weights.sync(0)
+        assert mesh._policy.incidents is not None
+        assert [incident.outcome for incident in mesh._policy.incidents.all] == ["back"]
+        assert len(made) == 2
+        assert [source.offer for source in made[1].connected[-1]] == [2]
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_rl.train.weight_sync.LOSS_SECONDS", 0.05)
+
+    async def body() -> None:
+        trainers = FakeTrainers()
+        mesh, _, made = await running(trainers, tmp_path)
+        trainers.alive = 3  # its memory is not the one that was announced
+        made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(back(mesh), 5)
+        assert mesh._policy.incidents is not None
+        assert [incident.outcome for incident in mesh._policy.incidents.all] == ["given up"]
+
+    asyncio.run(body())
