@@ -52,7 +52,7 @@ def test_tokens_masks_and_log_probs_line_up(whole: Run) -> None:
 
 def test_trainer_and_generator_agree_on_every_step(whole: Run) -> None:
     for line in whole.lines("metrics.jsonl"):
-        assert line["logprob_gap/mean"] <= TIGHT["float32"]
+        assert line["logprob_gap/mean"] <= TIGHT
         assert line["logprob_gap/mult"] == pytest.approx(1, abs=1e-4)
         assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
 
