@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,8 @@ def test_a_killed_run_leaves_a_timeline_that_opens_next_to_the_one_before(
 ) -> None:
     folder = shutil.copytree(whole.folder, tmp_path / "run")
     before, path = (folder / "timeline.json").read_bytes(), folder / "timeline.json"
-    again = runs.start(folder, **WHOLE | {"training__steps": 100_000, "algorithm__max_dead_steps": 0})
+    keys: dict[str, Any] = {**WHOLE, "training__steps": 100_000, "algorithm__max_dead_steps": 0}
+    again = runs.start(folder, **keys)
     again.wait_for_step(WHOLE["training__steps"] + 2)
     deadline = time.monotonic() + 120
     while ("generator0[tp=0]", "main") not in lanes(read(path)):
