@@ -1,7 +1,9 @@
 """Trainer ranks and generator readers in Monarch processes: staged weights arrive bit for bit by either transport."""
 
 import asyncio
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,7 +88,8 @@ class GeneratorRank(Actor):
             await self.landings[0].write_weights(2)
 
 
-def test_two_versions_arrive_bit_for_bit_by_either_transport() -> None:
+def test_two_versions_arrive_bit_for_bit_by_either_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)  # the ranks import support
     configure(rdma_allow_tcp_fallback=True)
     asyncio.run(asyncio.wait_for(sync_twice(), 110))
 
