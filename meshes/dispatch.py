@@ -12,7 +12,7 @@ from functools import partial
 from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load, Move, Routing
-from titan_rl.wire.errors import DeadlinePassed
+from titan_rl.wire.errors import DeadlinePassed, RequestRefused
 from titan_rl.wire.types import Completion, Request
 
 REPORT_SECONDS = 0.25  # how often an engine reports its progress where stealing is decided by it
@@ -103,10 +103,12 @@ class Dispatch:
             self._replicas[index].put(part).add_done_callback(partial(self._done, index, part.id, whole))
 
     def _done(self, index: int, id: str, whole: str, part: asyncio.Future[list[Completion]]) -> None:
-        if part.exception() is not None:  # its replica is lost: the request continues elsewhere, or all of them fail
+        answer, error = self._answers.get(whole), part.exception()
+        if isinstance(error, RequestRefused) and answer is not None and not answer.done():
+            answer.set_exception(error)
+        if error is not None:  # otherwise its replica is lost: the request continues elsewhere, or all of them fail
             return
         completions = self._routing.done(index, id, part.result())
-        answer = self._answers.get(whole)
         if answer is not None and not answer.done() and completions is not None:
             answer.set_result(completions)
 

@@ -16,7 +16,7 @@ from titan_rl.actors.vllm.generator import Generator, News, drain
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.routing import Move
 from titan_rl.meshes.spawn import end
-from titan_rl.wire.errors import RunError
+from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.types import Completion, ReaderCost, Request
 
@@ -211,7 +211,11 @@ class Replica:
         while True:
             news: News = await self.head("take", within, seconds=within + self._hang_seconds)
             for request in news.done:
-                self._open.pop(request.id).set_result(request.completions)
+                answer = self._open.pop(request.id)
+                if request.refused:
+                    answer.set_exception(RequestRefused(f"request {request.id}: {request.refused}"))
+                else:
+                    answer.set_result(request.completions)
             asyncio.get_running_loop().call_soon(heard, news.report)  # after the callbacks of these results
 
     async def _withdraw_samples(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:

@@ -22,13 +22,14 @@ from typing import Any
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.ledger import Ledger
 from titan_rl.record.run_folder import Resume
-from titan_rl.rollout.judges import accuracy, by_model, by_rule, scores_of
+from titan_rl.rollout.judges import accuracy, by_model, scores_of
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
+from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.train.export import export
 from titan_rl.train.health import Health, Rewind
+from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RunError
@@ -75,7 +76,7 @@ class Controller:
             await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
             with self.run.terminal.phase("export to hf/"):
-                await export(self.setup, self.meshes.trainers, self.setup.folder / "hf")
+                await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
     async def reinforce(self) -> None:
         """Sample, judge, update, sync; step after step."""
@@ -238,13 +239,13 @@ class Controller:
                 pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
                 return accuracy(scores_of(pairs, await self.learner.scores(pairs)))
             assert self.meshes.generators is not None
-            return await self.setup.heldout.score(self.meshes.generators)
+            return await self.setup.heldout.score(self.meshes.generators, self.run.terminal.warn)
 
     async def practice(self) -> float:
         """Return the greedy score on training problems."""
         await self.sync(BEFORE_RL)
         assert self.meshes.generators is not None
-        return await self.setup.practice.score(self.meshes.generators)
+        return await self.setup.practice.score(self.meshes.generators, self.run.terminal.warn)
 
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
@@ -255,7 +256,8 @@ class Controller:
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
-            judge = by_rule(reward_for(config.task.reward), config.rollout.timeout_seconds)
+            reward = reward_for(config.task.reward)
+            judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
         else:
             judge = by_model(reward_model, config, tokenizer.pad)
         settings = StreamSettings(

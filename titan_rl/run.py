@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.preflight.checks.host import visible_gpus
 from titan_rl.preflight.cli import parse
 from titan_rl.preflight.describe import describe
 from titan_rl.preflight.setup import Setup, prepare
 from titan_rl.record.run_folder import Resume
 from titan_rl.record.terminal import Terminal
+from titan_rl.wire.gpus import visible_gpus
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
 

@@ -84,7 +84,7 @@ class Phase:
             enable=config.checkpoint.enable,
             folder=folder,
             interval=1,  # the controller decides when
-            keep_latest_k=config.checkpoint.keep_latest_k,
+            keep_latest_k=0,  # the controller purges: it knows all models
             last_save_model_only=False,
             async_mode=config.checkpoint.async_mode,
         ).build(
@@ -109,6 +109,9 @@ class Phase:
             self._copies.restore(at)
         elif at > 0:
             self._checkpoints.load(step=at)
+        for scheduler in self._schedulers:  # the optimizers have the rates of a step 0
+            for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
         self._instruments = Instruments(model, folder, self.state.step)
 
     def step(self, batches: Sequence[Batch], objective: Objective) -> StepStats:
@@ -222,4 +225,12 @@ class Phase:
             init_optim_state(optimizer)
             for state in optimizer.state.values():
                 state["step"].zero_()
+            optimizer.register_load_state_dict_pre_hook(with_own_settings)
         return optimizers
+
+
+def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state with the settings of `optimizer`, which are the config's: a resumed run may change them."""
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
+    return {**state, "param_groups": groups}

@@ -57,10 +57,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A request whose last sample has finished."""
+    """A request whose last sample has finished, or that cannot be sampled."""
 
     id: str
     completions: list[Completion]  # in the order of the request's seeds; withdrawn ones have finish "abort"
+    refused: str = ""  # why it cannot be sampled; then it has no completions
 
 
 class SampleId(NamedTuple):
@@ -128,33 +129,44 @@ class Engine:
         return bool(self._open or self._ended)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise unless every request can be sampled exactly as specified."""
+        """Raise unless there are weights to sample with, and every request has an id of its own."""
         self._serving()
         taken = set(self._open)
         for request in requests:
             if request.id in taken:
                 raise ValueError(f"request {request.id}: its id is that of an unfinished request")
             taken.add(request.id)
-            if problem := self._problem(request):
-                raise ValueError(f"request {request.id}: {problem}")
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Put requests into the batch before the next step, as far as max_num_seqs and the KV cache allow."""
+        """Put requests into the batch before the next step, as far as max_num_seqs and the KV cache allow. One that
+        cannot be sampled exactly as specified is returned as refused by the next step; the others are not affected."""
         began = time.perf_counter()
         self.check(requests)
         for request in requests:
-            samples = _begun(request)
-            unfinished = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
-            self._open[request.id] = _Open(samples, len(request.tokens), unfinished)
-            for i in sorted(unfinished):
-                prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *samples[i].tokens]}
-                params = sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
-                self._llm.add_request(f"{request.id}#{i}", prompt, params)
-            self._end(request.id)
+            try:
+                if problem := self._problem(request):
+                    raise ValueError(problem)
+                self._add(request)
+            except ValueError as error:  # from vLLM, which validates what it is given, or from us
+                self._llm.abort_request([f"{request.id}#{i}" for i in range(len(request.seeds))])
+                self._open.pop(request.id, None)
+                self._ended.append(Done(request.id, [], str(error)))
+            else:
+                self._end(request.id)
         self._stats.seconds += time.perf_counter() - began
 
+    def _add(self, request: Request) -> None:
+        samples = _begun(request)
+        unfinished = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
+        self._open[request.id] = _Open(samples, len(request.tokens), unfinished)
+        for i in sorted(unfinished):
+            prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *samples[i].tokens]}
+            params = sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
+            self._llm.add_request(f"{request.id}#{i}", prompt, params)
+
     def step(self) -> list[Done]:
-        """Sample one token for every sample in the batch. Return the requests whose last sample finished."""
+        """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
+        that were refused."""
         version = self._serving()
         began = time.perf_counter()
         outputs = self._llm.step() if self._open else []
@@ -231,6 +243,8 @@ class Engine:
             return f"expected seeds of at least 0, found {min(request.seeds)}"
         if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):  # vLLM would sample at 0.01
             return f"expected rollout.temperature 0 or in [0.01, 2], found {sampling.temperature}"
+        if outside := [stop for stop in sampling.stop_token_ids if not 0 <= stop < self._vocab_size]:
+            return f"expected stop token ids below {self._vocab_size}, found {outside[0]}"
         if length + sampling.max_new_tokens > self._max_model_len:
             return (
                 f"{length} tokens and {sampling.max_new_tokens} new ones exceed {self._max_model_len}; "

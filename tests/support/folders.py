@@ -1,5 +1,6 @@
 """Models on disk as checks see them, before anything loads a weight."""
 
+import json
 from pathlib import Path
 
 from titan_rl.config.sections import Config, ModelSection
@@ -13,6 +14,12 @@ def write_hf(folder: Path, shape: ModelShape) -> Path:
     write_model_folder(folder, shape)
     (folder / "model.safetensors").touch()
     return folder
+
+
+def write_header(path: Path, *names: str) -> None:
+    """A safetensors file of tensors without elements."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def write_models(config: Config) -> None:

@@ -5,25 +5,23 @@ pytest process.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from support.engine_runs import CONTEXT, finish, gap, reference, run, withdraw_all
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import ENV, Engine, EngineSettings, SampleId
 from titan_rl.wire.types import Completion, Request, Sampling
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 EOS, STOP = 2, 3
-CONTEXT = [1, 5, 6, 7, 8, 9]
 BEGUN = Completion([4, 5], [0.0, 0.0], [0, 0], "abort")
 
 
@@ -52,42 +50,6 @@ def engine(loaded: Engine) -> Iterator[Engine]:
     loaded.set_version(0)
     yield loaded
     withdraw_all(loaded)
-
-
-def withdraw_all(engine: Engine) -> list[str]:
-    """Return the ids of the requests that were unfinished."""
-    lengths = engine.report().lengths
-    engine.withdraw([SampleId(id, i) for id, samples in lengths.items() for i in samples])
-    assert [done.id for done in engine.step()] == list(lengths)
-    return list(lengths)
-
-
-def run(engine: Engine, *requests: Request) -> dict[str, list[Completion]]:
-    engine.add(requests)
-    return finish(engine)
-
-
-def finish(engine: Engine) -> dict[str, list[Completion]]:
-    done = {}
-    while engine.busy:
-        done |= {d.id: d.completions for d in engine.step()}
-    return done
-
-
-def reference(model: Any, context: list[int], tokens: list[int], temperature: float) -> "Tensor":
-    """Return log-probs over the vocabulary at each sampled position.  # [T, V]"""
-    import torch
-
-    with torch.no_grad():
-        logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
-    return (logits / temperature).log_softmax(-1)
-
-
-def gap(model: Any, completion: Completion, temperature: float = 1.0, context: list[int] = CONTEXT) -> list[float]:
-    """Return |log-prob reported - log-prob of the reference| per token."""
-    expected = reference(model, context, completion.tokens, temperature)
-    pairs = zip(completion.tokens, completion.logprobs, strict=True)
-    return [abs(expected[i, token].item() - logprob) for i, (token, logprob) in enumerate(pairs)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -336,11 +298,30 @@ def check_nothing_is_sampled_before_a_version(engine: Engine, monkeypatch: pytes
         (Request("x", CONTEXT, [0], Sampling(123)), "6 tokens and 123 new ones exceed 128"),
         (Request("x", CONTEXT, [0, 1], Sampling(4), [BEGUN]), "a begun sample for each of 2 seeds, found 1"),
         (Request("x", CONTEXT, [0], Sampling(2), [BEGUN]), "unfinished samples below 2 tokens, found one of 2"),
+        (Request("x", CONTEXT, [0, 1], Sampling(4, stop_token_ids=(64,))), "stop token ids below 64, found 64"),
+        (Request("x", CONTEXT, [0, 1], Sampling(4, top_p=1.5)), "top_p must be in"),  # vLLM's own words
+    ],
+)
+def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Request, message: str) -> None:
+    engine.add([Request("open", CONTEXT, [0], Sampling(4))])
+    engine.add([request_, Request("fine", CONTEXT, [0], Sampling(4))])
+    done = {each.id: each for each in engine.step()}
+    while engine.busy:
+        done |= {each.id: each for each in engine.step()}
+    assert re.search(message, done["x"].refused)
+    assert done["x"].completions == []
+    assert [len(done[id].completions[0].tokens) for id in ("open", "fine")] == [4, 4]
+    assert (done["open"].refused, done["fine"].refused) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
         (Request("open", CONTEXT, [0], Sampling(4)), "open: its id is that of an unfinished request"),
         (Request("fine", CONTEXT, [1], Sampling(4)), "fine: its id is that of an unfinished request"),
     ],
 )
-def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Request, message: str) -> None:
+def check_an_id_names_one_request(engine: Engine, request_: Request, message: str) -> None:
     engine.add([Request("open", CONTEXT, [0], Sampling(4))])
     with pytest.raises(ValueError, match=message):
         engine.add([Request("fine", CONTEXT, [0], Sampling(4)), request_])

@@ -14,7 +14,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, did_you_mean, schema
 from titan_rl.preflight import checks
-from titan_rl.preflight.checks.host import visible_gpus
+from titan_rl.wire.gpus import visible_gpus
 
 PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
 

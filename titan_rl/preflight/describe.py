@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.wire.model_shape import ModelShape
@@ -29,8 +30,21 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     facts.append(("run", str(setup.folder)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
+        if changed := ", ".join(changed_keys(setup)):
+            facts.append(("changed", changed))
     meshes += roles(setup)
-    return RunPlan(setup.name, config.job.description, meshes, facts, warnings)
+    return RunPlan(setup.name, config.job.description, meshes, facts, [*warnings, *setup.dropped])
+
+
+def changed_keys(setup: Setup) -> list[str]:
+    """Return the keys that differ from those of the run's last start, without [job]."""
+    try:
+        before = load(setup.folder / "config.toml")
+    except (ConfigError, OSError):  # written by another version
+        return []
+    keys = ((section, name) for section, names in schema().items() for name in names if section != "job")
+    both = ((f"{s}.{name}", *(getattr(getattr(c, s), name) for c in (before, setup.config))) for s, name in keys)
+    return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if was != now]
 
 
 def trainers(setup: Setup) -> MeshRow:
@@ -100,7 +114,8 @@ def device(setup: Setup) -> str:
 
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
-    return f"{t.name}: {len(setup.task.train):,} problems, {heldout} held out, reward {t.reward}"
+    count = len(setup.task.train) - len(setup.task.unfit)
+    return f"{t.name}: {count:,} problems, {heldout} held out, reward {t.reward}"
 
 
 def cold_start(config: Config) -> str:

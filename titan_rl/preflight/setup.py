@@ -2,20 +2,32 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, aside
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
+from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the policy is, apart from its weights."""
+
+    shape: ModelShape
+    folder: Path  # Hugging Face folder with config.json and tokenizer
+    tokenizer: TextTokenizer
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,12 @@ class Setup:
     device: str  # "cpu" or "cuda"
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
+    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
+    dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.shape, self.model_folder, self.tokenizer, self.sampling)
 
     @property
     def finished(self) -> bool:
@@ -48,40 +66,36 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         folder.rename(aside(folder))
     seed = config.debug.seed
     algorithm = config.algorithm
-    shape = shape_of(config.model)
-    if algorithm.kind == "reward":
-        shape = shape.with_value_head()
-    model_folder = Path(config.model.hf_assets_path).absolute()
-    if not config.model.hf_assets_path:
-        model_folder = scratch or folder / "model"
-        write_model_folder(model_folder, shape)
-    tokenizer = TextTokenizer.load(model_folder)
+    policy = policy_of(config, scratch or folder / "model")
+    tokenizer = policy.tokenizer
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    dropped: list[str] = []
+    if config.task.on_unfit_rows == "drop":
+        task = without_unfit(config, task, tokenizer, dropped)
     rule = config.task.eval_reward or config.task.reward
+    thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
-    )
+
+    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    drawn = sorted(shuffled(len(fit), derive(seed, "practice"))[: config.eval.size].tolist())
+    practised = [fit[i] for i in drawn]  # not the first ones: a file may be sorted, as addition is
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, measure, tokenizer.decode, sampling)
+        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, policy.sampling)
 
     return Setup(
         name=name,
         config=config,
         folder=folder,
-        shape=shape,
+        shape=policy.shape,
         tokenizer=tokenizer,
-        model_folder=model_folder,
+        model_folder=policy.folder,
         task=task,
-        sampling=sampling,
+        sampling=policy.sampling,
         heldout=problems(task.heldout),
-        practice=problems(task.train[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practised if config.cold_start.stop_at else []),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
@@ -89,7 +103,36 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
+        reward_thread=thread,
+        dropped=tuple(dropped),
     )
+
+
+def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped: list[str]) -> Task:
+    """Leave out the rows that do not fit, and append to `dropped` how many. Training rows keep their places in the
+    order of prompts, so that a run may resume with or without them."""
+    train, heldout = unfit_rows(config, task, tokenizer)
+    for name, examples, unfit in (("training", task.train, train), ("held-out", task.heldout, heldout)):
+        if unfit:
+            first = first_unfit(examples, unfit)
+            dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")
+    kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
+    return replace(task, heldout=kept, unfit=frozenset(train))
+
+
+def policy_of(config: Config, own_folder: Path) -> Policy:
+    """Return the policy of a checked config. If the config names no Hugging Face folder, write one to `own_folder`."""
+    shape = shape_of(config.model)
+    if config.algorithm.kind == "reward":
+        shape = shape.with_value_head()
+    folder = Path(config.model.hf_assets_path).absolute()
+    if not config.model.hf_assets_path:
+        folder = own_folder
+        write_model_folder(folder, shape)
+    tokenizer = TextTokenizer.load(folder)
+    rollout = config.rollout
+    stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
+    return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:

@@ -1,10 +1,10 @@
 """What a run finds in its folder: checkpoints to resume from, and free names for what is moved aside."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
@@ -21,8 +21,8 @@ class Resume:
     @classmethod
     def find(cls, folder: Path, config: Config, snapshot: Snapshot | None = None) -> "Resume":
         """Look at the checkpoints on disk, and at the newest snapshot of this process, which counts if it is newer."""
-        checkpoints = folder / config.checkpoint.folder
-        on_disk = cls(rl=latest_step(checkpoints), cold_start=latest_step(checkpoints / "cold_start"))
+        phases: tuple[PhaseName, ...] = ("rl", "cold_start")
+        on_disk = cls(*(max(Checkpoints.of(folder, config, phase).whole_steps(), default=None) for phase in phases))
         if snapshot is None or snapshot.step <= on_disk.state(snapshot.phase)[0]:
             return on_disk
         later: dict[str, int] = {snapshot.phase: snapshot.step}
@@ -57,12 +57,6 @@ class Resume:
         if self.cold_start is not None:
             return f"cold start step {self.cold_start}"
         return ""
-
-
-def latest_step(checkpoints: Path) -> int | None:
-    """The newest whole checkpoint. DCP writes .metadata last: a folder without it is a save that did not finish."""
-    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in checkpoints.glob("step-*/.metadata"))
-    return max((int(step[1]) for step in found if step), default=None)
 
 
 def aside(folder: Path) -> Path:

@@ -3,45 +3,61 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.wire.errors import DeadlinePassed, RunError
+from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
 from titan_rl.wire.seeds import sample_seed
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Completion, Decode, Generates, Group, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.types import Completion, Decode, Generates, Group, Judge, Prompt, Request, Rollout, Sampling, Turn
 
 MEMORY = 0.05
 """Weight of the newest group in the running mean of sample lengths."""
+MOST_FAILURES = 3
+"""Consecutive groups without rewards that end a run whose steps have fewer groups."""
 BRIEF = 200
 """Maximum characters of an error's message."""
 
-Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
-rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
+class GroupFailed(RunError):
+    """A group has no rewards. One such group is replaced; MOST_FAILURES or a step's worth in a row end the run."""
 
-class RewardFailed(RunError):
-    """A judge had no rewards for a group. One such group is replaced; a step's worth in a row ends the run."""
+    what = "there are no rewards for prompt"
+    remedy = ""
 
     def __init__(self, prompt: int, reason: str, details: str) -> None:
-        super().__init__(f"the reward failed on prompt {prompt}: {reason}", details)
+        super().__init__(f"{self.what} {prompt}: {reason}", details)
         self.prompt, self.reason = prompt, reason
 
     @classmethod
-    def of(cls, prompt: int, error: Exception) -> "RewardFailed":
+    def of(cls, prompt: int, error: Exception) -> Self:
         reason = f"{type(error).__name__}: {str(error)[:BRIEF]}"
         return cls(prompt, reason, "".join(traceback.format_exception(error)))
 
 
+class RewardFailed(GroupFailed):
+    """A judge had no rewards for a group, on any attempt."""
+
+    what = "the reward failed on prompt"
+    remedy = "Fix the function of task.reward, or raise fault.reward_attempts if it fails at random."
+
+
+class SamplingFailed(GroupFailed):
+    """The engines cannot sample a prompt."""
+
+    what = "the engines refused prompt"
+    remedy = 'task.on_unfit_rows = "drop" leaves out rows that do not fit.'
+
+
 @dataclass(frozen=True, slots=True)
 class Unjudged(Group):
-    """A group whose judge failed on every attempt: its rewards are NaN."""
+    """A group that could not be sampled, or whose judge failed on every attempt: its rewards are NaN."""
 
-    failure: RewardFailed
+    failure: GroupFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +85,20 @@ class GroupSampler:
         self._suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""  # of request ids
         self._mean_length = 0.0  # of recent samples: the length that routing expects next
         self._running = 0
-        self.failures: list[RewardFailed] = []  # consecutive groups without rewards, up to the latest one judged
+        self.failures: list[GroupFailed] = []  # consecutive groups without rewards, up to the latest one judged
 
     async def sample(self, prompt: Prompt) -> Group:
-        completions = await self._generate(prompt)
+        try:
+            completions = await self._generate(prompt)
+        except RequestRefused as error:
+            return self._refused(prompt, error)
         self._ledger.sampled(prompt.id, completions)
         length = sum(len(completion.tokens) for completion in completions) / len(completions)
         self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
         texts = [self._decode(completion.tokens) for completion in completions]
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, completions, texts)
-        failed = isinstance(rewards, RewardFailed)
+        failed = isinstance(rewards, GroupFailed)
         scores = [math.nan] * len(texts) if failed else rewards
         rollouts = [
             Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
@@ -110,11 +129,18 @@ class GroupSampler:
         finally:
             self._running -= 1
 
+    def _refused(self, prompt: Prompt, error: RequestRefused) -> Group:
+        failure = SamplingFailed(prompt.id, str(error), error.details)
+        self._ledger.sampled(prompt.id, [])
+        self._ledger.failed(prompt.id, 1, failure.reason)
+        nothing = Completion([], [], [], "abort")
+        rollouts = [Rollout([Turn(prompt.tokens, nothing)], "", math.nan)] * self._settings.rollout.group_size
+        return Unjudged(prompt, rollouts, self._count(failure))
+
     async def _judged(
         self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float] | RewardFailed:
-        """Return the rewards, or why there are none. Raise if a step's worth of groups in a row have none: then the
-        reward function is at fault, not a rollout."""
+    ) -> Sequence[float] | GroupFailed:
+        """Return the rewards, or why there are none."""
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
@@ -129,17 +155,18 @@ class GroupSampler:
             else:
                 self.failures = []
                 return rewards
-        self.failures.append(RewardFailed.of(prompt.id, errors[-1]))
-        if len(self.failures) < self._settings.rollout.groups_per_step:
-            return self.failures[-1]
+        return self._count(RewardFailed.of(prompt.id, errors[-1]))
+
+    def _count(self, failure: GroupFailed) -> GroupFailed:
+        """Return the failure. Raise if a step's worth of groups in a row have failed: then the reward function or the
+        settings are at fault, not a rollout."""
+        self.failures.append(failure)
+        if len(self.failures) < max(MOST_FAILURES, self._settings.rollout.groups_per_step):
+            return failure
         first = min(self.failures, key=lambda failure: failure.prompt)
-        raise RewardFailed(
-            first.prompt,
-            first.reason,
-            f"{first.details}\n{len(self.failures)} groups in a row had no rewards after "
-            f"{self._settings.reward_attempts} attempts each. Fix the function of task.reward, or raise "
-            "fault.reward_attempts if it fails at random.",
-        )
+        tried = f" after {self._settings.reward_attempts} attempts each" if isinstance(first, RewardFailed) else ""
+        count = f"{len(self.failures)} groups in a row had no rewards{tried}. {first.remedy}"
+        raise type(first)(first.prompt, first.reason, f"{first.details}\n{count}")
 
     def _penalty(self, completion: Completion) -> float:
         """Return the soft overlong punishment, 0 if it is off."""

@@ -202,7 +202,7 @@ class RolloutStream:
         oldest = step - 1 - self._rollout.lag - self._rollout.window
         for group in chosen:
             span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
-            if (version := group.group.version) < oldest:
+            if not isinstance(group.group, Unjudged) and (version := group.group.version) < oldest:
                 raise RuntimeError(
                     f"step {step}: expected version {oldest} or newer, found {version} in prompt {group.prompt}"
                 )

@@ -1,13 +1,16 @@
 """The endless, seeded, resumable order of prompts, and the training samples that supervised algorithms make of them.
 
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
+Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
+so that a run which resumes with other limits continues where it was in the same order.
 """
 
 from functools import lru_cache, partial
 from typing import Any
 
-from titan_rl.tasks.task import Task, shuffled
+from titan_rl.tasks.task import Example, Task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
 
 
@@ -19,33 +22,46 @@ class PromptSource:
         self._identity = {"seed": seed, "examples": len(task.train)}
         self._order = lru_cache(maxsize=2)(partial(shuffled, len(task.train), seed))  # epoch -> permutation
         self._position = 0  # id of the next prompt
+        self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
 
     def next(self) -> Prompt:
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1
-        epoch, place = divmod(self._position, len(self._task.train))
-        prompt = self._task.prompt(self._task.train[self._order(epoch)[place]], self._position, self._tokenizer)
+            self._next_example()
+        prompt = self._task.prompt(self._next_example(), self._position, self._tokenizer)
         self._position += 1
         return prompt
 
+    def _next_example(self) -> Example:
+        """Return the next example that fits."""
+        while True:
+            epoch, place = divmod(self._place, len(self._task.train))
+            index = int(self._order(epoch)[place])
+            self._place += 1
+            if index not in self._task.unfit:
+                return self._task.train[index]
+
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity, "position": self._position, "taken": sorted(self._taken)}
+        skipped = {"place": self._place} if self._place != self._position else {}
+        return {**self._identity, "position": self._position, **skipped, "taken": sorted(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
         whose order differs."""
         found = {key: state[key] for key in self._identity}
         if found != self._identity:
-            raise ValueError(
+            raise RunError(
                 f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
-                "debug.seed, eval.size and [task], or start from scratch with --job.fresh"
+                'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
+                "that do not fit and keeps the order), or start from scratch with --job.fresh"
             )
         if "position" in state:
             self._position = state["position"]
         else:  # an older checkpoint, whose prompts a torchdata loader counted
             self._position = state["loader"]["_sampler_iter_state"]["issued"]
+        self._place = state.get("place", self._position)
         self._taken = set(state.get("taken", ()))
 
 

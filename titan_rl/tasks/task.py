@@ -8,6 +8,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ class Example:
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
+    where: str = ""  # file:line
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Task:
     heldout: Sequence[Example]
     template: Literal["plain", "chat"] = "plain"
     system_prompt: str = ""
+    unfit: frozenset[int] = frozenset()  # indices of training examples that are left out, because they do not fit
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
@@ -58,6 +61,7 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
     return Task(train, heldout, task.template, task.system_prompt)
 
 
+@lru_cache(maxsize=1)
 def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
     """Return all two-digit sums, split by the seed. The answer's three digits are written least significant first, so
     that each digit depends only on digits already read and a carry already computed."""
@@ -92,6 +96,15 @@ def jsonl(
     if not path.is_file():
         without = "" if key == "path" else "; eval.size = 0 disables evaluation"
         raise FileNotFoundError(f"task.{key}: expected a JSONL file, found none at {getattr(task, key)!r}{without}")
+    state = path.stat()
+    return _rows(task, key, limit, pairs, (state.st_mtime_ns, state.st_size, state.st_ino))
+
+
+@lru_cache(maxsize=2)  # the checks read the same files as the run
+def _rows(
+    task: config.TaskSection, key: Literal["path", "eval_path"], limit: int | None, pairs: bool, state: tuple[int, ...]
+) -> list[Example]:
+    path = Path(getattr(task, key))
     with path.open(encoding="utf-8") as file:
         lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
         examples = [_example(line, where, task, pairs) for where, line in islice(lines, limit)]
@@ -126,7 +139,7 @@ def _example(line: str, where: str, task: config.TaskSection, pairs: bool) -> Ex
     for key, text in zip(keys[1:], (answer, *rejected), strict=True):
         if isinstance(text, bool) or not isinstance(text, str | int | float):
             raise ValueError(f"{where}: expected a string or a number in {getattr(task, key)!r}, found {text!r}")
-    return Example(prompt, str(answer), row, *map(str, rejected))
+    return Example(prompt, str(answer), row, *map(str, rejected), where=where)
 
 
 def _is_chat(value: Any) -> bool:

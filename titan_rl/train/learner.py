@@ -17,8 +17,9 @@ import numpy as np
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import TOKEN_MEAN, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
-from titan_rl.train.export import export
+from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.snapshot import Snapshot
@@ -156,9 +157,19 @@ class Learner:
             self._incidents.note(
                 f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
             )
+            await self._purge(step)
             return False
         self.failed_saves = 0
+        await self._purge(step)
         return True
+
+    async def _purge(self, step: int) -> None:
+        """Delete old checkpoints, of all trained models alike. TorchTitan's own purge knows one model: it would delete
+        the critic's half of a step that the policy has, and count checkpoints that are not whole."""
+        keep = self._config.checkpoint.keep_latest_k
+        if self._config.checkpoint.enable and keep:
+            checkpoints = Checkpoints.of(self._setup.folder, self._config, self._phase)
+            await asyncio.to_thread(checkpoints.purge, keep, step)
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm
@@ -203,7 +214,7 @@ class Learner:
             return Path(config.model.hf_assets_path).absolute()
         folder = self._setup.folder / "start"
         if at == 0:
-            return await export(self._setup, self._meshes.trainers, folder)
+            return await export_policy(self._setup, self._meshes.trainers, folder)
         if not folder.is_dir():
             raise RunError(
                 f"{folder} is missing: it holds the policy that RL began with, which is the reference",

@@ -7,11 +7,12 @@ from titan_rl.control.server import RequestRefused
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.preflight.checks.host import CPU_SLOTS, visible_gpus
+from titan_rl.preflight.checks.host import CPU_SLOTS
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.launch import Meshes
 from titan_rl.train.stop import Stop
+from titan_rl.wire.gpus import visible_gpus
 
 STANDING = ("watch", "take")  # calls that stay open while a replica serves
 

@@ -31,5 +31,9 @@ class DeadlinePassed(RunError):
     """A call or a process took longer than allowed."""
 
 
+class RequestRefused(RunError):
+    """An engine cannot sample this request: its prompt is too long, for example. Other requests are not affected."""
+
+
 class WeightsRefused(RuntimeError):
     """These weights are not the announced ones, and must not be served."""

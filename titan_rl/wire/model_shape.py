@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from titan_rl.config.sections import Family
 
+HF_LM_HEAD = "lm_head.weight"
+HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
 Head = Literal["lm", "value"]  # log-probs of tokens, or one number per position (critic, reward model)
 
 
@@ -85,6 +87,11 @@ class ModelShape:
         labels = {"num_labels": 1} if self.head == "value" else {}
         return {"architectures": [self.facts.architectures[self.head]], "tie_word_embeddings": self.tied, **labels}
 
+    @property
+    def hf_head_weight(self) -> str:
+        """Return the name of the head's own tensor in a Hugging Face folder; empty if it is the embedding."""
+        return HF_VALUE_HEAD if self.head == "value" else "" if self.tied else HF_LM_HEAD
+
     def hf_config(self, *, bos: int | None, eos: int | list[int] | None, pad: int | None) -> dict[str, Any]:
         """Return the config.json of this model for transformers 5 and vLLM."""
         return {
@@ -117,6 +124,7 @@ class ModelShape:
             raise ValueError(unsupported)
         rope = _rope(config)
         scaled = rope["rope_type"] == "llama3"
+        head: Head = "value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm"
         return cls(
             family=FAMILIES[config["model_type"]],
             vocab_size=config["vocab_size"],
@@ -130,8 +138,8 @@ class ModelShape:
             rope_theta=float(rope["rope_theta"]),
             rope_scaling={"rope_type": "llama3", **{key: rope[key] for key in LLAMA3_SCALING}} if scaled else None,
             norm_eps=config["rms_norm_eps"],
-            tied=bool(config.get("tie_word_embeddings")),
-            head="value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm",
+            tied=head == "lm" and bool(config.get("tie_word_embeddings")),  # a value head has nothing to tie
+            head=head,
         )
 
 
@@ -168,6 +176,10 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     known = list(facts.architectures.values())
     if config.get("architectures") not in [[name] for name in known]:
         yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
+    elif config["architectures"] == [facts.architectures["value"]]:
+        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # transformers' default is 2
+        if labels != 1:
+            yield refused("num_labels", "1, as a reward is one number", labels)
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
         if not derived and (type(config.get(key)) is not int or config[key] < 1):

@@ -7,7 +7,7 @@ Carriers are frozen; derived values are properties. Nothing here imports torch: 
 and the controller never needs a tensor.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -82,6 +82,11 @@ class Completion:
     logprobs: list[float]  # of the sampled token, at the sampling temperature
     versions: list[int]  # the policy version that sampled the token
     finish: Finish
+
+
+Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
+"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
+rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):

@@ -7,12 +7,13 @@ import pytest
 
 from support.fake_engines import FakeEngine, fake_mesh
 from support.weight_layouts import TINY
+from titan_rl.actors.vllm.engine import Done
 from titan_rl.config import sections as c
 from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.wire.errors import DeadlinePassed, RankDied
-from titan_rl.wire.types import ReaderCost, Request, Sampling
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
+from titan_rl.wire.types import Completion, ReaderCost, Request, Sampling
 
 DIED = RankDied("generator1[tp=0]", "was killed by signal 9")
 
@@ -146,5 +147,23 @@ def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None
         assert await mesh.shards() == [[]]
         with pytest.raises(DeadlinePassed, match=r"shards did not answer within 0\.05 s"):
             await mesh.shards()
+
+    asyncio.run(body())
+
+
+def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        mesh = fake_mesh([engine], tmp_path)
+        await serving(mesh)
+        asked = [asyncio.create_task(mesh.generate(Request(id, [1], [1], Sampling(8)))) for id in ("long", "fine")]
+        await asyncio.sleep(0.02)
+        engine.done.put_nowait(Done("long", [], "69 tokens and 4 new ones exceed 32"))
+        with pytest.raises(RequestRefused, match="request long: 69 tokens and 4 new ones exceed 32"):
+            await asked[0]
+        engine.done.put_nowait(Done("fine", [Completion([1], [0.0], [0], "stop")]))
+        assert [completion.tokens for completion in await asked[1]] == [[1]]
+        assert mesh.replicas[0].error is None
+        assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()
 
     asyncio.run(body())

@@ -22,6 +22,7 @@ def test_the_defaults_run() -> None:
             'expected "disabled" or "async" on a CPU',
         ),
         ("[profiling]\nenable_memory_snapshot = true", "enable_memory_snapshot: expected false on a CPU, found true"),
+        ("[compile]\nenable = true", "compile.enable: expected false on a CPU, found true"),
         ("[profiling]\nprofile_freq = 3", "expected at least profiler_warmup + profiler_active = 4, found 3"),
         ('[override]\nimports = ["no_such.module.f"]', 'of a module that can be imported, found "no_such.module.f"'),
         ('[override]\nimports = ["function"]', 'override.imports: expected "module.function"'),
@@ -59,6 +60,17 @@ def test_the_defaults_run() -> None:
             "[generator]\nmax_model_len = 4096",
             "generator.max_model_len: expected at most the model's max_seq_len = 2048",
         ),
+        (
+            "[training]\nseq_len = 256\n[generator]\nmax_model_len = 257",
+            "generator.max_model_len: expected at most training.seq_len = 256, because a rollout must fit a packed "
+            "row, found 257",
+        ),
+        (
+            '[task]\ntemplate = "chat"\n[training]\nseq_len = 73\n[eval]\nsize = 0',
+            "task '00+00=': expected a prompt of at most 9 tokens (training.seq_len = 73, rollout.max_new_tokens = "
+            "64), found 10; raise training.seq_len (or lower rollout.max_new_tokens) by at least 1, or set "
+            'task.on_unfit_rows = "drop" to drop 10000 of 10000 rows',
+        ),
         ("[training]\nseq_len = 4096", "training.seq_len: expected at most the model's max_seq_len = 2048, found 4096"),
         (
             "[rollout]\ngroup_size = 1",
@@ -86,6 +98,10 @@ def test_the_defaults_run() -> None:
             '[task]\nreward = "exct"',
             'task.reward: expected "exact", "last_number", "model" or "package.module:function"',
         ),
+        (
+            '[task]\nsystem_prompt = "Be brief."',
+            'task.system_prompt: expected "" with task.template = "plain", found "Be brief."',
+        ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
         (
@@ -108,7 +124,8 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         "[training]\nseq_len = 71",
         "[generator]\nmax_model_len = 71\nkv_cache_memory_mb = 1",
         '[model]\nname = "qwen3"\nhead_dim = 64',
-        '[task]\ntemplate = "chat"\n[training]\nseq_len = 65',  # what a chat template adds is not known yet
+        '[task]\ntemplate = "chat"\n[training]\nseq_len = 74',  # BOS, user, six characters, EOS, assistant; 64 new
+        "[training]\nseq_len = 512\n[generator]\nmax_model_len = 512",
         '[model]\nflavor = "debugmodel"\n[hosts]\nslots = 2\ndevice = "cuda"',
         "[eval]\nsize = 0",
         "[training]\nsteps = 0\n[cold_start]\nsteps = 1",
@@ -161,6 +178,23 @@ def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: P
     assert size.startswith("eval.size: expected 256")
     assert model.startswith(f"[model]: expected the same shape as in the run in {run}")
     assert problems(config(tmp_path, f'[job]\nfresh = true\ndump_folder = "{run}"\n{other}')) == []
+
+
+def test_a_run_without_a_critic_does_not_go_on_with_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    here = f'[job]\ndump_folder = "{run}"\n'
+    ppo = '[algorithm]\nname = "ppo"\n[critic]\nlr = 1e-3\n'
+    for step in ("step-2", "critic/step-1"):
+        (run / "checkpoint" / step).mkdir(parents=True)
+        (run / "checkpoint" / step / ".metadata").write_text("")
+    (run / "config.toml").write_text(to_toml(config(tmp_path, here)))
+    (problem,) = problems(config(tmp_path, here + ppo))
+    assert problem == (
+        f"algorithm.name: expected an algorithm without a critic, as in the run in {run} (or --job.fresh to start from "
+        'scratch), found "ppo"'
+    )
+    (run / "checkpoint" / "critic" / "step-1").rename(run / "checkpoint" / "critic" / "step-2")
+    assert problems(config(tmp_path, here + ppo)) == []
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:

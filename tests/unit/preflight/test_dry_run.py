@@ -8,7 +8,7 @@ import pytest
 
 from support.folders import write_hf, write_models
 from titan_rl.config.sections import ModelSection
-from titan_rl.config.toml import find, load, shipped
+from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
 from titan_rl.tasks import tokenizer as characters
@@ -98,6 +98,29 @@ def test_a_reward_model_may_judge_a_run_that_evaluates_nothing(
     flags = ["--task.reward=model", "--reward_model.hf_assets_path=judge", "--eval.size=0", "--cold_start.stop_at=0"]
     assert main(["--config", "grpo_llama", "--dry-run", *flags]) == 0
     assert "reward_model" in capsys.readouterr().out
+
+
+def test_a_resumed_run_says_which_keys_are_no_longer_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = tmp_path / "dump"
+    (dump / "checkpoint" / "step-3").mkdir(parents=True)
+    (dump / "checkpoint" / "step-3" / ".metadata").touch()
+    run = ["--config", "grpo_llama", "--dry-run", "--job.dump_folder", str(dump)]
+    (dump / "config.toml").write_text(to_toml(load(find("grpo_llama"))))
+
+    def said(*flags: str) -> str:
+        assert main([*run, *flags]) == 0
+        return re.sub(r"\s+", " ", capsys.readouterr().out)
+
+    assert "resume from RL step 3" in said()
+    assert "changed" not in said()
+    lr = load(find("grpo_llama")).optimizer.lr
+    said_so = said("--optimizer.lr=0.123", "--optimizer.name=Adam", "--job.description=other")
+    assert f'changed optimizer.name = "Adam" (was "AdamW"), optimizer.lr = 0.123 (was {lr}) ' in said_so
+    assert "changed" not in said("--optimizer.lr=0.123", "--job.fresh")
+    (dump / "config.toml").write_text("[no_such_section]")
+    assert "changed" not in said("--optimizer.lr=0.123")
 
 
 def test_what_is_missing_is_said_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,12 @@ CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
         ([], "", "task.path: expected at least one row"),
         ([CHAT], "", 'task.template: expected "chat" for the messages in row 1'),
         ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, because row 2 of"),
-        ([GOOD | {"answer": "two"}], 'reward = "last_number"', "expected a number in the answer of row 1 of"),
+        (
+            [GOOD | {"answer": "two"}],
+            'reward = "last_number"',
+            "task.reward: expected a number in the answer of row 1 of",
+        ),
+        ([GOOD, "", *[GOOD] * 100, "the last one"], "", "train.jsonl:103: expected a JSON object, found"),
     ],
 )
 def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None:
@@ -78,7 +83,7 @@ def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None
 
 
 def test_good_rows(tmp_path: Path) -> None:
-    train = rows(tmp_path / "train.jsonl", GOOD, "", *[GOOD] * 100, "beyond what is read")
+    train = rows(tmp_path / "train.jsonl", GOOD, "", *[GOOD] * 100)
     text = f'[task]\nname = "jsonl"\npath = "{train}"\nreward = "last_number"\n[cold_start]\nsteps = 3\n[eval]\nsize = '
     assert problems(config(tmp_path, text + "0")) == []
     (problem,) = problems(config(tmp_path, text + "8"))
@@ -103,3 +108,10 @@ def test_a_reward_that_does_not_import(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     (problem,) = problems(config(tmp_path, '[task]\nreward = "broken_reward:f"'))
     assert problem.endswith('expected "broken_reward:f" to import, found ZeroDivisionError: division by zero')
+
+
+def test_the_reward_of_the_held_out_answers_decides_what_they_must_be(tmp_path: Path) -> None:
+    words = rows(tmp_path / "words.jsonl", GOOD | {"answer": "two"})
+    text = f'[task]\nname = "jsonl"\npath = "{words}"\neval_path = "{words}"\neval_reward = "last_number"'
+    (problem,) = problems(config(tmp_path, text))
+    assert problem.startswith("task.eval_reward: expected a number in the answer of row 1 of")

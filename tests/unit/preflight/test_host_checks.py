@@ -6,7 +6,8 @@ import pytest
 
 from support.checked_configs import config
 from titan_rl.preflight.checks import host_problems, problems
-from titan_rl.preflight.checks.host import CPU_HEAD_DIMS, visible_gpus
+from titan_rl.preflight.checks.host import CPU_HEAD_DIMS
+from titan_rl.wire.gpus import visible_gpus
 
 
 def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from support.checked_configs import config
-from support.folders import write_hf
+from support.folders import write_header, write_hf
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.shapes import shape_of
@@ -42,6 +42,53 @@ def test_a_role_of_another_kind_is_refused(tmp_path: Path, role: str, wanted: st
     other = "reward_model" if role == "teacher" else "teacher"
     (problem,) = problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, other))))
     assert problem.startswith(f"{role}.hf_assets_path: expected {wanted}, found another kind of model in ")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_a_reward_model_is_no_policy(tmp_path: Path, algorithm: str) -> None:
+    folder = role_folder(tmp_path, "reward_model")
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[algorithm]\nname = '
+    (problem,) = problems(config(tmp_path, toml + f'"{algorithm}"'))
+    assert problem == (
+        f"model.hf_assets_path: expected a language model (*ForCausalLM), found a reward model in {folder}"
+    )
+    assert problems(config(tmp_path, toml + '"reward_model"')) == [], "it begins with a new head"
+
+
+def test_weights_without_the_head_that_is_read_are_refused(tmp_path: Path) -> None:
+    """config.json names one kind of model, the weights are of another."""
+    body, language, reward = "model.norm.weight", "lm_head.weight", "score.weight"
+    folder = role_folder(tmp_path, "teacher")
+    toml = f'[model]\nhf_assets_path = "{folder}"\n'
+    missing = f"model.hf_assets_path: expected lm_head.weight in the weights of {folder}, because tie_word_embeddings"
+    write_header(folder / "model.safetensors", body, reward)
+    (problem,) = problems(config(tmp_path, toml))
+    assert problem == missing + " is false, found none"
+    assert problems(config(tmp_path, toml + '[algorithm]\nname = "reward_model"')) == []
+    (teacher,) = problems(config(tmp_path, ROLES["teacher"].format(folder)))
+    assert teacher.startswith(f"teacher.hf_assets_path: expected lm_head.weight in the weights of {folder}")
+    assert problems(config(tmp_path, ROLES["critic"].format(folder))) == [], "a critic has a head of its own"
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {body: "model.safetensors", language: "model.safetensors"}}))
+    assert problems(config(tmp_path, toml)) == []
+    index.write_text(json.dumps({"weight_map": {body: "model.safetensors"}}))
+    (problem,) = problems(config(tmp_path, toml))
+    assert problem.startswith(missing)
+    index.unlink()
+    write_header(folder / "model.safetensors", body)
+    write_header(folder / "more.safetensors", language)
+    assert problems(config(tmp_path, toml)) == []
+
+    judge = role_folder(tmp_path, "reward_model")
+    write_header(judge / "model.safetensors", body, language)
+    (problem,) = problems(config(tmp_path, ROLES["reward_model"].format(judge)))
+    assert problem.startswith(f"reward_model.hf_assets_path: expected score.weight in the weights of {judge}")
+
+
+def test_a_tied_model_needs_no_head_of_its_own(tmp_path: Path) -> None:
+    folder = role_folder(tmp_path, "teacher", tied=True)
+    write_header(folder / "model.safetensors", "model.norm.weight")
+    assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"')) == []
 
 
 @roles
@@ -92,3 +139,22 @@ def test_a_role_is_cut_by_its_own_dimensions(tmp_path: Path, role: str) -> None:
     smaller = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=1))
     (problem,) = problems(config(tmp_path, smaller + "tensor_parallel_degree = 2"))
     assert problem == f"{role}.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 1, found 2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('kl_coef = 0.1\nkl_in = "reward"', 'algorithm.kl_in: expected "loss", because'),
+        ("overlong_buffer = 8", "algorithm.overlong_buffer: expected 0, because"),
+    ],
+)
+def test_a_teacher_leaves_no_reward_to_change(tmp_path: Path, keys: str, message: str) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher"))
+    for harmless in (
+        'kl_coef = 0.1\nkl_in = "loss"',
+        'kl_in = "reward"',
+        "overlong_buffer = 8\noverlong_penalty = 0.0",
+    ):
+        assert problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{harmless}'))) == []
+    (problem,) = problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}')))
+    assert problem.startswith(f'{message} algorithm.advantage = "teacher" uses no rewards, found ')

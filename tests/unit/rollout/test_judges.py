@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack, unpack
-from titan_rl.rollout.judges import accuracy, by_rule, scores_of
+from titan_rl.rollout.judges import accuracy, scores_of
 from titan_rl.tasks.prompts import to_judge
+from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.wire.types import Completion, Prompt
 
 PAD = 99

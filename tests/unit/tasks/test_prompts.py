@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +15,7 @@ from titan_rl.tasks import tokenizer
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
 from titan_rl.tasks.task import Example, Task
 from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
 
 TASK = Task([Example(f"{i}=", str(i), {"i": i}) for i in range(7)], [])
@@ -114,8 +116,50 @@ def test_another_order_is_refused(text: TextTokenizer) -> None:
     state = PromptSource(TASK, text, seed=0).state_dict()
     fewer = Task(TASK.train[:6], [])
     for source in (PromptSource(TASK, text, seed=1), PromptSource(fewer, text, seed=0)):
-        with pytest.raises(ValueError, match=r"'examples': 7.*debug\.seed"):
+        with pytest.raises(RunError, match=r"'examples': 7.*debug\.seed"):
             source.load_state_dict(state)
+
+
+def test_a_refused_resume_says_how_to_continue(text: TextTokenizer) -> None:
+    state = PromptSource(TASK, text, seed=0).state_dict()
+    with pytest.raises(RunError, match=r'every row of its file \(task\.on_unfit_rows = "drop" leaves out'):
+        PromptSource(Task(TASK.train[:6], []), text, seed=0).load_state_dict(state)
+
+
+@pytest.mark.parametrize("unfit", [{3}, {0, 6}, {0, 1, 2, 3, 4, 5}])
+def test_unfit_examples_are_skipped_and_the_others_keep_their_order(text: TextTokenizer, unfit: set[int]) -> None:
+    whole = take(PromptSource(TASK, text, seed=5), 28)
+    source = PromptSource(replace(TASK, unfit=frozenset(unfit)), text, seed=5)
+    fit = [prompt.row["i"] for prompt in whole if prompt.row["i"] not in unfit]
+    prompts = take(source, len(fit))
+    assert [prompt.row["i"] for prompt in prompts] == fit
+    assert [prompt.id for prompt in prompts] == list(range(len(fit)))
+
+
+def test_a_run_resumes_without_the_rows_that_ended_it(text: TextTokenizer) -> None:
+    """Of seed 5's order 3 2 4 6 0 5 1, the run had trained on three, and the fifth does not fit."""
+    source = PromptSource(TASK, text, seed=5)
+    take(source, 3)
+    state = json.dumps(source.state_dict())
+    resumed = PromptSource(replace(TASK, unfit=frozenset({0})), text, seed=5)
+    resumed.load_state_dict(json.loads(state))
+    prompts = take(resumed, 6)
+    assert [prompt.row["i"] for prompt in prompts] == [6, 5, 1, 1, 6, 4]
+    assert [prompt.id for prompt in prompts] == [3, 4, 5, 6, 7, 8]
+    state = json.dumps(resumed.state_dict())
+    again = PromptSource(TASK, text, seed=5)  # with longer rows: all of them fit
+    again.load_state_dict(json.loads(state))
+    assert [prompt.row["i"] for prompt in take(again, 3)] == [3, 2, 5]
+
+
+def test_prompts_that_overtook_are_skipped_with_their_examples(text: TextTokenizer) -> None:
+    task = replace(TASK, unfit=frozenset({2}))
+    whole = take(PromptSource(task, text, seed=5), 12)
+    resumed = PromptSource(task, text, seed=5)
+    take(resumed, 4)
+    state = resumed.state_dict() | {"taken": [5, 6]}
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert take(resumed, 4) == [whole[4], *whole[7:10]]
 
 
 def test_supervised_trains_the_answer_and_eos(text: TextTokenizer) -> None:

@@ -87,6 +87,25 @@ def test_a_value_head_is_another_head_on_the_same_body(shape: ModelShape) -> Non
 
 
 @shapes
+def test_a_reward_model_keeps_tie_word_embeddings_of_the_model_that_it_was(shape: ModelShape) -> None:
+    config = shape.with_value_head().hf_config(bos=1, eos=2, pad=0) | {"tie_word_embeddings": True}
+    assert ModelShape.from_hf(config) == shape.with_value_head()
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [({"num_labels": 3}, 3), ({"id2label": {"0": "bad", "1": "good"}}, 2), ({}, 2)],
+    ids=["num_labels", "id2label", "transformers' default"],
+)
+def test_a_classifier_is_no_reward_model(labels: dict[str, Any], found: int) -> None:
+    config = LLAMA.with_value_head().hf_config(bos=1, eos=2, pad=0)
+    assert ModelShape.from_hf(config | {"num_labels": None, "id2label": {"0": "LABEL_0"}}).head == "value"
+    config.pop("num_labels")
+    with pytest.raises(ValueError, match=f"^num_labels: expected 1, as a reward is one number, found {found}$"):
+        ModelShape.from_hf(config | labels)
+
+
+@shapes
 def test_vllm_reads_what_is_written(shape: ModelShape, tmp_path: Path) -> None:
     from vllm.transformers_utils.config import get_config
 

@@ -6,10 +6,11 @@ Every message names the key to change, what was expected, and what was found.
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.algorithm import check_algorithm
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
-from titan_rl.preflight.checks.dataset import check_task
+from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.host import check_placement, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
+from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 
@@ -17,12 +18,17 @@ from titan_rl.preflight.checks.whole_run import check_resume, check_run
 def problems(config: Config, *, gpus: int = 0) -> list[str]:
     """Return everything that would make the run fail on this host, which has `gpus` GPUs."""
     shape, unusable = usable_shape(config)
-    checks = [check_assets(config, shape)]
-    checks += [check(config) for check in (check_task, check_run, check_titan_keys, check_algorithm)]
-    checks += [check_resume(config, shape)]
+    checks = [check_assets(config, shape), check_task(config)]
+    checks += [check_lengths(config, shape)] if shape else []
+    readable = [*unusable, *(problem for check in checks for problem in check)]
+    rows = [] if readable else check_row_lengths(config)  # measured with these assets, against these lengths
+    others = [check(config) for check in (check_run, check_titan_keys, check_algorithm)]
+    others += [check_resume(config, shape)]
     if shape:
-        checks += [check(config, shape) for check in (check_dimensions, check_parallelism, check_lengths, check_roles)]
-    return [*unusable, *(problem for check in checks for problem in check), *host_problems(config, gpus=gpus)]
+        checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
+        others += [check(config, shape) for check in checks_of_shape]
+    found = (problem for check in (rows, *others) for problem in check)
+    return [*readable, *found, *host_problems(config, gpus=gpus)]
 
 
 def host_problems(config: Config, *, gpus: int = 0) -> list[str]:

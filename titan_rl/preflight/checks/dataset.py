@@ -1,20 +1,25 @@
-"""Checks of [task]: the reward functions, and the first rows of JSONL files."""
+"""Checks of [task]: the reward functions, and every row of JSONL files."""
 
 from collections.abc import Iterator
 from typing import Literal
 
 from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
+from titan_rl.preflight.checks.assets import policy_tokenizer
+from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.tasks.rewards import last_number, reward_for
-from titan_rl.tasks.task import jsonl
+from titan_rl.tasks.task import jsonl, load_task
+from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 ADDITION_HELD_OUT = 2000  # of the 10,000 sums; the others are training examples
-ROWS_READ = 100  # of each JSONL file
 
 
 def check_task(config: Config) -> Iterator[str]:
     task = config.task
     yield from _check_rewards(config)
+    if task.system_prompt and task.template == "plain":
+        yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
     if task.name == "addition":
         if config.eval.size > ADDITION_HELD_OUT:
             yield f"eval.size: expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums, found {config.eval.size}"
@@ -47,21 +52,44 @@ def _check_rewards(config: Config) -> Iterator[str]:
 
 def _check_rows(config: Config, key: Literal["path", "eval_path"]) -> Iterator[str]:
     try:
-        examples = jsonl(config.task, key, ROWS_READ, pairs=config.algorithm.kind in ("preference", "reward"))
+        limit = config.eval.size if key == "eval_path" else None
+        examples = jsonl(config.task, key, limit, pairs=config.algorithm.kind in ("preference", "reward"))
     except (OSError, ValueError) as error:
         yield str(error)
         return
     file, steps = getattr(config.task, key), config.cold_start.steps
+    reward = config.task.eval_reward if key == "eval_path" and config.task.eval_reward else config.task.reward
     for row, example in enumerate(examples, 1):
         if config.task.template == "plain" and not isinstance(example.prompt, str):
             yield f'task.template: expected "chat" for the messages in row {row} of {file}, found "plain"'
         elif steps and key == "path" and not example.answer.strip():
             yield f"cold_start.steps: expected 0, because row {row} of {file} has no answer to learn, found {steps}"
-        elif config.task.reward == "last_number" and not _has_number(example.answer):
-            yield f'task.reward: expected a number in the answer of row {row} of {file}, found "{example.answer}"'
+        elif reward == "last_number" and not _has_number(example.answer):
+            set_by = "eval_reward" if key == "eval_path" and config.task.eval_reward else "reward"
+            yield f'task.{set_by}: expected a number in the answer of row {row} of {file}, found "{example.answer}"'
         else:
             continue
         return  # report one row per file
+
+
+def check_row_lengths(config: Config) -> Iterator[str]:
+    """Check that every row fits, of a task that can be loaded, with a tokenizer that can be."""
+    pairs = config.algorithm.kind in ("preference", "reward")
+    task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    with policy_tokenizer(config) as tokenizer:
+        if tokenizer is None:
+            return
+        try:
+            found = unfit_rows(config, task, tokenizer)
+        except ValueError as error:  # a row that the chat template refuses
+            yield str(error)
+            return
+    for examples, unfit in zip((task.train, task.heldout), found, strict=True):
+        if unfit and config.task.on_unfit_rows == "refuse":
+            drops = f"to drop {len(unfit)} of {len(examples)} rows"
+            yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
+        elif unfit and len(unfit) == len(examples):
+            yield f"{first_unfit(examples, unfit)}; no row fits, so they cannot be dropped"
 
 
 def _has_number(answer: str) -> bool:

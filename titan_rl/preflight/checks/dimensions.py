@@ -48,7 +48,7 @@ def check_parallelism(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def check_lengths(config: Config, shape: ModelShape) -> Iterator[str]:
     generator, seq_len, new = config.generator, config.training.seq_len, config.rollout.max_new_tokens
-    # The length of a file's prompts or of a chat template is unknown before tokenization: at least one token.
+    # check_row_lengths measures the rows of files and chat templates. At least one token, so that these keys fit.
     prompt = ADDITION_PROMPT if (config.task.name, config.task.template) == ("addition", "plain") else 1
     needed = f"at least {prompt + new} (a prompt of {prompt} and rollout.max_new_tokens = {new})"
     most = f"at most the model's max_seq_len = {shape.max_seq_len}"
@@ -58,6 +58,9 @@ def check_lengths(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"training.seq_len: expected {needed}, found {seq_len}"
     if generator.max_model_len > shape.max_seq_len:
         yield f"generator.max_model_len: expected {most}, found {generator.max_model_len}"
+    elif generator.max_model_len > seq_len:
+        row = f"at most training.seq_len = {seq_len}, because a rollout must fit a packed row"
+        yield f"generator.max_model_len: expected {row}, found {generator.max_model_len}"
     if 0 < generator.max_model_len < prompt + new:
         yield f"generator.max_model_len: expected {needed}, found {generator.max_model_len}"
 

@@ -1,10 +1,7 @@
 """Checks of the run against this host: GPUs, process slots, memory, and what vLLM supports on a CPU."""
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 from titan_rl.config.sections import Config
 from titan_rl.wire.model_shape import ModelShape
@@ -40,6 +37,8 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         return
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'
+    if config.compile.enable:
+        yield "compile.enable: expected false on a CPU, found true"
     if config.profiling.enable_memory_snapshot:
         yield "profiling.enable_memory_snapshot: expected false on a CPU, found true"
     if not generators:
@@ -62,26 +61,3 @@ def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
             f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {kept / 2**30:.0f} GiB of the "
             f"host's {memory / 2**30:.0f} GiB of memory; 0 disables them"
         )
-
-
-def visible_gpus() -> int:
-    """Count the NVIDIA GPUs that CUDA would show to this process, without importing torch."""
-    present = _present_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    for count, device in enumerate(map(str.strip, visible.split(","))):
-        known = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
-        if not (present and known):
-            return count  # CUDA stops reading at the first entry that is not a device
-    return visible.count(",") + 1
-
-
-def _present_gpus() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False).stdout
-    except subprocess.TimeoutExpired:
-        return 0  # a driver that hangs cannot run anything
-    return sum(line.startswith("GPU ") for line in listed.splitlines())

@@ -42,16 +42,19 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
     except Exception as error:  # tokenizers raises Exception itself
         yield str(error) if key in str(error) else f"{key}: expected a tokenizer, found {error}"
         return
-    yield from check_weights(Path(folder), key)
-    if (found.head == "value") != (role == "reward_model") and role != "critic":
+    misfit = (found.head == "value") != (role == "reward_model") and role != "critic"
+    new_head = role == "critic" and found.head == "lm"
+    yield from check_weights(Path(folder), key, None if misfit or new_head else found)
+    if misfit:
         wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
         yield f"{key}: expected {wanted}, found another kind of model in {folder}"
     if role == "teacher" and config.teacher.mesh == "trainer" and found != shape:
         yield 'teacher.mesh: expected "own", because teacher and policy differ in shape, found "trainer"'
     if role == "critic" and replace(found, head=shape.head, tied=shape.tied) != shape:
         yield f"{key}: expected the policy's shape, found another shape in {folder}"
-    own = policy_tokenizer(config)
-    if own is not None and (ours := own.tokenizer.get_vocab()) != vocabulary:
+    with policy_tokenizer(config) as own:
+        ours = vocabulary if own is None else own.tokenizer.get_vocab()
+    if ours != vocabulary:
         yield (
             f"{key}: expected the policy's tokenizer, found another in {folder}: the same token ids would mean "
             f"different text ({len(ours)} and {len(vocabulary)} entries)"

@@ -8,6 +8,7 @@ from pathlib import Path
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, load
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.wire.model_shape import ModelShape
 
 
@@ -67,3 +68,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
             yield f"{key}: expected {as_toml(was)}, {hint}, found {as_toml(found)}"
     if shape is not None and replace(had, head=shape.head) != shape:
         yield f"[model]: expected the same shape {hint}, found another"
+    policy, *others = Checkpoints.of(folder, config).folders
+    if others and Checkpoints((policy,)).whole_steps() and not Checkpoints.of(folder, config).whole_steps():
+        name = as_toml(config.algorithm.name)
+        yield f"algorithm.name: expected an algorithm without a critic, {hint}, found {name}"

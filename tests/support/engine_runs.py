@@ -1,0 +1,47 @@
+"""Run requests on an engine of this process, and compare them with Hugging Face's forward."""
+
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.actors.vllm.engine import Engine, SampleId
+from titan_rl.wire.types import Completion, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONTEXT = [1, 5, 6, 7, 8, 9]
+
+
+def withdraw_all(engine: Engine) -> list[str]:
+    """Return the ids of the requests that were unfinished."""
+    lengths = engine.report().lengths
+    engine.withdraw([SampleId(id, i) for id, samples in lengths.items() for i in samples])
+    assert [done.id for done in engine.step()] == list(lengths)
+    return list(lengths)
+
+
+def run(engine: Engine, *requests: Request) -> dict[str, list[Completion]]:
+    engine.add(requests)
+    return finish(engine)
+
+
+def finish(engine: Engine) -> dict[str, list[Completion]]:
+    done = {}
+    while engine.busy:
+        done |= {d.id: d.completions for d in engine.step()}
+    return done
+
+
+def reference(model: Any, context: list[int], tokens: list[int], temperature: float) -> "Tensor":
+    """Return log-probs over the vocabulary at each sampled position.  # [T, V]"""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([context + tokens])).logits[0, len(context) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def gap(model: Any, completion: Completion, temperature: float = 1.0, context: list[int] = CONTEXT) -> list[float]:
+    """Return |log-prob reported - log-prob of the reference| per token."""
+    expected = reference(model, context, completion.tokens, temperature)
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    return [abs(expected[i, token].item() - logprob) for i, (token, logprob) in enumerate(pairs)]

@@ -1,0 +1,220 @@
+"""One rank of a model without Monarch, in a process of its own: what it resumes with, and what it reads and writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BEGIN = """
+import json, os, socket, sys
+from dataclasses import replace
+from pathlib import Path
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+import numpy as np
+from titan_rl.actors.titan.role_model import RoleModel
+from titan_rl.batch.packing import pack, unpack
+from titan_rl.config import sections as c
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.snapshot import SnapshotPart
+from titan_rl.wire.types import Sample
+
+folder = Path(sys.argv[1])
+config = c.Config(
+    job=c.JobSection(dump_folder=str(folder)),
+    checkpoint=c.CheckpointSection(keep_latest_k=2, async_mode=sys.argv[2] if len(sys.argv) > 2 else "disabled"),
+    model=c.ModelSection(dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=96),
+    training=c.TrainingSection(steps=10, seq_len=32, local_batch_size=1),
+    optimizer=c.OptimizerSection(lr=1e-2, weight_decay=0.01),
+    lr_scheduler=c.LRSchedulerSection(warmup_steps=2, decay_ratio=0.5),
+    critic=c.CriticSection(lr=1e-2),
+    algorithm=c.AlgorithmSection(name="sft"),
+)
+
+def step(model):
+    at = model.phase.state.step
+    tokens = np.random.default_rng(at).integers(3, 60, 12).tolist()
+    columns = {"value": np.zeros(12), "return": np.ones(12) * at}
+    batches = pack([Sample(tokens, [0] + [1] * 11, columns)], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
+    stats = model.step(batches)
+    return stats.loss, stats.grad_norm, stats.lr
+
+def tell(**found):
+    print("FOUND", json.dumps(found), flush=True)
+"""
+
+
+def told(program: str, *arguments: object) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    return [json.loads(rest) for first, _, rest in lines if first == "FOUND"]
+
+
+RESUME = """
+shape = shape_of(config.model)
+part = SnapshotPart(f"/proc/{os.getpid()}/fd/{os.memfd_create('part')}", 1)
+other = replace(
+    config,
+    optimizer=c.OptimizerSection(
+        name="Adam", lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, implementation="foreach"
+    ),
+    lr_scheduler=c.LRSchedulerSection(warmup_steps=0, decay_ratio=1.0, decay_type="cosine", min_lr_factor=0.1),
+    critic=c.CriticSection(lr=1e-3),
+)
+models = RoleModel("trainer", config, shape, config.parallelism), None
+models = models[0], RoleModel("critic", config, shape.with_value_head(), config.parallelism)
+models[0].initialize()
+models[0].write(folder / "hf")
+(folder / "hf/config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+models[1].load_weights(str(folder / "hf"))
+
+def settings(model):
+    (optimizer,) = model.phase._optimizers
+    (group,) = optimizer.param_groups
+    moments = [state["step"].item() for state in optimizer.state.values()]
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")} | {"steps": sorted(set(moments))}
+
+def taken(model, n):  # stats of N steps, and the rate that each was really made with
+    rates = []
+    (optimizer,) = model.phase._optimizers
+    optimizer.register_step_pre_hook(lambda made, *_: rates.append(made.param_groups[0]["lr"]))
+    stats = [step(model) for _ in range(n)]
+    return {"stats": stats, "rates": rates, "checksum": model.checksum()}
+
+for model in models:
+    model.begin_phase("rl", 0)
+    for _ in range(3):
+        step(model)
+    model.phase.save(3, "{}")
+    model.phase.snapshot(3, "{}", part)
+    model.phase.settle()
+    before = settings(model)
+    whole = taken(model, 3)
+    for at in (3, part):
+        for given in (config, other):
+            model.config = given
+            model.begin_phase("rl", at)
+            resumed = settings(model)
+            tell(
+                role=model.role,
+                at="checkpoint" if at == 3 else "snapshot",
+                changed=given is other,
+                before=before,
+                resumed=resumed,
+                whole=whole,
+                then=taken(model, 3),
+            )
+    model.config = config
+"""
+SCHEDULED = {"lr", "initial_lr", "steps"}  # what is not a setting of the optimizer alone
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = told(RESUME, tmp_path_factory.mktemp("resume"))
+    assert [(one["role"], one["at"], one["changed"]) for one in found] == [
+        (role, at, changed)
+        for role in ("trainer", "critic")
+        for at in ("checkpoint", "snapshot")
+        for changed in (False, True)
+    ]
+    return found
+
+
+def test_with_the_same_keys_a_phase_continues_to_the_last_bit(resumed: list[dict[str, Any]]) -> None:
+    for one in (one for one in resumed if not one["changed"]):
+        assert one["resumed"] == one["before"]
+        assert one["then"] == one["whole"]
+        assert len({loss for loss, _, _ in one["then"]["stats"]}) == 3, "the steps differ"
+
+
+def test_changed_keys_hold_from_the_next_step_on(resumed: list[dict[str, Any]]) -> None:
+    """Moments and step counts are resumed; every setting is the config's, and the rate that is told is the one used."""
+    changed = [one for one in resumed if one["changed"]]
+    assert len(changed) == 4
+    for one in changed:
+        settings = one["resumed"]
+        assert settings["steps"] == one["before"]["steps"] == [3.0]
+        assert settings["initial_lr"] == 1e-3
+        expected = {"betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1, "foreach": True, "fused": False}
+        assert {key: settings[key] for key in expected} == expected
+        assert settings["decoupled_weight_decay"] is False, "Adam, no longer AdamW"
+        assert {key for key in settings.keys() - SCHEDULED if settings[key] != one["before"][key]} == {
+            *expected,
+            "decoupled_weight_decay",
+        }
+        rates = one["then"]["rates"]
+        assert rates == [lr for _, _, lr in one["then"]["stats"]]
+        if one["role"] == "critic":
+            assert rates == [1e-3] * 3
+        else:
+            assert 1e-4 < rates[2] < rates[1] < rates[0] < 1e-3
+
+
+KEPT = """
+model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
+model.begin_phase("rl", 0)
+for n in range(1, 5):
+    step(model)
+    model.phase.save(n, "{}")
+model.close()
+tell(steps=sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata")))
+"""
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_rank_deletes_no_checkpoint(mode: str, tmp_path: Path) -> None:
+    """Which of them may go depends on the other models' as well: the controller decides."""
+    assert told(KEPT, tmp_path, mode) == [{"steps": ["step-1", "step-2", "step-3", "step-4"]}]
+
+
+TIED = """
+import torch, transformers
+from titan_rl.tasks.prompts import to_judge
+from titan_rl.wire.model_shape import shape_of_folder
+sizes = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=256, num_labels=1, pad_token_id=0,
+)
+for family in ("Qwen3", "Llama"):
+    for tied in (True, False):
+        torch.manual_seed(0)
+        of = getattr(transformers, family + "Config")(**sizes, tie_word_embeddings=tied)
+        theirs = getattr(transformers, family + "ForSequenceClassification")(of).eval()
+        theirs.save_pretrained(folder)
+        shape = shape_of_folder(str(folder), "reward_model.hf_assets_path")
+        model = RoleModel("reward_model", config, shape, config.reward_model.parallelism)
+        model.load_weights(str(folder))
+        documents = [[5, 7, 9, 11, 13], list(range(20, 40))]
+        samples = [to_judge(tokens, 0) for tokens in documents]
+        batches = pack(samples, shards=1, seq_len=32, rows_per_microbatch=2, pad_id=0)
+        answers, _ = model.scores(batches[0], 1.0)
+        ours = [float(scored[-1]) for scored in unpack(batches, [answers], samples)]
+        with torch.no_grad():
+            want = [theirs(input_ids=torch.tensor([tokens])).logits.item() for tokens in documents]
+        tell(family=family, tied=tied, ours=ours, theirs=want)
+"""
+
+
+def test_a_reward_model_scores_as_in_transformers_tied_or_not(tmp_path: Path) -> None:
+    found = told(TIED, tmp_path)
+    assert [(one["family"], one["tied"]) for one in found] == [
+        ("Qwen3", True),
+        ("Qwen3", False),
+        ("Llama", True),
+        ("Llama", False),
+    ]
+    for one in found:
+        assert one["ours"] == pytest.approx(one["theirs"], abs=1e-5)
+        assert abs(one["ours"][0] - one["ours"][1]) > 1e-3

@@ -1,0 +1,210 @@
+"""The learner with meshes that only count and write empty checkpoints: what it asks for, and what it keeps on disk."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_rl.config.sections import (
+    AlgorithmSection,
+    CheckpointSection,
+    Config,
+    CriticSection,
+    FaultSection,
+    TrainingSection,
+)
+from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.run_folder import Resume
+from titan_rl.train.learner import Learner
+from titan_rl.wire.clock import Clock
+from titan_rl.wire.errors import RankDied, RankFailed, RunError
+from titan_rl.wire.types import Batch, Sample
+
+PPO = AlgorithmSection(name="ppo", advantage="gae", normalize="batch")
+FULL = RankFailed(
+    "trainer[dp=0 tp=0] failed in save: OSError", "OSError: No space left", rank="trainer", kind="OSError"
+)
+
+
+class Mesh:
+    """Ranks that train nothing. `broken` is what their next verbs raise."""
+
+    dp = 1
+
+    def __init__(self, folder: Path, name: str = "trainer") -> None:
+        self.folder, self.name = folder, name
+        self.broken: Exception | None = None
+        self.updates: list[tuple[int, int]] = []
+
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+    async def begin_phase(self, phase: str, at: Any) -> tuple[int, str]:
+        return at, "{}"
+
+    async def accumulate(self, part: list[Batch]) -> None:
+        self._check()
+
+    async def update(self, whole: Batch, divisor: float) -> str:
+        self.updates.append((whole.tokens, int(divisor)))
+        return "stats"
+
+    async def save(self, step: int, controller: str = "") -> None:
+        folder = self.folder / f"step-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check()
+        (folder / ".metadata").touch()
+
+
+def learner(
+    folder: Path, config: Config, *, trainers: Mesh | None = None, critic: Mesh | None = None
+) -> tuple[Learner, list[str]]:
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        config=config,
+        setup=SimpleNamespace(config=config, folder=folder, tokenizer=SimpleNamespace(pad=0)),
+        meshes=SimpleNamespace(
+            trainers=trainers or Mesh(folder / "checkpoint"),
+            critic=critic,
+            reward_model=None,
+            reference=None,
+            teacher=None,
+        ),
+        clock=Clock(),
+        snapshots=SimpleNamespace(forget=lambda but: None),
+        incidents=SimpleNamespace(note=notes.append),
+    )
+    return Learner(run), notes
+
+
+def sample(trained: int) -> Sample:
+    ones = [1.0] * (trained + 1)
+    return Sample([1] * (trained + 1), [0] + [1] * trained, {"behaviour": ones, "advantage": ones})
+
+
+@pytest.mark.parametrize("stream_groups", [0, 1])
+def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stream_groups: int) -> None:
+    """A trainer dies between two parts of a streamed step. What it had accumulated is gone, and so are the counts."""
+    config = Config(training=TrainingSection(stream_groups=stream_groups, seq_len=64, local_batch_size=1))
+    trainers = Mesh(tmp_path)
+    learns, _ = learner(tmp_path, config, trainers=trainers)
+    made: list[list[Sample]] = []
+
+    async def step(updates: list[list[Sample]]) -> str:
+        made.extend(updates)
+        return "stats"
+
+    async def body() -> None:
+        await learns.accumulate([sample(30)])
+        trainers.broken = RankDied("trainer[dp=0 tp=0]", "was killed")
+        if stream_groups:
+            with pytest.raises(RankDied):
+                await learns.accumulate([sample(10)])
+        trainers.broken = None
+        await learns.resume("rl", Resume(4, None))
+        learns.step = step  # type: ignore[method-assign, assignment]
+        await learns.accumulate([sample(20)])
+        await learns.accumulate([sample(10)])
+        await learns.update()
+
+    asyncio.run(body())
+    assert trainers.updates == ([(30, 30)] if stream_groups else [])
+    assert [len(samples) for samples in made] == ([] if stream_groups else [2])
+
+
+def ppo(**checkpoint: Any) -> Config:
+    return Config(
+        algorithm=PPO,
+        critic=CriticSection(lr=1e-3),
+        checkpoint=CheckpointSection(**checkpoint),
+        fault=FaultSection(max_failed_saves=6),
+    )
+
+
+def on_disk(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None:
+    """The policy's disk is full, the critic's is not: each retry writes another step of the critic."""
+    config, policy = ppo(keep_latest_k=2), Mesh(tmp_path / "checkpoint")
+    learns, notes = learner(tmp_path, config, trainers=policy, critic=Mesh(tmp_path / "checkpoint/critic"))
+
+    async def body() -> None:
+        for step in range(1, 4):
+            assert await learns.save(step, "{}")
+        assert Checkpoints.of(tmp_path, config).whole_steps() == [2, 3]
+        policy.broken = FULL
+        for step in range(4, 10):
+            assert not await learns.save(step, "{}")
+            assert Checkpoints.of(tmp_path, config).whole_steps() == [2, 3]
+            assert on_disk(tmp_path / "checkpoint/critic") == [2, 3, step], "one unmatched step at most"
+        with pytest.raises(RunError, match="the checkpoint of step 10 cannot be written"):
+            await learns.save(10, "{}")
+        assert Resume.find(tmp_path, config).rl == 3
+        policy.broken = None
+        assert await learns.save(11, "{}")
+
+    asyncio.run(body())
+    assert len(notes) == 6
+    assert on_disk(tmp_path / "checkpoint") == on_disk(tmp_path / "checkpoint/critic") == [3, 11]
+
+
+def test_a_step_without_the_critics_half_is_not_resumed_from(tmp_path: Path) -> None:
+    """An asynchronous save of the critic may fail after the policy's has succeeded."""
+    config = ppo()
+    for mesh, last in (("", 3), ("critic", 2)):
+        for step in range(1, last + 1):
+            asyncio.run(Mesh(tmp_path / "checkpoint" / mesh).save(step))
+    assert Resume.find(tmp_path, config).rl == 2
+    assert Resume.find(tmp_path, Config()).rl == 3
+    (tmp_path / "checkpoint/step-2/.metadata").unlink()
+    assert Resume.find(tmp_path, config).rl == 1
+
+
+def test_the_step_being_written_counts_for_none_of_those_kept(tmp_path: Path) -> None:
+    """An asynchronous save is whole only later: until then the newest whole steps stay."""
+    policy = Mesh(tmp_path / "checkpoint")
+    for step in (1, 2, 3, 4):
+        asyncio.run(policy.save(step))
+    (tmp_path / "checkpoint/step-4/.metadata").unlink()  # torn, by an earlier process
+    (tmp_path / "checkpoint/step-5").mkdir()  # being written
+    (tmp_path / "checkpoint/step-by-step").mkdir()  # somebody's own
+    checkpoints = Checkpoints.of(tmp_path, Config())
+    checkpoints.purge(2, writing=5)
+    assert checkpoints.whole_steps() == [2, 3]
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["step-2", "step-3", "step-5", "step-by-step"]
+
+
+def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
+    learns, _ = learner(tmp_path, Config(checkpoint=CheckpointSection(keep_latest_k=0)))
+
+    async def body() -> None:
+        for step in range(1, 6):
+            assert await learns.save(step, "{}")
+
+    asyncio.run(body())
+    assert on_disk(tmp_path / "checkpoint") == [1, 2, 3, 4, 5]
+
+
+def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
+    config = ppo(keep_latest_k=2)
+    learns, _ = learner(
+        tmp_path,
+        config,
+        trainers=Mesh(tmp_path / "checkpoint/cold_start"),
+        critic=Mesh(tmp_path / "checkpoint/critic"),
+    )
+
+    async def body() -> None:
+        await learns.resume("cold_start", Resume(None, None))
+        for step in range(1, 5):
+            assert await learns.save(step, "{}")
+
+    asyncio.run(body())
+    assert on_disk(tmp_path / "checkpoint/cold_start") == [3, 4]
+    assert Resume.find(tmp_path, config) == Resume(None, 4)
