@@ -25,7 +25,7 @@ from titan_rl.actors.sync.transport import PACKING, SLOTS
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
-from titan_rl.meshes.deaths import PROC_NAME
+from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import write_model_folder
@@ -154,7 +154,7 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
         assert weights.transports == "RDMABuffer (TCP fallback)"
         await weights.sync(0)
         publication = await weights.publish(1)
-        source = pid_of(TRAINERS[1])
+        source = deaths.alive()[TRAINERS[1]]
         stop(source)
         try:
             pulling = asyncio.create_task(weights.pull(publication))
@@ -184,13 +184,3 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
     shared = shared_memory()
     asyncio.run(asyncio.wait_for(work(), 120))
     assert shared_memory() <= shared
-
-
-def pid_of(name: str) -> int:
-    """Return the process id of a rank that this test started."""
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            with suppress(OSError):  # gone meanwhile
-                if f"{PROC_NAME}={name}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    return pid
-    raise AssertionError(f"expected a process {name}")

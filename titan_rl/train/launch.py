@@ -16,6 +16,7 @@ from monarch.actor import HostMesh, shutdown_context, this_host
 from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.meshes import zygotes
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
@@ -61,6 +62,7 @@ class Meshes:
 async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> AsyncIterator[tuple[Meshes, Watch]]:
     """Start all meshes concurrently, and stop them whatever happens. When a rank dies, what the watch drives raises an
     error that names it; but dead generators are replaced by their mesh."""
+    zygotes.warn = terminal.warn
     watch = Watch(tended=["generator"])
     meshes: Meshes | None = None
     try:
