@@ -23,7 +23,7 @@ from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Sampling
 
 HANG_SECONDS = 8.0  # starting an engine takes both cores of a small machine for seconds
-SOON = 8.0  # milliseconds, and what a loaded machine makes of them; far below any deadline of the mesh
+SOON = 60.0  # milliseconds, and what a loaded machine makes of them; no deadline of the mesh ends a wait instead
 FAULT = c.FaultSection(hang_seconds=HANG_SECONDS, max_restarts=20)
 
 
@@ -157,7 +157,7 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     incident = tended.incidents.all[-1]
     assert incident.role == f"generator{last}"
     assert "died: its process" in incident.reason
-    assert incident.time - killed < SOON
+    assert incident.time - killed < SOON, "the kernel reports it"
     tended(tended.healed())
     assert incident.outcome == "back"
     assert last in tended.mesh.replicas

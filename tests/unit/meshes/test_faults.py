@@ -167,7 +167,7 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
     for _ in range(2):
         made = child()
         assert "role[dp=0 tp=0]" in deaths.alive()
-        assert asyncio.run(body()) < 2
+        assert asyncio.run(body()) < 30, "far below the calls' deadline"
         made.wait()
 
 

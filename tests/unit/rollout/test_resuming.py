@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.rollout_streams import Echo, Failing, ids, right_if_one, source, stream
@@ -189,7 +189,6 @@ class Run:
                 await syncing
 
 
-@settings(max_examples=100)
 @given(drawn=runs())
 def test_every_prompt_has_one_fate_however_often_a_run_resumes(
     tokenizer: TextTokenizer, drawn: tuple[Settings, list[Life]]
