@@ -1,30 +1,35 @@
-"""Learn from the kernel within milliseconds which rank died.
+"""Learn within milliseconds which rank died, and how.
 
-This controller is the parent of every process that it spawns on its own host. Monarch notices a death too, but asks for
+Every rank has a shim (zygote_shim.py), the process that Monarch launched. The shim reports here which process the rank
+is and how it ended; a shim that is gone without a word took its rank along. Monarch notices a death too, but asks for
 each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
-collective was blamed instead. A thread per rank blocks in waitid, because Monarch reaps a dead process soon: the
-kernel tells the thread how it ended right away, and WNOWAIT leaves the reaping to Monarch.
+collective was blamed instead.
 """
 
 import asyncio
+import atexit
 import os
+import selectors
+import shutil
 import signal
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import psutil
+from titan_rl.meshes import zygotes
 
 PROC_NAME = "TITAN_RL_PROC"
 """Environment variable with a rank's name, such as "generator0[tp=1]"."""
 GONE = "is gone"
-BORN_SECONDS = 300.0  # give up looking for a spawned process after this time
 
 _lock = threading.Lock()
-_followed: dict[int, str] = {}  # name of each live process
+_followed: dict[int, str] = {}  # name of each live rank, by pid
 _lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
 _meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
 _ends: dict[str, str] = {}  # how each dead rank's process ended
@@ -41,15 +46,15 @@ class Call:
     death: str | None = None  # how the rank died. Kept here because its name may be in use again when this is read
 
 
-def follow(names: Iterable[str]) -> None:
-    """Watch for the processes about to be spawned under these names. Earlier processes of a name are forgotten."""
-    unborn = dict[str, int]()
+def follow(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """Expect processes under these names; earlier processes of a name are forgotten. Return what the environment of
+    each one's shim must have."""
     with _lock:
         for name in names:
-            unborn[name] = _lives[name] = _lives.get(name, 0) + 1
+            _lives[name] = _lives.get(name, 0) + 1
             _ends.pop(name, None)
             _meant.discard(name)
-    threading.Thread(target=_find, args=(unborn,), name="finds processes", daemon=True).start()
+        return {n: {"TITAN_RL_SHIM": f"{_lives[n]} {n}", "TITAN_RL_REPORT": _socket()} for n in names}
 
 
 def follows(name: str) -> bool:
@@ -106,47 +111,97 @@ def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-def _find(unborn: dict[str, int]) -> None:
-    """Find the processes of these names among this process's children, and follow each."""
-    deadline = time.monotonic() + BORN_SECONDS
-    while unborn and time.monotonic() < deadline:
-        for child in psutil.Process().children():
-            try:
-                name = child.environ().get(PROC_NAME, "")
-            except psutil.Error:  # it ended
-                continue
+@dataclass(slots=True)
+class Shim:
+    """A shim's connection, and what it has reported."""
+
+    connection: socket.socket
+    unread: bytes = b""
+    name: str = ""
+    life: int = 0
+    pid: int = 0  # of the rank
+    ended: bool = False
+
+    def read(self) -> bool:
+        """Take note of what the shim reports. Return False if it is gone."""
+        try:
+            more = self.connection.recv(4096)
+        except OSError:
+            more = b""
+        *lines, self.unread = (self.unread + more).split(b"\n")
+        for line in lines:
+            self._heard(*line.decode(errors="replace").split(" ", 1))
+        if not more:
+            if not self.ended and self.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self._end(GONE)
+        return bool(more)
+
+    def _heard(self, word: str, rest: str) -> None:
+        if word == "name":
+            life, self.name = rest.split(" ", 1)
+            self.life = int(life)
+        elif word == "cold":
+            zygotes.warn_cold(*rest.split(" ", 1))
+        elif word == "pid":
+            self.pid = int(rest)
             with _lock:
-                if name not in unborn or child.pid in _followed:
-                    continue
-                _followed[child.pid] = name
-            life = unborn.pop(name)
-            threading.Thread(target=_follow, args=(child.pid, name, life), name=f"follows {name}", daemon=True).start()
-        time.sleep(0.1)
+                wanted = _lives.get(self.name) == self.life and self.name not in _meant
+                _followed[self.pid] = self.name
+            if not wanted:  # it was killed before it was born
+                os.kill(self.pid, signal.SIGKILL)
+        elif word == "end":
+            status = int(rest)
+            if os.WIFSIGNALED(status):
+                self._end(f"was killed by signal {os.WTERMSIG(status)}")
+            else:
+                self._end(f"ended with exit code {os.WEXITSTATUS(status)}")
 
-
-def _follow(pid: int, name: str, life: int) -> None:
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # Monarch was quicker
-        ended = None
-    with _lock:
-        del _followed[pid]
-        if _lives[name] != life:  # the name is in use again
+    def _end(self, how: str) -> None:
+        if self.ended:
             return
-        how = _ends[name] = _how(ended)
-        waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
+        self.ended, name = True, self.name
+        with _lock:
+            _followed.pop(self.pid, None)
+            if _lives.get(name) != self.life:  # the name is in use again
+                return
+            _ends[name] = how
+            waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
+            for call in waiting:
+                call.death = how
         for call in waiting:
-            call.death = how
-    for call in waiting:
-        if not call.loop.is_closed():
-            call.loop.call_soon_threadsafe(call.answer.cancel)
-    for listener in listeners:
-        listener(name, how)
+            if not call.loop.is_closed():
+                call.loop.call_soon_threadsafe(call.answer.cancel)
+        for listener in listeners:
+            listener(name, how)
 
 
-def _how(ended: os.waitid_result | None) -> str:
-    if ended is None:
-        return GONE
-    if ended.si_code == os.CLD_EXITED:
-        return f"ended with exit code {ended.si_status}"
-    return f"was killed by signal {ended.si_status}"
+_path = ""  # of the socket that shims report to
+
+
+def _socket() -> str:
+    """Return the socket that shims report to; listen there from the first call on."""
+    global _path
+    if not _path:
+        folder = tempfile.mkdtemp(prefix="shims-", dir=os.environ.get("TMPDIR"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _path = str(Path(folder) / "report")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_path)
+        listener.listen(256)
+        threading.Thread(target=_listen, args=(listener,), name="follows ranks", daemon=True).start()
+    return _path
+
+
+def _listen(listener: socket.socket) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if (shim := key.data) is None:
+                    connection, _ = listener.accept()
+                    selector.register(connection, selectors.EVENT_READ, Shim(connection))
+                elif not shim.read():
+                    selector.unregister(shim.connection)
+                    shim.connection.close()

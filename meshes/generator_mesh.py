@@ -67,7 +67,8 @@ class GeneratorMesh:
                 return env_of({"replica": replica, **point}) if env_of else {}
 
             name = f"generator{replica}"
-            procs = spawn(host, name=name, shape={"tp": tp}, env={**ENV, **env}, env_of=extra)
+            environment = {**ENV, **env}
+            procs = await spawn(host, name=name, shape={"tp": tp}, kind="generator", env=environment, env_of=extra)
             if tp > 1:
                 await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
             return Replica(

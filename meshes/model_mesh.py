@@ -45,7 +45,9 @@ class ModelMesh:
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._warm.clear()
-        self._procs = spawn(self._host, name=self.name, shape={"dp": self.dp, "tp": self.tp}, env=self._env)
+        shape = {"dp": self.dp, "tp": self.tp}
+        kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
+        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env)
         await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]

@@ -11,20 +11,35 @@ prepare_environment()  # Monarch reads its environment when it is imported
 import monarch.actor  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from support.running import Runs  # noqa: E402
+from support.running import WHOLE, Run, Runs  # noqa: E402
 
-settings.register_profile("tests", deadline=None)  # a busy machine is no failing property
-settings.load_profile("tests")
+pytest_plugins = ["support.budgets"]
+
+settings.register_profile("quick", deadline=None, max_examples=25)  # a busy machine is no failing property
+settings.register_profile("thorough", deadline=None, max_examples=100)  # of scripts/test --all
+settings.load_profile("quick")
 
 # Meshes that a test drives itself have no Watch; Monarch's default hook would interrupt pytest. Calls still fail.
 monarch.actor.unhandled_fault_hook = lambda failure: print(failure.report(), file=sys.stderr)
+
+
+def end_all(runs: Runs) -> None:
+    for run in runs.started:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGKILL)
+            run.process.wait()
 
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
     runs = Runs()
     yield runs
-    for run in runs.started:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGKILL)
-            run.process.wait()
+    end_all(runs)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """The one uninterrupted run whose files many tests read. They leave its folder as it is."""
+    runs = Runs()
+    yield runs.finish(tmp_path_factory.mktemp("whole") / "run", **WHOLE)
+    end_all(runs)

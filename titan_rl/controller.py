@@ -28,8 +28,8 @@ from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.train.export import export
 from titan_rl.train.health import Health, Rewind
+from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RunError
@@ -76,7 +76,7 @@ class Controller:
             await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
             with self.run.terminal.phase("export to hf/"):
-                await export(self.setup, self.meshes.trainers, self.setup.folder / "hf")
+                await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
     async def reinforce(self) -> None:
         """Sample, judge, update, sync; step after step."""

@@ -21,7 +21,7 @@ def prepare_environment(detect_seconds: float = 2.0) -> None:
 
 
 @contextmanager
-def socket_folder() -> Iterator[None]:
+def socket_folder() -> Iterator[Path]:
     """Give the run a TMPDIR of its own, named after the controller's pid, and remove it at the end. Monarch leaves
     socket directories there when a process dies; the next run removes what a killed controller left behind."""
     base = Path(tempfile.gettempdir())
@@ -34,6 +34,6 @@ def socket_folder() -> Iterator[None]:
     folder.mkdir(mode=0o700)  # fails if another user owns that name: ours was removed above
     os.environ["TMPDIR"] = str(folder)
     try:
-        yield
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,9 +9,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from titan_rl.config.sections import Config
 from titan_rl.environment import prepare_environment, socket_folder
+from titan_rl.meshes.zygotes import KINDS, serving
 from titan_rl.preflight.cli import parse
 from titan_rl.preflight.describe import describe
 from titan_rl.preflight.setup import Setup, prepare
@@ -33,14 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal.plan(describe(setup, invocation.warnings))
         terminal.note("dry run: everything was checked, nothing was started")
         return FINISHED
-    setup = prepare(invocation.config_name, config, device=device)
-    terminal.plan(describe(setup, invocation.warnings))
-    if setup.finished:
-        terminal.note(
-            f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
-        )
-        return FINISHED
-    return run(setup, terminal)
+    with socket_folder() as sockets, own_zygotes(config, device, sockets):  # they import while the config is checked
+        setup = prepare(invocation.config_name, config, device=device)
+        terminal.plan(describe(setup, invocation.warnings))
+        if setup.finished:
+            terminal.note(
+                f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
+            )
+            return FINISHED
+        return run(setup, terminal)
+
+
+def own_zygotes(config: Config, device: str, folder: Path) -> AbstractContextManager[None]:
+    """Start this run's zygotes. On CUDA there are none: an import may initialize it, and then no process may fork."""
+    if device == "cuda":
+        return nullcontext()
+    return serving(folder, KINDS if config.samples_rollouts else ("model",), threads=config.hosts.threads)
 
 
 def run(setup: Setup, terminal: Terminal) -> int:
@@ -49,8 +60,7 @@ def run(setup: Setup, terminal: Terminal) -> int:
     from titan_rl.wire.errors import RunError
 
     try:
-        with socket_folder():
-            finished = asyncio.run(session(setup, terminal))
+        finished = asyncio.run(session(setup, terminal))
     except RunError as error:
         terminal.error(str(error), error.details)
         terminal.note(resume_hint(setup))

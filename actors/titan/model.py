@@ -41,6 +41,8 @@ from titan_rl.config.sections import Config
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
 
+FILE_BYTES = 5 << 30
+
 
 @dataclass(kw_only=True, slots=True)
 class TitanConfig:
@@ -182,11 +184,20 @@ class TitanModel:
             state["lm_head.weight"] = state.pop(HF_VALUE_HEAD)
         self.model.load_state_dict(translate.from_hf(state), strict=False)
 
-    def write(self, folder: str | Path) -> None:
-        """Write the weights as Hugging Face safetensors. The controller adds config.json and the tokenizer."""
-        writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True, enable_consolidation=True)
+    def write(self, folder: str | Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES) -> None:
+        """Write the weights as Hugging Face safetensors, by default in their own dtype, in files of at most
+        `file_bytes` unless one tensor has more. The caller adds config.json and the tokenizer."""
         with torch.no_grad():
-            save(self._to_hf(adapter(self.spec, None)), storage_writer=writer)
+            state = self._to_hf(adapter(self.spec, None))
+            if dtype is not None:
+                state = {name: value.to(dtype) for name, value in state.items()}
+            writer = HuggingFaceStorageWriter(
+                path=str(folder),
+                fqn_to_index_mapping=_files(state, file_bytes),
+                save_distributed=True,
+                enable_consolidation=True,
+            )
+            save(state, storage_writer=writer)
         if dist.get_rank() == 0:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
 
@@ -256,6 +267,17 @@ class DeviceRows:
         placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
         columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
         return cls(**placed, count=len(rows.samples), columns=columns)
+
+
+def _files(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+    """Return the number of the file that each tensor is written to, from 1 on."""
+    numbers, number, filled = dict[str, int](), 1, 0
+    for name, value in state.items():
+        if filled and filled + value.nbytes > file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += value.nbytes
+    return numbers
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

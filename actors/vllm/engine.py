@@ -12,11 +12,13 @@ Importing this module imports neither torch nor vLLM: the controller imports it 
 """
 
 import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import without_gc
@@ -102,11 +104,13 @@ class Engine:
         with without_gc():
             _quiet_logging()
             from vllm import EngineArgs, LLMEngine
+            from vllm.exceptions import VLLMClientError
             from vllm.platforms import current_platform
 
             on_cpu = current_platform.is_cpu()
             if on_cpu:
                 vllm_cpu.patch()
+            _import_model(settings.model_dir)
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
@@ -115,6 +119,7 @@ class Engine:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
+        self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
         self._open: dict[str, _Open] = {}
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
@@ -147,7 +152,7 @@ class Engine:
                 if problem := self._problem(request):
                     raise ValueError(problem)
                 self._add(request)
-            except ValueError as error:  # from vLLM, which validates what it is given, or from us
+            except self._refusals as error:
                 self._llm.abort_request([f"{request.id}#{i}" for i in range(len(request.seeds))])
                 self._open.pop(request.id, None)
                 self._ended.append(Done(request.id, [], str(error)))
@@ -291,6 +296,16 @@ def _sha256(tensor: "Tensor") -> str:
     import torch
 
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+
+
+def _import_model(folder: str) -> None:
+    """Import the model's class here and register it. vLLM would import it in another process first, if its cache on
+    this machine does not know the class: 7 CPU seconds. vLLM does so to be able to fork after that, which we never do.
+    """
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _quiet_logging() -> None:

@@ -96,13 +96,14 @@ class Timer(Actor):
         self._done.put_nowait(Done(request.id, samples))
 
 
-def timer_mesh() -> GeneratorMesh:
-    def replica(i: int) -> Replica:
-        procs = spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE)
+async def timer_mesh() -> GeneratorMesh:
+    async def replica(i: int) -> Replica:
+        procs = await spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE)
         timers: Any = SimpleNamespace(spawn=lambda name, *_: procs.spawn(name, Timer), stop=procs.stop)
         return Replica(i, f"timer{i}", timers, EngineSettings(model_dir="", max_model_len=0))
 
-    return GeneratorMesh(map(replica, range(PROCS)), GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
+    replicas = [await replica(i) for i in range(PROCS)]
+    return GeneratorMesh(replicas, GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
 
 
 def rollout_stream(generators: Generates, folder: Path, groups: int, group_size: int, steps: int) -> RolloutStream:
@@ -124,7 +125,7 @@ def rollout_stream(generators: Generates, folder: Path, groups: int, group_size:
 async def capacity(group_size: int, steps: int) -> list[Row]:
     """Run steps that take `groups` groups, pull a new version and admit as many groups again."""
     groups = ROLLOUTS // group_size // (LAG + 1)
-    mesh = timer_mesh()
+    mesh = await timer_mesh()
     await mesh.start()
     late = array("d")  # eight bytes a request, which hardly adds to the memory measured
 

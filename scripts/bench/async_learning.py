@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.axes import COLORS, Axes, legend, look_of, svg
 from bench.rows import CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
 from titan_rl.config.toml import find, load
 from titan_rl.record.metrics import EVAL_SCORE
@@ -15,13 +16,6 @@ LAGS = (0, 1, 2, 4)
 LOOK = 5  # steps between evaluations
 UNCORRECTED = {"algorithm.proximal": "trainer", "algorithm.correction": "none"}
 Key = tuple[int, int, str]  # seed, lag, correction
-
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 780, 420, 60, 40, 190, 50
-COLORS = ("#7f7f7f", "#2f7ed8", "#d9822b", "#c23b80", "#2e9e6b", "#8a63d2")  # readable on white and on black
-STYLE = (
-    "text{font:13px sans-serif;fill:#333}.title{font-weight:bold}.end{text-anchor:end}"
-    ".middle{text-anchor:middle}.grid{stroke:#8886}@media(prefers-color-scheme:dark){text{fill:#ddd}}"
-)
 
 
 def learning(path: Path, folder: Path, seeds: int, steps: int) -> None:
@@ -89,35 +83,12 @@ def plot(rows: Sequence[Mapping[str, str]]) -> str:
     lines = {key: {x: statistics.fmean(ys) for x, ys in points.items()} for key, points in sorted(scores.items())}
     most = max(x for points in lines.values() for x in points) or 1
     least = min(y for points in lines.values() for y in points.values())
-    floor = max(0.0, int(least * 10) / 10)
-
-    def x_of(samples: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * samples / most
-
-    def y_of(score: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (score - floor) / (1 - floor)
-
+    axes = Axes(most, floor=max(0.0, int(least * 10) / 10))
     seeds = max(len(ys) for points in scores.values() for ys in points.values())
-    drawn = [text(LEFT, TOP - 16, f"Held-out score by samples seen, mean of {seeds} seeds", "title")]
-    for tenth in range(round(floor * 10), 11):
-        y = y_of(tenth / 10)
-        drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        drawn.append(text(LEFT - 8, y + 4, f"{tenth / 10:.1f}", "end"))
-    for quarter in range(5):
-        samples = most * quarter / 4
-        drawn.append(text(x_of(samples), HEIGHT - BOTTOM + 18, f"{samples:,.0f}", "middle"))
-    drawn.append(text(x_of(most / 2), HEIGHT - 10, "samples", "middle"))
+    drawn = axes.grid(f"Held-out score by samples seen, mean of {seeds} seeds", "samples")
     color = dict(zip(sorted({lag for lag, _ in lines}), COLORS, strict=False))
     for place, ((lag, correction), points) in enumerate(lines.items()):
-        dots = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points.items()))
         dashed = bool(lag) and correction == "none"
-        look = f'fill="none" stroke="{color[lag]}" stroke-width="2"' + (' stroke-dasharray="5 4"' if dashed else "")
-        x, y = WIDTH - RIGHT + 16, TOP + 20 * place  # of the legend
-        drawn += [f'<polyline points="{dots}" {look}/>', f'<path d="M{x} {y}h24" {look}/>']
-        drawn.append(text(x + 32, y + 4, f"lag {lag}" + (", uncorrected" if dashed else ""), ""))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}">'
-    return "\n".join([head, f"<style>{STYLE}</style>", *drawn, "</svg>\n"])
-
-
-def text(x: float, y: float, words: str, look: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{look}">{words}</text>'
+        look = look_of(color[lag], dashed=dashed)
+        drawn += [axes.line(points, look), *legend(place, f"lag {lag}" + (", uncorrected" if dashed else ""), look)]
+    return svg(drawn)

@@ -64,7 +64,8 @@ async def start_engine(folder: str, cached: bool) -> GeneratorMesh:
     settings = EngineSettings(
         model_dir=folder, max_model_len=1024, kv_cache_memory_mb=512, enable_prefix_caching=cached
     )
-    procs = spawn(this_host(), name=name, shape={"tp": 1}, env={**ENV, **vllm_cpu.ENV, "CUDA_VISIBLE_DEVICES": ""})
+    env = {**ENV, **vllm_cpu.ENV, "CUDA_VISIBLE_DEVICES": ""}
+    procs = await spawn(this_host(), name=name, shape={"tp": 1}, env=env)
     mesh = GeneratorMesh([Replica(0, name, procs, settings)], GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
     await mesh.start()
     await mesh.connect([[]])

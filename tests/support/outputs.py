@@ -1,6 +1,6 @@
-"""What a run left behind: in its folder, in shared memory, in the temporary folder."""
+"""What a run left behind: in its folder, in shared memory."""
 
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from support.running import Run
@@ -15,9 +15,13 @@ def sampled(run: Run) -> list[tuple[int, int, list[int], list[float]]]:
 
 
 def shared_memory() -> set[Path]:
-    """What has a name in shared memory; Python's own semaphores apart, which its resource tracker removes."""
-    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
-
-
-def socket_folders() -> set[Path]:
-    return {path for pattern in (".tmp*", "titan_rl-*") for path in Path(tempfile.gettempdir()).glob(pattern)}
+    """Return the names in shared memory that no live process uses: another run's are not a leak of this one. Python's
+    own semaphores are left out, which its resource tracker removes."""
+    named = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+    for process in Path("/proc").glob("[0-9]*") if named else ():
+        with suppress(OSError):  # it ended
+            used = (process / "maps").read_text() + "".join(
+                f"{link.readlink()}\n" for link in (process / "fd").iterdir()
+            )
+            named = {path for path in named if f"{path}\n" not in used}
+    return named

@@ -27,6 +27,10 @@ SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
     "eval.size": 16,
     "eval.interval": 2,
 }
+WHOLE: dict[str, Any] = {  # the run that the fixture `whole` starts once for all tests, so that they resume it
+    "cold_start__steps": 40,  # time enough to interrupt it
+    "training__steps": 8,
+}
 
 
 @dataclass

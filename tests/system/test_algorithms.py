@@ -121,6 +121,7 @@ def test_sft_learns(language_model: Run) -> None:
     first, *_, last = steps(language_model, "fit")
     assert last["loss"] < first["loss"]
     assert language_model.summary()["final_eval"] is not None
+    assert (language_model.folder / "hf" / "config.json").exists()
 
 
 def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_model: Run) -> None:
@@ -143,20 +144,6 @@ def test_a_reward_model_is_a_transformers_model_with_the_same_scores(reward_mode
     assert reward_model.summary()["final_eval"] == right / 16
 
 
-def test_a_critic_resumes_with_the_policy(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = DENSE | {
-        "checkpoint__interval": 2,
-        "lr_scheduler__warmup_steps": 0,  # a rate that does not depend on how many steps there will be
-        "lr_scheduler__decay_ratio": 0,
-        "critic__warmup_steps": 0,
-    }
-    whole = steps(runs.finish(tmp_path / "whole", "ppo_llama", training__steps=4, **keys))
-    runs.finish(tmp_path / "parts", "ppo_llama", training__steps=2, **keys)
-    parts = steps(runs.finish(tmp_path / "parts", "ppo_llama", training__steps=4, **keys))
-    for name in ("loss", "value/loss", "value/explained_variance", "kl/k1", "grad_norm"):
-        assert [line.get(name) for line in parts] == [line.get(name) for line in whole], name
-
-
 def test_without_a_signal_a_run_stops_and_says_why(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(tmp_path / "run", training__steps=50, algorithm__max_dead_steps=3, cold_start__steps=0)
     out = run.finish()
@@ -165,24 +152,6 @@ def test_without_a_signal_a_run_stops_and_says_why(runs: Runs, tmp_path: Path) -
     assert "algorithm.max_dead_steps" in out
     assert (run.folder / "checkpoint" / "step-3" / ".metadata").exists()
     assert not run.processes()
-
-
-def test_a_gradient_that_is_not_finite_changes_no_weight_and_ends_the_run_if_it_stays(
-    runs: Runs, tmp_path: Path
-) -> None:
-    keys: dict[str, Any] = {"cold_start__steps": 0, "training__steps": 50, "eval__interval": 0}
-    huge = {"task__reward": "dense_reward:huge", "task__eval_reward": "exact", "algorithm__normalize": "none"}
-    run = runs.start(tmp_path / "run", **huge, **keys)
-    out = run.finish()
-    assert run.code == 1, out
-    assert "3 steps in a row had a gradient that is not finite" in out
-    assert "fault.max_bad_steps" in out
-    lines = run.lines("metrics.jsonl")
-    assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
-    # The weights are good: another reward continues from the checkpoint, and its log-probs are the generator's.
-    keys["training__steps"] = lines[-1]["step"] + 1
-    resumed = runs.finish(run.folder, **DENSE, **keys)
-    assert steps(resumed)[-1]["logprob_gap/mean"] <= TIGHT
 
 
 def test_a_reward_that_raises_ends_the_run_by_name(runs: Runs, tmp_path: Path) -> None:
@@ -219,27 +188,28 @@ policy = RoleModel("trainer", config, shape_of(config.model), config.parallelism
 policy.begin_phase("rl", 0)
 policy.export(sys.argv[1] + "/start")
 policy.load_weights(sys.argv[1] + "/start", "reference")
-if sys.argv[2] == "planted":  # a reference that the optimizer moves: its tensors are the policy's
-    policy._lent["reference"]._shards = [local(p) for p in policy.model.parameters()]
 ones = [1.0] * 8
 sample = Sample(list(range(3, 11)), [1] * 8, {"behaviour": [-4.0] * 8, "reference": [-4.0] * 8, "advantage": ones})
 batches = pack([sample], shards=1, seq_len=32, rows_per_microbatch=1, pad_id=0)
-for _ in range(3):
-    (reference,), checksum = policy.scores(batches[0], 1.0, "reference")
-    (own,), _ = policy.scores(batches[0], 1.0)
-    print("SAW", checksum, float(reference.sum()), float(own.sum()))
-    policy.step(batches)
+for how in ("sound", "planted"):
+    if how == "planted":  # a reference that the optimizer moves: its tensors are the policy's
+        policy._lent["reference"]._shards = [local(p) for p in policy.model.parameters()]
+    for _ in range(3):
+        (reference,), checksum = policy.scores(batches[0], 1.0, "reference")
+        (own,), _ = policy.scores(batches[0], 1.0)
+        print(how, checksum, float(reference.sum()), float(own.sum()))
+        policy.step(batches)
 """
 
 
-@pytest.mark.parametrize("how", ["sound", "planted"])
-def test_a_reference_in_the_optimizer_is_seen_by_its_checksum(tmp_path: Path, how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DRIFT, str(tmp_path), how], capture_output=True, text=True, timeout=120, check=False
-    )
-    saw = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("SAW")]
-    assert len(saw) == 3, done.stderr[-2000:]
-    checksums, references, own = zip(*saw, strict=True)
-    assert len(set(own)) == 3, "the policy moves"
-    assert (len(set(checksums)) == 1) == (how == "sound")
-    assert (len(set(references)) == 1) == (how == "sound")
+def test_a_reference_in_the_optimizer_is_seen_by_its_checksum(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIFT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    for how in ("sound", "planted"):
+        saw = [columns for first, *columns in lines if first == how]
+        assert len(saw) == 3, done.stderr[-2000:]
+        checksums, references, own = zip(*saw, strict=True)
+        assert len(set(own)) == 3, "the policy moves"
+        assert (len(set(checksums)) == 1) == (how == "sound")
+        assert (len(set(references)) == 1) == (how == "sound")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from support.running import SMALL
+from titan_rl.config.sections import FaultSection
 
+PATIENCE = 90
 FAULTS = ("kill:generator", "kill:trainer", "error:generator", "corrupt:generator", "disk:trainer")
 
 
@@ -19,7 +21,7 @@ def under_chaos(folder: Path, *faults: str, **overrides: object) -> tuple[subpro
         [
             *(sys.executable, "-m", "titan_rl.chaos", "--config", "grpo_llama", "--run", str(folder)),
             *("--kills", str(len(faults)), "--seed", "5", "--only", ",".join(faults), "--pace", "0.1"),
-            *("--patience", "90", "--csv", str(folder.with_suffix(".csv"))),
+            *("--patience", str(PATIENCE), "--csv", str(folder.with_suffix(".csv"))),
             *(part for key, value in keys.items() for part in (f"--{key}", str(value))),
         ],
         capture_output=True,
@@ -40,9 +42,9 @@ def test_a_run_comes_through_five_faults(tmp_path: Path) -> None:
         kind, mesh = outcome["fault"]["kind"], outcome["fault"]["victim"].partition("[")[0]
         assert outcome["blamed"] == ("" if kind == "corrupt" else mesh)
         assert (outcome["detected"] is None) == (kind == "corrupt")
-        assert 0 < outcome["recovered"] < 60
+        assert 0 < outcome["recovered"] < PATIENCE
         if kind == "kill":
-            assert outcome["detected"] < 5
+            assert outcome["detected"] < FaultSection().hang_seconds, "before any deadline"
     assert len((tmp_path / "run.csv").read_text().splitlines()) == 6
 
 

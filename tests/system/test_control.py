@@ -74,11 +74,11 @@ def test_a_run_is_saved_paused_resumed_and_stopped(runs: Runs, tmp_path: Path) -
 
 def test_a_run_that_is_starting_answers_and_can_be_stopped(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(tmp_path / "run")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (run.folder / ANNOUNCEMENT).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ask(run, "status")["run"]["state"] == "starting"
     assert ask(run, "stop", "--wait")["state"] == "stopping"
-    out = run.finish(timeout=30)
+    out = run.finish(timeout=120)
     assert run.code == 130, out
     assert not run.processes()

@@ -171,4 +171,4 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
             await running.mesh.generate(Request("later", [1], [0], Sampling(8)))
         return time.monotonic() - began
 
-    assert running(work()) < 5
+    assert running(work()) < 15, "what waits ends with the process, before any deadline: free() has 20 s"

@@ -23,7 +23,7 @@ from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Completion, Sampling
 
 HANG_SECONDS = 8.0  # starting an engine takes both cores of a small machine for seconds
-SOON = 8.0  # milliseconds, and what a loaded machine makes of them; far below any deadline of the mesh
+SOON = 60.0  # milliseconds, and what a loaded machine makes of them; no deadline of the mesh ends a wait instead
 FAULT = c.FaultSection(hang_seconds=HANG_SECONDS, max_restarts=20)
 
 
@@ -121,6 +121,8 @@ def test_beyond_its_budget_the_mesh_goes_on_with_fewer_and_then_ends_by_name(
             pids = deaths.alive()
             os.kill(pids["generator1[tp=0]"], signal.SIGKILL)
             await tended.mesh.generate(requests(1, Sampling(64))[0])
+            while not tended.incidents.all:  # on a busy machine the request may be done before the death is known
+                await asyncio.sleep(0.05)
             await tended.healed()
             assert list(tended.mesh.replicas) == [0]
             assert tended.incidents.all[-1].outcome == "given up"
@@ -155,7 +157,7 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     incident = tended.incidents.all[-1]
     assert incident.role == f"generator{last}"
     assert "died: its process" in incident.reason
-    assert incident.time - killed < SOON
+    assert incident.time - killed < SOON, "the kernel reports it"
     tended(tended.healed())
     assert incident.outcome == "back"
     assert last in tended.mesh.replicas

@@ -1,7 +1,6 @@
-"""The loop as a user runs it: real Monarch meshes, a real TorchTitan trainer, a real vLLM generator, real weights."""
+"""The loop as a user runs it: interrupted, killed, resumed, misconfigured, as shipped; real meshes and engines."""
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -10,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from support.outputs import losses, sampled, shared_memory, socket_folders
-from support.running import Run, Runs
+from support.outputs import losses, sampled, shared_memory
+from support.running import WHOLE, Run, Runs
+from support.traces import lanes, read
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks import tokenizer as characters
@@ -19,109 +19,40 @@ from titan_rl.tasks import tokenizer as characters
 TIGHT = {"float32": 1e-5, "bfloat16": 1e-2}  # mean log-prob gap between trainer and generator
 
 
-@pytest.fixture(scope="module")
-def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Eight steps, uninterrupted."""
-    return runs.finish(tmp_path_factory.mktemp("whole") / "run", training__steps=8)
-
-
-def test_every_file_is_there(whole: Run) -> None:
-    names = {path.name for path in whole.folder.iterdir()}
-    assert names >= {
-        "config.toml",
-        "metrics.jsonl",
-        "rollouts.jsonl",
-        "summary.json",
-        "tb",
-        "checkpoint",
-        "hf",
-        "model",
-    }
-    assert {p.name for p in (whole.folder / "checkpoint").iterdir()} >= {"step-6", "step-8"}
-    summary = whole.summary()
-    assert summary["config_name"] == "grpo_llama"
-    assert summary["steps"] == 8
-    assert summary["seed"] == 0
-    assert summary["versions"]["torchtitan"] == "0.3.0"
-    assert 0 <= summary["final_eval"] <= 1
-    parts = sum(summary["seconds"].values())
-    assert parts == pytest.approx(summary["wall_seconds"], rel=0.05)
-
-
-def test_versions_advance_with_the_steps(whole: Run) -> None:
-    for rollout in whole.lines("rollouts.jsonl"):
-        assert set(rollout["versions"]) == {rollout["step"] - 1}
-    assert {line["policy_age/max"] for line in whole.lines("metrics.jsonl")} == {0}
-
-
-def test_tokens_masks_and_log_probs_line_up(whole: Run) -> None:
-    eos = 2
-    for r in whole.lines("rollouts.jsonl"):
-        prompt = len(r["tokens"]) - len(r["versions"])
-        assert r["mask"] == [0] * prompt + [1] * len(r["versions"])
-        assert all(p == 0 for p in r["logprobs"][:prompt])
-        assert all(p < 0 for p in r["logprobs"][prompt:])
-        assert r["tokens"][prompt:].count(eos) == (r["finish"] == "stop")
-        assert eos not in r["tokens"][prompt:-1]
-
-
-def test_trainer_and_generator_agree_on_every_step(whole: Run) -> None:
-    for line in whole.lines("metrics.jsonl"):
-        assert line["logprob_gap/mean"] <= TIGHT["float32"]
-        assert line["logprob_gap/mult"] == pytest.approx(1, abs=1e-4)
-        assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
-
-
-def test_the_export_loads_in_transformers(whole: Run) -> None:
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
-    model: Any = LlamaForCausalLM.from_pretrained(whole.folder / "hf")
-    prompt = tokenizer("12+34=", return_tensors="pt")
-    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] >= prompt["input_ids"].shape[1] + 1
-
-
-def test_the_same_seed_gives_the_same_rollouts_and_losses(runs: Runs, whole: Run, tmp_path: Path) -> None:
-    again = runs.finish(tmp_path / "again", training__steps=4)
-    assert losses(again) == losses(whole)[:4]
-    assert sampled(again) == [r for r in sampled(whole) if r[0] <= 4]
-
-
-def test_another_seed_gives_others(runs: Runs, whole: Run, tmp_path: Path) -> None:
-    other = runs.finish(tmp_path / "other", training__steps=1, debug__seed=1)
-    assert sampled(other) != [r for r in sampled(whole) if r[0] <= 1]
-
-
 def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, whole: Run, tmp_path: Path) -> None:
-    folder, shared = tmp_path / "interrupted", shared_memory()
-    run = runs.start(folder, training__steps=8, checkpoint__interval=100)
-    run.wait_for_step(2)
-    assert not run.maps("libtorch"), "the controller has imported torch"
-    began = time.monotonic()
-    run.process.send_signal(signal.SIGINT)
-    out = run.finish(timeout=15)
-    assert time.monotonic() - began < 10
-    assert run.code == 130, out
-    assert "the same command resumes from RL step" in out
-    assert not run.processes()
-    resumed = runs.finish(folder, training__steps=8, checkpoint__interval=100)
-    assert losses(resumed) == losses(whole)
+    """Interrupted in its cold start, then in RL. Another process with the same seed takes the same steps."""
+    folder, shared, keys = tmp_path / "interrupted", shared_memory(), {**WHOLE, "checkpoint__interval": 100}
+    for kind, step, said in (("cold_start", 3, "resumes from cold start step"), ("rl", 2, "resumes from RL step")):
+        run = runs.start(folder, **keys)
+        run.wait_for_step(step, kind)
+        assert not run.maps("libtorch"), "the controller has imported torch"
+        signalled = time.time()
+        run.process.send_signal(signal.SIGINT)
+        out = run.finish(timeout=60)
+        assert run.code == 130, out
+        assert f"the same command {said}" in out
+        late = [line for line in run.lines("metrics.jsonl", kind) if "loss" in line and line["time"] > signalled]
+        assert len(late) <= 2, "the step that ran when the signal came, and one if it came between two"
+        assert not run.processes()
+    resumed = runs.finish(folder, **keys)
+    for kind in ("cold_start", "rl"):
+        assert losses(resumed, kind) == losses(whole, kind)
     assert sampled(resumed) == sampled(whole)
     assert shared_memory() <= shared
 
 
 def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs, whole: Run, tmp_path: Path) -> None:
     folder, shared = tmp_path / "killed", shared_memory()
-    run = runs.start(folder, training__steps=8, checkpoint__interval=2)
+    run = runs.start(folder, **WHOLE)
     run.wait_for_step(3)
     run.process.kill()
-    run.finish(timeout=15)
-    deadline = time.monotonic() + 10
+    run.finish(timeout=60)
+    deadline = time.monotonic() + 60
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not run.processes(), "workers outlive a killed controller"
     assert shared_memory() <= shared
-    resumed = runs.finish(folder, training__steps=8, checkpoint__interval=2)
+    resumed = runs.finish(folder, **WHOLE)
     assert losses(resumed) == losses(whole)
     assert sampled(resumed) == sampled(whole)
 
@@ -132,7 +63,7 @@ def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> Non
     shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
     shutil.copytree(whole.folder / "start", folder / "start")  # what the reference is made of
     resumed = runs.finish(
-        folder, training__steps=8, parallelism__data_parallel_shard_degree=1, parallelism__tensor_parallel_degree=2
+        folder, **WHOLE, parallelism__data_parallel_shard_degree=1, parallelism__tensor_parallel_degree=2
     )
     assert [line["step"] for line in resumed.lines("metrics.jsonl")] == [7, 8]
     assert losses(resumed)[0] == pytest.approx(losses(whole)[6], abs=1e-4)
@@ -141,7 +72,7 @@ def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> Non
 def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
-    run = runs.start(folder, training__steps=8)
+    run = runs.start(folder, **WHOLE)
     out = run.finish(timeout=120)
     assert run.code == 1, out
     assert f"{folder / 'start'} is missing" in out
@@ -149,51 +80,34 @@ def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, who
     assert not run.processes()
 
 
-def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> None:
-    again = runs.start(whole.folder, training__steps=8)
-    out = again.finish(timeout=30)
-    assert again.code == 0
-    assert "nothing is left to train" in out
-    assert "vLLM engine" not in out
-
-
-def test_an_interrupted_cold_start_goes_on_where_it_was(runs: Runs, tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"cold_start__steps": 60, "training__steps": 1}
-    straight = runs.finish(tmp_path / "straight", **keys)
-    run = runs.start(tmp_path / "cold", **keys)
-    run.wait_for_step(3, "cold_start")
-    run.process.send_signal(signal.SIGINT)
-    out = run.finish(timeout=15)
-    assert run.code == 130, out
-    assert "resumes from cold start step" in out
-    resumed = runs.finish(run.folder, **keys)
-    for kind in ("cold_start", "rl"):
-        assert losses(resumed, kind) == losses(straight, kind)
-
-
-def test_fresh_moves_the_old_run_aside(runs: Runs, tmp_path: Path) -> None:
+def test_fresh_moves_the_old_run_aside_and_another_seed_samples_others(runs: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     runs.finish(folder, training__steps=1, cold_start__steps=0)
-    runs.finish(folder, training__steps=1, cold_start__steps=0, job__fresh=True)
-    assert (tmp_path / "run.1" / "summary.json").exists()
-    assert len(Run(folder, runs.started[-1].process).lines("metrics.jsonl")) == 1
+    new = runs.finish(folder, training__steps=1, cold_start__steps=0, job__fresh=True, debug__seed=1)
+    old = Run(tmp_path / "run.1", new.process)
+    assert old.summary()["seed"] == 0
+    assert new.summary()["seed"] == 1
+    assert len(new.lines("metrics.jsonl")) == 1
+    assert sampled(new) != sampled(old)
 
 
-@pytest.mark.parametrize("victim", ["trainer[dp=1 tp=0]", "generator0[tp=0]"])
-def test_a_killed_rank_ends_a_run_that_may_not_respawn_it_by_name(runs: Runs, tmp_path: Path, victim: str) -> None:
-    before, shared = socket_folders(), shared_memory()
-    run = runs.start(tmp_path / "run", training__steps=1000, fault__max_restarts=0)
-    run.wait_for_step(2)
-    os.kill(run.workers()[victim], signal.SIGKILL)
-    began = time.monotonic()
-    out = run.finish(timeout=40)
-    assert time.monotonic() - began < 30
-    assert run.code == 1, out
-    assert f"{victim} died: its process" in out, out  # killed by signal 9; on a busy machine Monarch may reap it unseen
-    assert out.count("died: its process") == 1, out
-    assert not run.processes()
-    assert socket_folders() <= before
-    assert shared_memory() <= shared
+def test_a_killed_run_leaves_a_timeline_that_opens_next_to_the_one_before(
+    runs: Runs, whole: Run, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole.folder, tmp_path / "run")
+    before, path = (folder / "timeline.json").read_bytes(), folder / "timeline.json"
+    keys: dict[str, Any] = {**WHOLE, "training__steps": 100_000, "algorithm__max_dead_steps": 0}
+    again = runs.start(folder, **keys)
+    again.wait_for_step(WHOLE["training__steps"] + 2)
+    deadline = time.monotonic() + 120
+    while ("generator0[tp=0]", "main") not in lanes(read(path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again.process.send_signal(signal.SIGKILL)
+    again.finish()
+    assert (folder / "timeline.1.json").read_bytes() == before
+    assert not path.read_text().rstrip().endswith("]")
+    assert {e["name"] for e in lanes(read(path))["generator0[tp=0]", "main"]} >= {"sampling", "switch"}
 
 
 def test_an_exception_in_a_rank_is_shown_once_by_name(runs: Runs, tmp_path: Path) -> None:
@@ -224,14 +138,6 @@ def test_shipped_configs_agree_on_log_probs(runs: Runs, tmp_path: Path, config: 
     )
     for line in run.lines("metrics.jsonl"):
         assert line["logprob_gap/mean"] <= TIGHT[dtype]
-
-
-def test_sft_alone(runs: Runs, tmp_path: Path) -> None:
-    run = runs.finish(tmp_path / "run", "sft_llama", small=False, training__steps=12, eval__size=16)
-    first, *_, last = (line["loss"] for line in run.lines("metrics.jsonl", "fit"))
-    assert last < first
-    assert run.summary()["final_eval"] is not None
-    assert (run.folder / "hf" / "config.json").exists()
 
 
 def test_learning_happens(runs: Runs, tmp_path: Path) -> None:

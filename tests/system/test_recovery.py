@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import tempfile
 import time
@@ -24,11 +25,16 @@ ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, ea
     "algorithm__kl_coef": 0.01,
     "algorithm__max_dead_steps": 0,
     "cold_start__steps": 4,
-    "checkpoint__interval": 100,
+    "checkpoint__interval": 8,
     "fault__snapshot_interval": 2,
     "training__steps": 16,
     "eval__interval": 0,
 }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return runs.finish(tmp_path_factory.mktemp("undisturbed") / "run", "ppo_llama", **ROLES)
 
 
 def faults(run: Run) -> list[dict[str, Any]]:
@@ -51,18 +57,19 @@ def until(run: Run, what: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.05)
 
 
-def ends_well(run: Run) -> str:
+def ends_well(run: Run, code: int = 0) -> str:
     out = run.finish()
-    assert run.code == 0, out
+    assert run.code == code, out
     problems, looked_at = audit(run.folder)
     assert not problems, (problems, looked_at, out)
     assert not run.processes()
     return out
 
 
-def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(runs: Runs, tmp_path: Path) -> None:
+def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(
+    runs: Runs, undisturbed: Run, tmp_path: Path
+) -> None:
     shared = shared_memory()
-    whole = runs.finish(tmp_path / "whole", "ppo_llama", **ROLES)
     run = runs.start(tmp_path / "harmed", "ppo_llama", **ROLES)
     victims = {
         "trainer[dp=0 tp=0]": 3,
@@ -76,16 +83,28 @@ def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(runs:
         began = hit(run, victim)
         until(run, lambda count=count: len(faults(run)) > count)
         fault = faults(run)[-1]
-        assert victim in fault["why"]
-        assert fault["time"] - began < 8, "told by the kernel, in milliseconds on an idle machine; no deadline passed"
+        assert f"{victim} died: its process" in fault["why"], "the kernel reports it; no deadline passed"
+        assert fault["time"] - began < 60
         assert fault["redone"] <= 2
         others = {name for name in before if name.partition("[")[0] != victim.partition("[")[0]}
         assert {name: run.workers()[name] for name in others} == {name: before[name] for name in others}
     ends_well(run)
-    assert losses(run) == losses(whole)
-    assert sampled(run) == sampled(whole)
+    assert losses(run) == losses(undisturbed)
+    assert sampled(run) == sampled(undisturbed)
     assert shared_memory() <= shared
     assert not (Path(tempfile.gettempdir()) / f"titan_rl-{run.process.pid}").exists(), "its sockets"
+
+
+def test_a_critic_resumes_with_the_policy(runs: Runs, undisturbed: Run, tmp_path: Path) -> None:
+    """From the checkpoint in the middle, in a copy of the folder."""
+    folder = shutil.copytree(undisturbed.folder, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoint" / "step-16")
+    parts = runs.finish(folder, "ppo_llama", **ROLES)
+    whole, again = (run.lines("metrics.jsonl") for run in (undisturbed, parts))
+    assert [line["step"] for line in again] == list(range(1, 17))
+    assert again[8]["time"] > whole[-1]["time"], "trained again from step 9 on"
+    for name in ("loss", "value/loss", "value/explained_variance", "kl/k1", "grad_norm"):
+        assert [line.get(name) for line in again] == [line.get(name) for line in whole], name
 
 
 def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs, tmp_path: Path) -> None:
@@ -98,7 +117,7 @@ def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs
         "fault__max_failed_saves": 1000,
         "algorithm__max_dead_steps": 0,
         "checkpoint__interval": 5,
-        "training__steps": 400,
+        "training__steps": 100_000,
         "eval__interval": 0,
     }
     run = runs.start(tmp_path / "run", **keys)
@@ -117,11 +136,14 @@ def test_a_lagging_run_survives_a_hang_a_full_disk_and_a_dead_replica(runs: Runs
     for pid, limits in zip(pids, before, strict=True):
         with suppress(ProcessLookupError):  # a loaded machine: it was replaced
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-    out = ends_well(run)
+    written = step_of(run)
+    until(run, lambda: step_of(run) > written + 5)
+    run.process.send_signal(signal.SIGINT)
+    out = ends_well(run, code=130)
     assert "controller waits on trainer[dp=1 tp=0] for" in out or "controller waits on trainer[dp=0 tp=0] for" in out
     assert "stopped by a signal" in out
     assert "failed, and is tried again after the next" in out
-    assert (run.folder / "checkpoint" / "step-400" / ".metadata").exists()
+    assert (run.folder / "checkpoint" / f"step-{step_of(run)}" / ".metadata").exists()
 
 
 def step_of(run: Run) -> int:
@@ -135,7 +157,7 @@ def test_beyond_its_budget_a_run_ends_by_name_and_can_be_resumed(runs: Runs, tmp
     hit(run, "trainer[dp=0 tp=0]")
     until(run, lambda: len(faults(run)) > 0)
     hit(run, "trainer[dp=1 tp=0]")
-    out = run.finish(timeout=40)
+    out = run.finish(timeout=120)
     assert run.code == 1, out
     assert "trainer[dp=1 tp=0] died" in out
     assert "trainer was respawned 1 time within 600 s already" in out
@@ -145,7 +167,7 @@ def test_beyond_its_budget_a_run_ends_by_name_and_can_be_resumed(runs: Runs, tmp
     assert not audit(run.folder)[0]
 
 
-def test_steps_without_a_finite_gradient_are_rolled_back_as_often_as_may_be(runs: Runs, tmp_path: Path) -> None:
+def test_steps_without_a_finite_gradient_are_rolled_back_and_change_no_weight(runs: Runs, tmp_path: Path) -> None:
     huge = {"task__reward": "dense_reward:huge", "task__eval_reward": "exact", "algorithm__normalize": "none"}
     keys: dict[str, Any] = {"cold_start__steps": 0, "training__steps": 50, "eval__interval": 0}
     run = runs.start(
@@ -156,6 +178,12 @@ def test_steps_without_a_finite_gradient_are_rolled_back_as_often_as_may_be(runs
     assert out.count("steps in a row had a gradient that is not finite") == 2, out
     assert "the run went back 1 time within 600 s already" in out
     assert list((run.folder / "checkpoint").glob("undone-*"))
+    lines = run.lines("metrics.jsonl")
+    assert [line["updates/skipped"] for line in lines[-3:]] == [1, 1, 1]
+    # The weights are good: another reward continues from the checkpoint, and its log-probs are the generator's.
+    dense = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
+    resumed = runs.finish(run.folder, **keys | {"training__steps": lines[-1]["step"] + 1}, **dense)
+    assert resumed.lines("metrics.jsonl")[-1]["logprob_gap/mean"] <= 1e-5
 
 
 @pytest.mark.parametrize("victim", ["generator1[tp=0]"])

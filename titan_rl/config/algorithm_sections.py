@@ -15,7 +15,7 @@ class TaskSection:
     path: str = ""
     """JSONL file with the training prompts."""
     eval_path: str = ""
-    """JSONL file with the held-out prompts."""
+    """JSONL file with the held-out prompts. Its first eval.size rows are used."""
     prompt_key: str = "question"
     """Column of the prompt: a string or a list of chat messages."""
     answer_key: str = "answer"
@@ -33,7 +33,7 @@ class TaskSection:
     template: Literal["plain", "chat"] = "plain"
     """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
     system_prompt: str = ""
-    """System message put before the prompt when template = "chat"."""
+    """System message put before the prompt. Requires template = "chat"."""
     on_unfit_rows: Literal["refuse", "drop"] = "refuse"
     """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
     has no tokens: "refuse" to start, or "drop" them and print how many."""
@@ -71,7 +71,8 @@ class RolloutSection:
     """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
     speed."""
     timeout_seconds: int = bounds(600, ge=1)
-    """Timeout for sampling one prompt's group, and for scoring it with your own reward function."""
+    """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
+    one call of your own reward function, not including the wait for other calls (the call fails)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

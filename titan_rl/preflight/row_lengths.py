@@ -81,13 +81,15 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     return [*uses, *([sampled] if cold.steps and cold.stop_at and kind != "rl" else [])]
 
 
-def measure(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength:
+def measure(example: Example, task: Task, tokenizer: TextTokenizer, *, answers: bool) -> RowLength:
     """Return the tokens of a row as the run will read them."""
     try:
         prompt = tokenizer.prompt(example.prompt, task.template, task.system_prompt)
     except Exception as error:  # a template may raise whatever it likes
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{example.where}: expected a prompt that the chat template accepts, found {why}") from error
+    if not answers:
+        return RowLength(len(prompt))
     answer, rejected = (len(tokenizer.encode(text)) + 1 for text in (example.answer, example.rejected))
     return RowLength(len(prompt), answer, rejected)
 
@@ -95,12 +97,13 @@ def measure(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:
     """Return the training examples and the held-out examples that the run cannot use: index -> why."""
     alike: dict[tuple[int, ...], RowLength] = {}
+    answers = config.algorithm.kind != "rl" or config.cold_start.steps > 0  # else only prompts are read
     one_token_each = config.task.name == "addition" and not config.model.hf_assets_path  # of the characters
 
     def length(example: Example) -> RowLength:
         characters = (len(example.prompt), len(example.answer), len(example.rejected))
         if not one_token_each or characters not in alike:
-            alike[characters] = measure(example, task, tokenizer)
+            alike[characters] = measure(example, task, tokenizer, answers=answers)
         return alike[characters]
 
     def unfit(examples: Sequence[Example], heldout: bool) -> dict[int, str]:

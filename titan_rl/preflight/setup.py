@@ -13,11 +13,21 @@ from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task
+from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the policy is, apart from its weights."""
+
+    shape: ModelShape
+    folder: Path  # Hugging Face folder with config.json and tokenizer
+    tokenizer: TextTokenizer
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,10 @@ class Setup:
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
 
     @property
+    def policy(self) -> Policy:
+        return Policy(self.shape, self.model_folder, self.tokenizer, self.sampling)
+
+    @property
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
@@ -52,14 +66,8 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         folder.rename(aside(folder))
     seed = config.debug.seed
     algorithm = config.algorithm
-    shape = shape_of(config.model)
-    if algorithm.kind == "reward":
-        shape = shape.with_value_head()
-    model_folder = Path(config.model.hf_assets_path).absolute()
-    if not config.model.hf_assets_path:
-        model_folder = scratch or folder / "model"
-        write_model_folder(model_folder, shape)
-    tokenizer = TextTokenizer.load(model_folder)
+    policy = policy_of(config, scratch or folder / "model")
+    tokenizer = policy.tokenizer
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
     dropped: list[str] = []
@@ -68,30 +76,22 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     rule = config.task.eval_reward or config.task.reward
     thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        stop_token_ids=tuple(dict.fromkeys((*tokenizer.eos_ids, *config.rollout.stop_token_ids))),
-    )
-
-    practised = [example for i, example in enumerate(task.train) if i not in task.unfit]
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, sampling)
+        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, policy.sampling)
 
     return Setup(
         name=name,
         config=config,
         folder=folder,
-        shape=shape,
+        shape=policy.shape,
         tokenizer=tokenizer,
-        model_folder=model_folder,
+        model_folder=policy.folder,
         task=task,
-        sampling=sampling,
+        sampling=policy.sampling,
         heldout=problems(task.heldout),
-        practice=problems(practised[: config.eval.size] if config.cold_start.stop_at else []),
+        practice=problems(practice_examples(task, config)),
         device=device,
         resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
         role_shapes={
@@ -114,6 +114,31 @@ def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped:
             dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")
     kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
     return replace(task, heldout=kept, unfit=frozenset(train))
+
+
+def policy_of(config: Config, own_folder: Path) -> Policy:
+    """Return the policy of a checked config. If the config names no Hugging Face folder, write one to `own_folder`."""
+    shape = shape_of(config.model)
+    if config.algorithm.kind == "reward":
+        shape = shape.with_value_head()
+    folder = Path(config.model.hf_assets_path).absolute()
+    if not config.model.hf_assets_path:
+        folder = own_folder
+        write_model_folder(folder, shape)
+    tokenizer = TextTokenizer.load(folder)
+    rollout = config.rollout
+    stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
+    return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))
+
+
+def practice_examples(task: Task, config: Config) -> list[Example]:
+    """Return eval.size random training examples, on which cold_start.stop_at is measured. A data set may be sorted, so
+    its first examples may be easier than the others."""
+    if not config.cold_start.stop_at:
+        return []
+    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    order = shuffled(len(fit), derive(config.debug.seed, "practice"))
+    return [fit[i] for i in order[: config.eval.size]]
 
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:

@@ -36,10 +36,6 @@ class Checkpoints:
         steps = ({step for step, path in _steps(folder) if (path / ".metadata").exists()} for folder in self.folders)
         return sorted(set.intersection(*steps))
 
-    @property
-    def newest(self) -> int | None:
-        return max(self.whole_steps(), default=None)
-
     def purge(self, keep: int, writing: int) -> None:
         """Delete all but the newest `keep` whole steps and the one that may still be being `writing`. What one model
         has and another does not is no step to resume from, and goes too."""

@@ -8,8 +8,6 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
-PHASES: tuple[PhaseName, ...] = ("rl", "cold_start")
-
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -23,8 +21,11 @@ class Resume:
     @classmethod
     def find(cls, folder: Path, config: Config, snapshot: Snapshot | None = None) -> "Resume":
         """Look at the checkpoints on disk, and at the newest snapshot of this process, which counts if it is newer."""
-        rl, cold_start = (Checkpoints.of(folder, config, phase).newest for phase in PHASES)
-        on_disk = cls(rl=rl, cold_start=cold_start)
+
+        def newest(phase: PhaseName) -> int | None:
+            return max(Checkpoints.of(folder, config, phase).whole_steps(), default=None)
+
+        on_disk = cls(newest("rl"), newest("cold_start"))
         if snapshot is None or snapshot.step <= on_disk.state(snapshot.phase)[0]:
             return on_disk
         later: dict[str, int] = {snapshot.phase: snapshot.step}

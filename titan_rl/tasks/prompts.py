@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_rl.tasks.task import Example, Task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
 
 
@@ -51,7 +52,7 @@ class PromptSource:
         whose order differs."""
         found = {key: state[key] for key in self._identity}
         if found != self._identity:
-            raise ValueError(
+            raise RunError(
                 f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
                 'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
                 "that do not fit and keeps the order), or start from scratch with --job.fresh"

@@ -6,14 +6,29 @@ import math
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from titan_rl.wire.types import Prompt
 
 Reward = Callable[[Prompt, str], float]
 
-# 1,234.50 | 1234 | .5, with an optional sign that is not a subtraction ("5-3" ends in 3) and "$" before or after it.
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?\$?(?:(?<=\$)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+# An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
+_SIGN = r"(?:(?<![\w.)])-)?\$?(?:(?<=\$)-)?"
+# 1,234.50 | 1234 | .5, and 1.5e3
+_UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
+NUMBER = re.compile(rf"({_SIGN}{_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
+"""A number, or a fraction of two."""
+PART = re.compile(r"(?:[\^√/]|\d:|\\[A-Za-z]+\{)$"), re.compile(r"\^|/|:\d|√|π|\s?\\(?:pi|sqrt)")
+"""What stands directly before, or directly after, a number that is only a part of a term: x^2, 10:30, 2\\sqrt{3}."""
+PLAIN = (
+    (re.compile("[\u2212\ufe63\uff0d]"), "-"),  # minus signs
+    (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{"), ""),
+)
+"""LaTeX that only dresses a number, and what it stands for."""
 
 
 def reward_for(name: str) -> Reward:
@@ -27,7 +42,8 @@ def exact(prompt: Prompt, completion: str) -> float:
 
 
 def last_number(prompt: Prompt, completion: str) -> float:
-    """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last."""
+    """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
+    fraction is a number; a part of another term (x^2, 10:30, 2\\sqrt{3}) is none."""
     expected = _number(prompt.answer.rpartition("####")[2])
     if expected is None:
         raise ValueError(
@@ -56,6 +72,8 @@ def custom(name: str) -> Reward:
     def reward(prompt: Prompt, completion: str) -> float:
         offered = {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "row": prompt.row}
         value = function(**{key: offered[key] for key in taken})
+        if isinstance(value, np.generic):
+            value = value.item()
         if not isinstance(value, int | float):
             raise TypeError(f"task.reward: expected {name!r} to return a float, int or bool, found {value!r}")
         if not math.isfinite(value):
@@ -81,7 +99,17 @@ def _taken(function: Callable[..., Any], name: str) -> list[str]:
     return [key for key in offered if key in keywords]
 
 
-def _number(text: str) -> Decimal | None:
-    """Return the value of the last number in a text: "$1,200.0" is 1200."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace("$", "").replace(",", "")) if found else None
+def _number(text: str) -> Fraction | None:
+    """Return the value of the last number in a text: "$1,200.0" is 1200. None if it is a part of another term."""
+    for dressed, plain in PLAIN:
+        text = dressed.sub(plain, text)
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007 (the last one is used)
+        pass
+    before, after = PART
+    if last is None or before.search(text[max(0, last.start() - 20) : last.start()]) or after.match(text, last.end()):
+        return None
+    value, *below = (Fraction(Decimal(re.sub("[$,]", "", part))) for part in last.groups() if part is not None)
+    if not below:
+        return value
+    return value / below[0] if below[0] else None

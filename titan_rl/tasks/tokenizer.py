@@ -128,9 +128,7 @@ class TextTokenizer:
                     f'task.template: expected "chat" for a prompt of {len(prompt)} messages, found "plain"'
                 )
             return self.tokenizer.encode(prompt).ids
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
+        messages = messages_of(prompt, system)
         return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
     @cached_property
@@ -143,6 +141,14 @@ class TextTokenizer:
                 f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
             )
         return chat
+
+
+def messages_of(prompt: str | list[Message], system: str) -> list[Message]:
+    """Return a prompt as messages; `system` comes first unless they have a system message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from titan_rl.batch.packing import TOKEN_MEAN, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
-from titan_rl.train.export import export
+from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.snapshot import Snapshot
@@ -216,7 +216,7 @@ class Learner:
             return Path(config.model.hf_assets_path).absolute()
         folder = self._setup.folder / "start"
         if at == 0:
-            return await export(self._setup, self._meshes.trainers, folder)
+            return await export_policy(self._setup, self._meshes.trainers, folder)
         if not folder.is_dir():
             raise RunError(
                 f"{folder} is missing: it holds the policy that RL began with, which is the reference",

@@ -1,113 +1,27 @@
-"""Trainer to generator: real FSDP2 and tensor-parallel shards, real packing, real Monarch RDMA buffers."""
+"""What a trainer stages: real FSDP2 and tensor-parallel shards, real packing."""
 
-import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
-
-os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")  # before monarch is imported
 
 import pytest
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, endpoint, this_host
-from monarch.config import configure
-from monarch.spmd import setup_torch_elastic_env_async
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, titan_tensors
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging, shards_of
-from titan_rl.actors.sync.transport import How, here, octets
+from titan_rl.actors.sync.transport import here, octets
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import reference_pack, window
-from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
-from titan_rl.wire.weight_plan import Copy, Shard, plan
+from titan_rl.wire.manifest import blocks, checksum, layout
+from titan_rl.wire.vllm_params import param_shapes
+from titan_rl.wire.weight_plan import Copy, plan
 from titan_rl.wire.weight_source import Offer, Source
-
-# Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.
-SHAPE = ModelShape(
-    family="llama3",
-    vocab_size=13,
-    dim=7,
-    n_layers=1,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=6,
-    hidden_dim=10,
-    max_seq_len=8,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    tied=False,
-)
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-BY_COLS = ("o_proj", "down_proj")
-READERS = [pieces(SHAPE, tp=2, rank=rank) for rank in range(2)]
-
-
-def hf_tensors() -> dict[str, Tensor]:
-    """Every tensor as Hugging Face stores it, no two elements equal, not even in bfloat16's 8 bits per tensor."""
-    generator = torch.Generator().manual_seed(0)
-    sizes: dict[str, tuple[int, ...]] = {}
-    for piece in pieces(SHAPE, tp=1, rank=0):
-        sizes[piece.name] = (piece.rows,) if piece.cols == 1 else (piece.rows, piece.cols)
-    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
-
-
-def rotary(name: str) -> bool:
-    return name.endswith(("q_proj.weight", "k_proj.weight"))
-
-
-def titan_tensors() -> dict[str, Tensor]:
-    def interleave(w: Tensor) -> Tensor:
-        return w.view(-1, 2, SHAPE.head_dim // 2, SHAPE.dim).transpose(1, 2).reshape(w.shape)
-
-    return {name: interleave(w) if rotary(name) else w for name, w in hf_tensors().items()}
-
-
-def generator_parameters(reader: int, dtype: torch.dtype, scale: float = 1.0) -> dict[str, Tensor]:
-    """Return what a reader must hold after a sync of the weights times `scale`."""
-    params = {name: torch.zeros(size, dtype=dtype) for name, size in param_shapes(SHAPE, 2).items()}
-    tensors = hf_tensors()
-    for p in READERS[reader]:
-        whole = (tensors[p.name] * scale).to(dtype)
-        if whole.dim() == 1:
-            params[p.param][p.dst_row0 : p.dst_row0 + p.rows] = whole[p.row0 : p.row0 + p.rows]
-        else:
-            part = whole[p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
-            params[p.param][p.dst_row0 : p.dst_row0 + p.rows, p.dst_col0 : p.dst_col0 + p.cols] = part
-    return params
-
-
-class Weights(nn.Module):
-    """The parameters as TorchTitan shards them: tensor parallelism first, then FSDP2 or HSDP."""
-
-    def __init__(self, replicate: int, fsdp: int, tp: int) -> None:
-        super().__init__()
-        mesh = init_device_mesh("cpu", (replicate, fsdp, tp), mesh_dim_names=("replicate", "fsdp", "tp"))
-        for name, w in titan_tensors().items():
-            if tp > 1:
-                rows, cols = any(part in name for part in BY_ROWS), any(part in name for part in BY_COLS)
-                placement = ShardPlacement(0) if rows else ShardPlacement(1) if cols else Replicate()
-                w = distribute_tensor(w, mesh["tp"], [placement], src_data_rank=None)
-            self.register_parameter(name.replace(".", "/"), nn.Parameter(w))
-        fully_shard(self, mesh=mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"])
-        self.hf_names = {name: name.replace("/", ".") for name, _ in self.named_parameters()}
-        self.rope = {name: SHAPE.head_dim for name, hf in self.hf_names.items() if rotary(hf)}
-
-    def shards(self) -> list[Shard]:
-        return shards_of(self.named_parameters(), self.hf_names, self.rope)
-
-    def by_hf_name(self) -> dict[str, nn.Parameter]:
-        return {self.hf_names[name]: param for name, param in self.named_parameters()}
 
 
 def as_each_rank(replicate: int, fsdp: int, tp: int) -> Iterator[Weights]:
@@ -153,113 +67,6 @@ def test_every_layout_is_described_exactly_and_packs_into_the_generators_paramet
                 )
     for reader in range(2):
         torch.testing.assert_close(live[reader], generator_parameters(reader, torch.float32), rtol=0, atol=0)
-
-
-class TrainerRank(Actor):
-    @endpoint
-    async def start(self, mesh: tuple[int, int, int]) -> list[Shard]:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        self.weights = Weights(*mesh)
-        for shard, param in zip(self.weights.shards(), self.weights.parameters(), strict=True):
-            assert isinstance(param, DTensor)
-            whole, local = param.full_tensor(), param.to_local()
-            table = whole.view(len(whole), -1)[shard.row0 : shard.row0 + shard.rows]
-            assert torch.equal(local.view(len(local), -1), table[:, shard.col0 : shard.col0 + shard.cols]), shard
-        return self.weights.shards()
-
-    @endpoint
-    async def stage(self, copies: Mapping[int, tuple[Copy, ...]]) -> dict[int, Offer]:
-        self.staging = Staging(self.weights.by_hf_name(), copies, torch.bfloat16, slice_bytes=100, block_bytes=64)
-        return self.staging.offer(remote=True)
-
-    @endpoint
-    async def publish(self, slot: int, serial: int) -> dict[int, Manifest]:
-        return self.staging.pack(7, slot, serial)
-
-    @endpoint
-    async def scale(self, factor: float) -> None:
-        with torch.no_grad():
-            for param in self.weights.parameters():
-                param.mul_(factor)
-
-    @endpoint
-    async def drop(self) -> None:
-        await self.staging.drop()
-
-
-class GeneratorRank(Actor):
-    """Both readers in one process, which makes no difference to them."""
-
-    @endpoint
-    async def connect(self, sources: list[list[Source]], how: How) -> list[str]:
-        sizes = param_shapes(SHAPE, 2)
-        self.params = [{name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()} for _ in READERS]
-        verify_complete(sizes, SHAPE, 2)
-        sync = WeightSyncSection(transport=how)
-        self.landings = [Landing(p, offered, sync) for p, offered in zip(self.params, sources, strict=True)]
-        return [name for landing in self.landings for name in landing.transports]
-
-    @endpoint
-    async def pull(self, manifests: list[list[Manifest]], timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
-        self.manifests = manifests
-        landings = list(zip(self.landings, manifests, strict=True))
-        read = await asyncio.gather(*(landing.fetch_weights(announced, timeout) for landing, announced in landings))
-        for landing in self.landings:
-            await landing.write_weights(timeout)
-        return sum(each.bytes for each in read), self.params
-
-    @endpoint
-    async def write_after_a_failed_read(self) -> None:
-        with pytest.raises(Exception, match=r"."):
-            await self.landings[0].fetch_weights(self.manifests[0], 2)
-        with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
-            await self.landings[0].write_weights(2)
-
-
-def test_two_versions_arrive_bit_for_bit_by_either_transport() -> None:
-    configure(rdma_allow_tcp_fallback=True)
-    asyncio.run(asyncio.wait_for(sync_twice(), 110))
-
-
-async def sync_twice() -> None:
-    trainer_procs = this_host().spawn_procs(per_host={"trainer": 2}, name="trainer")
-    generator_procs = this_host().spawn_procs(per_host={"generator": 1}, name="generator")
-    try:
-        await setup_torch_elastic_env_async(trainer_procs)
-        trainers, generator = trainer_procs.spawn("rank", TrainerRank), generator_procs.spawn("rank", GeneratorRank)
-        for mesh in [(1, 2, 1), (1, 1, 2)]:
-            layouts = list((await done(trainers.start.call(mesh), 60)).values())
-            made = plan(layouts, READERS)
-            sources: list[list[Source]] = [[] for _ in READERS]
-            for rank in range(2):
-                staged = await done(trainers.slice(trainer=rank).stage.call_one(made.outgoing(rank)))
-                slices = [s for offer in staged.values() if offer.registered for s in offer.registered.slices[0]]
-                assert len(slices) > len(staged), "runs of several slices"
-                assert all(slice.size() <= 100 for slice in slices)
-                for reader, offer in staged.items():
-                    sources[reader].append(Source(rank, offer, made.copies[rank, reader], "bfloat16", 64))
-            total = 2 * sum(made.received(reader) for reader in range(2))
-            ways: list[tuple[How, str]] = [("auto", "shared memory"), ("rdma", "RDMABuffer (TCP fallback)")]
-            for serial, ((how, name), scale) in enumerate(zip(ways, (1.0, -0.375), strict=True), start=1):
-                assert set(await done(generator.connect.call_one(sources, how))) == {name}
-                packed = list((await done(trainers.publish.call(serial % 2, serial))).values())
-                manifests = [[runs[reader] for runs in packed if reader in runs] for reader in range(2)]
-                nbytes, params = await done(generator.pull.call_one(manifests, 20.0))
-                assert nbytes == total
-                for reader in range(2):
-                    expected = generator_parameters(reader, torch.bfloat16, scale)
-                    torch.testing.assert_close(params[reader], expected, rtol=0, atol=0)
-                await done(trainers.scale.call(-0.375))
-        await done(trainers.drop.call())
-        await done(generator.write_after_a_failed_read.call_one())
-    finally:
-        for procs in (generator_procs, trainer_procs):
-            await done(procs.stop())
-
-
-async def done(future: Any, seconds: float = 30) -> Any:
-    return await asyncio.wait_for(future.as_asyncio(), seconds)
 
 
 def test_readers_that_want_parameters_in_different_orders_get_their_own() -> None:

@@ -51,8 +51,8 @@ class Pair:
         """Return the bytes that were fetched."""
 
         async def work() -> int:
-            read = await self.landing.fetch_weights([manifest], timeout=5)
-            await self.landing.write_weights(timeout=5)
+            read = await self.landing.fetch_weights([manifest], timeout=30)
+            await self.landing.write_weights(timeout=30)
             return read.bytes
 
         return asyncio.run(work())
@@ -155,9 +155,9 @@ def test_a_slot_that_is_packed_between_read_and_write_is_refused() -> None:
     manifest = pair.publish(4, slot=0)
 
     async def work() -> None:
-        await pair.landing.fetch_weights([manifest], timeout=5)
+        await pair.landing.fetch_weights([manifest], timeout=30)
         pair.publish(6, slot=0)
-        await pair.landing.write_weights(timeout=5)
+        await pair.landing.write_weights(timeout=30)
 
     with pytest.raises(WeightsRefused, match="expected publication 1 in slot 0, found 2"):
         asyncio.run(work())
@@ -174,7 +174,7 @@ def test_a_manifest_of_another_layout_or_with_damage_is_refused() -> None:
     with pytest.raises(WeightsRefused, match="expected checksums of 11 blocks, found 0"):
         pair.pull(Manifest.of(1, 1, 0, good.layout, ()))
     with pytest.raises(WeightsRefused, match="expected manifests of 1 runs, found 0"):
-        asyncio.run(pair.landing.fetch_weights([], timeout=5))
+        asyncio.run(pair.landing.fetch_weights([], timeout=30))
 
 
 @pytest.mark.parametrize("verify", ["off", "transfer", "live"])

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def test_a_run_that_is_over_or_elsewhere_is_told_apart(
 def test_a_process_that_ended_but_was_not_reaped_is_not_running(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     endpoint = Endpoint(tmp_path, process.pid, tmp_path / "control")
-    time.sleep(0.3)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not endpoint.runs()
     process.wait()
 

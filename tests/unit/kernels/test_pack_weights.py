@@ -25,7 +25,7 @@ def copies_of(draw: st.DrawFn, name: str, rows: int, cols: int) -> Copy:
     return Copy(name, row0, col0, taken, width, "p", 0, 0, src_step=2, blocks=blocks, block_stride=head)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_any_copies_are_packed_as_by_indices(data: st.DataObject, held: torch.dtype, sent: torch.dtype) -> None:
     params, copies = {"vector": torch.randn(5).to(held)}, [Copy("vector", 1, 0, 3, 1, "p", 0, 0)]

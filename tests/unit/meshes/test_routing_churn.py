@@ -71,7 +71,7 @@ happenings = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 @given(fleets, batches, st.none() | slots, st.booleans(), happenings)
 def test_replicas_come_and_go_and_each_request_is_answered_once(
     fleet: list[Engine], batch: list[list[int]], slots: int | None, hints: bool, happenings: list[Happening]

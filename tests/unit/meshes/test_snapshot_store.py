@@ -42,7 +42,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=20))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings().max_examples)
 def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, Any]]) -> None:
     """Ranks finish in any order, even copies of snapshots that were dropped long ago."""
     meshes = Ranks("trainer", 2), Ranks("critic", 1)

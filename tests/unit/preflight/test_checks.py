@@ -101,6 +101,10 @@ def test_the_defaults_run() -> None:
             '[task]\nreward = "exct"',
             'task.reward: expected "exact", "last_number", "model" or "package.module:function"',
         ),
+        (
+            '[task]\nsystem_prompt = "Be brief."',
+            'task.system_prompt: expected "" with task.template = "plain", found "Be brief."',
+        ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
         (

@@ -159,3 +159,22 @@ def test_a_role_is_cut_by_its_own_dimensions(tmp_path: Path, role: str) -> None:
     smaller = ROLES[role].format(role_folder(tmp_path, role, n_kv_heads=1))
     (problem,) = problems(config(tmp_path, smaller + "tensor_parallel_degree = 2"))
     assert problem == f"{role}.tensor_parallel_degree: expected a divisor of the model's n_kv_heads = 1, found 2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('kl_coef = 0.1\nkl_in = "reward"', 'algorithm.kl_in: expected "loss", because'),
+        ("overlong_buffer = 8", "algorithm.overlong_buffer: expected 0, because"),
+    ],
+)
+def test_a_teacher_leaves_no_reward_to_change(tmp_path: Path, keys: str, message: str) -> None:
+    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher"))
+    for harmless in (
+        'kl_coef = 0.1\nkl_in = "loss"',
+        'kl_in = "reward"',
+        "overlong_buffer = 8\noverlong_penalty = 0.0",
+    ):
+        assert problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{harmless}'))) == []
+    (problem,) = problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}')))
+    assert problem.startswith(f'{message} algorithm.advantage = "teacher" uses no rewards, found ')

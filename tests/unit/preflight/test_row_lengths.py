@@ -104,8 +104,8 @@ def test_rows_that_just_fit_pack(tmp_path: Path, longest: dict[str, Any], more: 
 
 
 def test_a_prompt_without_tokens(tmp_path: Path, folder: Path) -> None:
-    edit(folder / "tokenizer_config.json", bos_token=None)
-    edit(folder / "tokenizer.json", post_processor=None)
+    none = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    edit(folder / "tokenizer.json", post_processor=none)  # it adds no BOS
     text = written(tmp_path, [SHORT, SHORT | {"question": ""}], more=f'[model]\nhf_assets_path = "{folder}"')
     (problem,) = problems(config(tmp_path, text))
     assert "train.jsonl:2: expected a prompt of at least 1 token, found none" in problem
@@ -141,3 +141,17 @@ def test_not_every_row_may_be_dropped(tmp_path: Path) -> None:
     text = written(tmp_path, [LONG, LONG], task='on_unfit_rows = "drop"')
     (problem,) = problems(config(tmp_path, text))
     assert problem.endswith("by at least 1; no row fits, so they cannot be dropped")
+
+
+def test_practice_problems_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    """The first training problems of addition are 00+00 to 02+.., which say little about the others."""
+
+    def practised(seed: int) -> list[str]:
+        toml = f"[cold_start]\nsteps = 1\nstop_at = 0.5\n[debug]\nseed = {seed}"
+        setup = prepare("x", config(tmp_path, toml), device="cpu", scratch=tmp_path / "model")
+        return [prompt.text for prompt in setup.practice.prompts]
+
+    first = practised(0)
+    assert len(set(first)) == 256
+    assert len({text[:2] for text in first}) > 80
+    assert practised(0) == first != practised(1)

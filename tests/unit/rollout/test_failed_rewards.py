@@ -23,7 +23,7 @@ from titan_rl.wire.errors import RankFailed
 from titan_rl.wire.types import Completion, Prompt, Request
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None)
 @given(
     delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
     failing=st.sets(st.integers(0, 30), max_size=12),
@@ -97,10 +97,10 @@ def test_failures_move_no_bound_and_lose_no_prompt(
 
     cut: dict[str, Any] = {}
     try:
-        cut = asyncio.run(asyncio.wait_for(life(source(tokenizer), 1, cut_at), 20))
+        cut = asyncio.run(asyncio.wait_for(life(source(tokenizer), 1, cut_at), 60))
         resumed = source(tokenizer)
         resumed.load_state_dict(cut)
-        asyncio.run(asyncio.wait_for(life(resumed, cut_at + 1, steps), 20))
+        asyncio.run(asyncio.wait_for(life(resumed, cut_at + 1, steps), 60))
     except RewardFailed:
         assert len(failing) >= n
         return
@@ -221,7 +221,7 @@ def test_a_function_that_hangs_stops_neither_the_loop_nor_the_next_group(tokeniz
 
     began = time.monotonic()
     asyncio.run(body())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50, "the function would have hung for 60 s"
     left = [thread for thread in threading.enumerate() if thread.name == "reward" and thread.is_alive()]
     assert all(thread.daemon for thread in left)
     stuck.set()

@@ -200,7 +200,7 @@ TWICE = (  # the second process dies before it has started again all that was in
 )
 
 
-@settings(max_examples=100, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
 @example(drawn=TWICE)
 @given(drawn=runs())
 def test_every_prompt_has_one_fate_however_often_a_run_resumes(

@@ -15,6 +15,7 @@ from titan_rl.tasks import tokenizer
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
 from titan_rl.tasks.task import Example, Task
 from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
 
 TASK = Task([Example(f"{i}=", str(i), {"i": i}) for i in range(7)], [])
@@ -115,13 +116,13 @@ def test_another_order_is_refused(text: TextTokenizer) -> None:
     state = PromptSource(TASK, text, seed=0).state_dict()
     fewer = Task(TASK.train[:6], [])
     for source in (PromptSource(TASK, text, seed=1), PromptSource(fewer, text, seed=0)):
-        with pytest.raises(ValueError, match=r"'examples': 7.*debug\.seed"):
+        with pytest.raises(RunError, match=r"'examples': 7.*debug\.seed"):
             source.load_state_dict(state)
 
 
 def test_a_refused_resume_says_how_to_continue(text: TextTokenizer) -> None:
     state = PromptSource(TASK, text, seed=0).state_dict()
-    with pytest.raises(ValueError, match=r'every row of its file \(task\.on_unfit_rows = "drop" leaves out'):
+    with pytest.raises(RunError, match=r'every row of its file \(task\.on_unfit_rows = "drop" leaves out'):
         PromptSource(Task(TASK.train[:6], []), text, seed=0).load_state_dict(state)
 
 

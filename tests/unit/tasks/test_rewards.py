@@ -1,8 +1,10 @@
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,19 @@ def test_exact(completion: str, reward: float) -> None:
         ("1,2,3", "3"),
         ("\\boxed{.5}", "0.50"),
         ("1 000 or 7", "7"),
+        ("that is 3/4", "3/4"),
+        ("\\boxed{\\frac{3}{4}}", "0.75"),
+        ("-6/8 of it", "-3/4"),
+        ("\u22125", "-5"),
+        ("$\u22125$", "-5"),
+        ("1.5e3", "1500"),
+        ("2E-3", "0.002"),
+        ("12/3 = 4", "4"),
+        ("Answer:5", "5"),
+        ("x^2 = 4", "4"),
+        ("\\text{so } \\mathrm{5}", "5"),
+        ("5%", "5"),
+        ("5 km/h", "5"),
     ],
 )
 def test_last_number_agrees(completion: str, answer: str) -> None:
@@ -54,7 +69,28 @@ def test_last_number_agrees(completion: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     ("completion", "answer"),
-    [("", "3"), ("no idea", "3"), ("3 or 4", "3"), ("-3", "3"), ("0.30", "3"), ("12,34", "1234"), ("18", "18 #### 19")],
+    [
+        ("1/4", "3/4"),
+        ("4", "3/4"),
+        ("3/0", "0"),
+        ("3", "1.5e3"),
+        ("\u22125", "5"),
+        ("5", "\u22125"),
+        ("x^2", "2"),
+        ("9:30", "30"),
+        ("2\\sqrt{3}", "3"),
+        ("2√3", "3"),
+        ("2\\pi", "2"),
+        ("3/4/2020", "2020"),
+        ("1/2/4", "1/2"),
+        ("", "3"),
+        ("no idea", "3"),
+        ("3 or 4", "3"),
+        ("-3", "3"),
+        ("0.30", "3"),
+        ("12,34", "1234"),
+        ("18", "18 #### 19"),
+    ],
 )
 def test_last_number_disagrees(completion: str, answer: str) -> None:
     assert last_number(completion, answer) == 0.0
@@ -72,9 +108,10 @@ def test_last_number_survives_any_completion(completion: str) -> None:
     assert last_number(completion, "1") in (0.0, 1.0)
 
 
-def test_last_number_needs_a_number_in_the_answer() -> None:
-    with pytest.raises(ValueError, match=r"'five' \(prompt 0\)"):
-        last_number("5", "five")
+@pytest.mark.parametrize("answer", ["five", "x^2", "10:30", "2\\sqrt{3}", "2\\pi", "1/0"])
+def test_last_number_needs_a_number_in_the_answer(answer: str) -> None:
+    with pytest.raises(ValueError, match=rf"{re.escape(repr(answer))} \(prompt 0\)"):
+        last_number("5", answer)
 
 
 def test_custom_gets_the_keywords_it_takes(custom: Callable[..., Reward]) -> None:
@@ -86,20 +123,32 @@ def test_custom_gets_the_keywords_it_takes(custom: Callable[..., Reward]) -> Non
     assert seen == [everything, {"row": {"level": 3}, "prompt": "6*7="}, {"answer": "42"}]
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (0, 0.0), (0.25, 0.25), (-2, -2.0)])
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (True, 1.0),
+        (0, 0.0),
+        (0.25, 0.25),
+        (-2, -2.0),
+        (np.float32(0.25), 0.25),
+        (np.float64(0.25), 0.25),
+        (np.int64(-2), -2.0),
+        (np.bool_(True), 1.0),
+    ],
+)
 def test_custom_returns_a_float(custom: Callable[..., Reward], value: Any, reward: float) -> None:
     got = custom(lambda: value)(PROMPT, "")
     assert got == reward
     assert type(got) is float
 
 
-@pytest.mark.parametrize("value", [None, "1", [1.0], {"reward": 1}])
+@pytest.mark.parametrize("value", [None, "1", [1.0], {"reward": 1}, np.array([1.0]), np.str_("1")])
 def test_custom_may_not_return_anything_else(custom: Callable[..., Reward], value: Any) -> None:
     with pytest.raises(TypeError, match=r"my_rewards:score.*to return a float.*found"):
         custom(lambda: value)(PROMPT, "")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float32("nan")])
 def test_custom_rewards_are_finite(custom: Callable[..., Reward], value: float) -> None:
     with pytest.raises(ValueError, match=r"my_rewards:score.*finite"):
         custom(lambda: value)(PROMPT, "")

@@ -56,7 +56,7 @@ def test_the_step_in_hand_is_saved(number: int) -> None:
     process = start("stepping", "0.2")
     time.sleep(0.5)
     os.kill(process.pid, number)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=30)
     lines = out.splitlines()
     assert lines[-1] == "left"
     assert lines[-2].endswith("saved")
@@ -67,15 +67,15 @@ def test_a_step_that_does_not_end_is_given_up() -> None:
     process = start("stepping", "60")
     began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=50)
     assert out == "cancelled\n"
-    assert 4 < time.monotonic() - began < 8
+    assert 4 < time.monotonic() - began < 40, "the grace, and not the step of 60 s"
 
 
 def test_before_the_first_step_nothing_is_waited_for() -> None:
     process = start("starting", "0")
     os.kill(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=3)[0] == "cancelled\n"
+    assert process.communicate(timeout=30)[0] == "cancelled\n", "it would sleep for 60 s"
 
 
 def test_twice_is_at_once() -> None:
@@ -83,16 +83,14 @@ def test_twice_is_at_once() -> None:
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=2) == 128 + signal.SIGINT
+    assert process.wait(timeout=30) == 128 + signal.SIGINT, "after the grace, the code would be 0"
 
 
 def test_ctrl_c_ends_a_pause_at_once_at_the_step_that_was_saved() -> None:
     process = start("pausing", "0.1")
     time.sleep(1)
-    began = time.monotonic()
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=10)
-    assert time.monotonic() - began < 2
+    out, _ = process.communicate(timeout=30)  # a pause has no end of its own; after the grace, it would be cancelled
     assert [line for line in out.splitlines() if "paused" not in line] == ["step 1 saved", "left"]
 
 
@@ -111,8 +109,8 @@ class Loop:
     async def _both(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
         stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         loop = asyncio.create_task(self._run(stop))
-        answer = await asyncio.wait_for(asks(await stop), 10)
-        await asyncio.wait_for(loop, 10)
+        answer = await asyncio.wait_for(asks(await stop), 60)
+        await asyncio.wait_for(loop, 60)
         return answer
 
     async def _run(self, told: asyncio.Future[Stop]) -> None:

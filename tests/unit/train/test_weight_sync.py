@@ -39,7 +39,7 @@ class FakeTrainers:
         return [{0: self.alive}]
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
-        return Publication(version, slot, [[]], 0.0)
+        return Publication(version, slot, [{}], 0.0)
 
 
 class Reader(FakeEngine):

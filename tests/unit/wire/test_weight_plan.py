@@ -62,7 +62,7 @@ def shapes(draw: st.DrawFn, tp: int) -> ModelShape:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings().max_examples // 2)
 @given(st.data())
 def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> None:
     readers = data.draw(st.sampled_from([1, 2, 4, 8]), "generator tp")
@@ -108,7 +108,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
     return draw(st.permutations([(low, high - low) for low, high in pairwise(bounds)]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.data())
 def test_any_cut_of_a_tensor_fills_any_rectangle_of_it(data: st.DataObject) -> None:
     head_dim = data.draw(st.sampled_from([0, 2, 4, 6]), "head_dim")

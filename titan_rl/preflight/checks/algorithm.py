@@ -26,12 +26,6 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.dual_clip: expected a value {least}, or 0 for off, found {a.dual_clip:g}"
     if a.dual_clip and a.clip != "ppo":
         yield f'algorithm.dual_clip: expected 0, because algorithm.clip is "{a.clip}", found {a.dual_clip:g}'
-    if a.advantage == "teacher":
-        why = 'because algorithm.advantage = "teacher" uses no rewards'
-        if a.kl_coef and a.kl_in == "reward":
-            yield f'algorithm.kl_in: expected "loss", {why}, found "reward"'
-        if a.overlong_buffer:
-            yield f"algorithm.overlong_buffer: expected 0, {why}, found {a.overlong_buffer}"
     for key in ("correction", "rejection"):
         low, high = getattr(a, f"{key}_low"), getattr(a, f"{key}_high")
         if low >= high:
@@ -42,6 +36,12 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if rollout.groups_per_step % a.minibatches:
         groups = f"rollout.groups_per_step = {rollout.groups_per_step}"
         yield f"algorithm.minibatches: expected a divisor of {groups}, found {a.minibatches}"
+    if a.advantage == "teacher":
+        why = 'because algorithm.advantage = "teacher" uses no rewards'
+        if a.kl_coef and a.kl_in == "reward":
+            yield f'algorithm.kl_in: expected "loss", {why}, found "reward"'
+        if a.overlong_buffer and a.overlong_penalty:
+            yield f"algorithm.overlong_buffer: expected 0, {why}, found {a.overlong_buffer}"
     if a.overlong_buffer > rollout.max_new_tokens:
         most = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
         yield f"algorithm.overlong_buffer: expected at most {most}, found {a.overlong_buffer}"

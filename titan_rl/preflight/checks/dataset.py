@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.tasks.rewards import last_number, reward_for
@@ -17,6 +18,8 @@ ADDITION_HELD_OUT = 2000  # of the 10,000 sums; the others are training examples
 def check_task(config: Config) -> Iterator[str]:
     task = config.task
     yield from _check_rewards(config)
+    if task.system_prompt and task.template == "plain":
+        yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
     if task.name == "addition":
         if config.eval.size > ADDITION_HELD_OUT:
             yield f"eval.size: expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums, found {config.eval.size}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 # A PEP 517 and 660 backend that requires no package: it builds every package as a .pth file to its folder.
 BACKEND = """
@@ -45,7 +45,7 @@ print(json.dumps({"args": sys.argv[1:], "cwd": os.getcwd(), "prefix": sys.prefix
 
 PYTEST = """
 [tool.pytest.ini_options]
-testpaths = ["tests"]
+testpaths = ["tests/unit"]
 markers = ["gpu", "slow"]
 """
 
@@ -234,14 +234,27 @@ def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None
     # Use the real pytest of the environment that runs this test.
     own = next(installed.root.glob(".venv/lib/*/site-packages"))
     (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    (installed.root / "tests").mkdir()
-    (installed.root / "tests/test_marks.py").write_text(
-        "import pytest\n\ndef test_quick(): pass\n\n"
-        "@pytest.mark.gpu\ndef test_gpu(): pass\n\n@pytest.mark.slow\ndef test_slow(): pass\n"
+    for tier in ("unit", "system"):
+        (installed.root / "tests" / tier).mkdir(parents=True)
+        (installed.root / "tests" / tier / f"test_{tier}.py").write_text(
+            f"import pytest\n\ndef test_{tier}(): pass\n\n"
+            "@pytest.mark.gpu\ndef test_gpu(): pass\n\n@pytest.mark.slow\ndef test_slow(): pass\n"
+        )
+    (installed.root / "tests/conftest.py").write_text(
+        "from hypothesis import settings\n\nsettings.register_profile('thorough', max_examples=100)\n"
     )
     done = installed.call("-v", script="test")
     assert "installing titan_rl[cpu,dev]" in done.stderr
-    assert "test_quick PASSED" in done.stdout
+
+    def ran(*arguments: str) -> set[str]:
+        out = installed.call("-v", *arguments, script="test").stdout
+        return {line.split("::")[1].split()[0] for line in out.splitlines() if " PASSED " in line}
+
     assert "2 deselected" in done.stdout
-    assert "test_slow PASSED" in installed.call("-v", "-m", "slow", script="test").stdout
+    assert ran() == {"test_unit"}
+    assert ran("--all") == {"test_unit", "test_system"}
+    assert ran("-m", "slow") == {"test_slow"}
+    assert ran("-k", "system") == set()
+    assert ran("--all", "-k", "system") == {"test_system"}
+    assert ran("tests/system") == ran("tests/system/test_system.py::test_system") == {"test_system"}
     assert installed.call().stderr == ""  # run keeps the dev extra

@@ -1,0 +1,40 @@
+"""The model of a checkpoint, built on the CPU of this process alone, whatever mesh wrote the checkpoint."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from titan_rl.actors.titan.model import TitanModel, local
+from titan_rl.config.sections import ActivationCheckpointSection, CompileSection, Config, ParallelismSection
+from titan_rl.wire.model_shape import ModelShape
+
+
+class CheckpointModel(TitanModel):
+    """The trainer's own model in float32, with the weights of the checkpoint in `folder`."""
+
+    def __init__(self, config: Config, shape: ModelShape, folder: Path, scratch: Path) -> None:
+        """`scratch` is for what TorchTitan would write to the dump folder."""
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method=f"file://{scratch}/ranks", rank=0, world_size=1)
+        alone = replace(
+            config,
+            job=replace(config.job, dump_folder=str(scratch)),
+            training=replace(config.training, dtype="float32", mixed_precision_param="float32"),
+            activation_checkpoint=ActivationCheckpointSection(),
+            compile=CompileSection(),
+        )
+        super().__init__(alone, shape, ParallelismSection())
+        self.model.eval().requires_grad_(False)
+        load(self.model.state_dict(), checkpoint_id=folder)
+
+    @torch.no_grad()
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Give every weight the float32 value that it has after a cast to `dtype`."""
+        for parameter in self.model.parameters():
+            shard = local(parameter)
+            shard.copy_(shard.to(dtype))

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Measure how fast a run starts, recovers and ends, with ranks forked from zygotes and started cold. Appends to a CSV.
+
+    .venv/bin/python scripts/bench_startup.py                         # five runs each way, in turn
+    .venv/bin/python scripts/bench_startup.py --against ../before     # also another checkout of titan_rl
+
+Each run has two trainer ranks and one generator of a tiny model, so that nothing but starting takes long. The ratio is
+to cold starts of this checkout. CPU seconds compare better than wall seconds on a machine that has other work.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
+from bench.startup import WAYS, timed_run
+
+COLUMNS = ("variant", "measure", *FIGURES, "ratio", *RAN_ON)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--against", type=Path, help="another checkout, whose start is measured too")
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "startup.csv")
+    a = parser.parse_args()
+    ways = {way: (ROOT, environment) for way, environment in WAYS.items()}
+    if a.against:
+        ways["before"] = (a.against.resolve(), {})
+    measured: dict[tuple[str, str], list[float]] = {}
+    for _, way in in_turn(ways, a.repeats):
+        for measure, value in timed_run(*ways[way]).items():
+            measured.setdefault((way, measure), []).append(value)
+    rows = [
+        Row("startup", "start, recovery and end of a run", measure, values, way, ratio(measured, way, measure))
+        for (way, measure), values in measured.items()
+    ]
+    report(a.csv, COLUMNS, rows)
+
+
+def ratio(measured: dict[tuple[str, str], list[float]], way: str, measure: str) -> float:
+    return statistics.median(measured[way, measure]) / statistics.median(measured["cold", measure])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What one small uninterrupted run leaves in its folder."""
+
+from typing import Any
+
+import pytest
+
+from support.running import WHOLE, Run, Runs
+from titan_rl.audit import main
+
+TIGHT = 1e-5  # mean log-prob gap between trainer and generator
+
+
+def test_every_file_is_there(whole: Run) -> None:
+    names = {path.name for path in whole.folder.iterdir()}
+    assert names >= {
+        "config.toml",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "summary.json",
+        "tb",
+        "checkpoint",
+        "hf",
+        "model",
+    }
+    assert {p.name for p in (whole.folder / "checkpoint").iterdir()} >= {"step-6", "step-8"}
+    summary = whole.summary()
+    assert summary["config_name"] == "grpo_llama"
+    assert summary["steps"] == 8
+    assert summary["seed"] == 0
+    assert summary["versions"]["torchtitan"] == "0.3.0"
+    assert 0 <= summary["final_eval"] <= 1
+    parts = sum(summary["seconds"].values())
+    assert parts == pytest.approx(summary["wall_seconds"], rel=0.05)
+
+
+def test_versions_advance_with_the_steps(whole: Run) -> None:
+    for rollout in whole.lines("rollouts.jsonl"):
+        assert set(rollout["versions"]) == {rollout["step"] - 1}
+    assert {line["policy_age/max"] for line in whole.lines("metrics.jsonl")} == {0}
+
+
+def test_tokens_masks_and_log_probs_line_up(whole: Run) -> None:
+    eos = 2
+    for r in whole.lines("rollouts.jsonl"):
+        prompt = len(r["tokens"]) - len(r["versions"])
+        assert r["mask"] == [0] * prompt + [1] * len(r["versions"])
+        assert all(p == 0 for p in r["logprobs"][:prompt])
+        assert all(p < 0 for p in r["logprobs"][prompt:])
+        assert r["tokens"][prompt:].count(eos) == (r["finish"] == "stop")
+        assert eos not in r["tokens"][prompt:-1]
+
+
+def test_trainer_and_generator_agree_on_every_step(whole: Run) -> None:
+    for line in whole.lines("metrics.jsonl"):
+        assert line["logprob_gap/mean"] <= TIGHT
+        assert line["logprob_gap/mult"] == pytest.approx(1, abs=1e-4)
+        assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_the_export_loads_in_transformers(whole: Run) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
+    model: Any = LlamaForCausalLM.from_pretrained(whole.folder / "hf")
+    prompt = tokenizer("12+34=", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] >= prompt["input_ids"].shape[1] + 1
+
+
+def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> None:
+    again = runs.start(whole.folder, **WHOLE)
+    out = again.finish(timeout=120)
+    assert again.code == 0
+    assert "nothing is left to train" in out
+    assert "vLLM engine" not in out
+
+
+def test_the_audit_finds_nothing_wrong(whole: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(whole.folder)]) == 0
+    assert capsys.readouterr().out.startswith("nothing lost, nothing twice, nothing stale: 32 prompts")

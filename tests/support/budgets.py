@@ -1,0 +1,94 @@
+"""A pytest plugin: prints the CPU and wall seconds of each test file, and names the files that exceed their budgets.
+
+Budgets are CPU seconds, which other programs on the machine change little. They warn and never fail a test.
+"""
+
+import os
+import tomllib
+from collections import defaultdict
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+SHOWN = 12  # files, and tests
+
+
+@dataclass
+class Seconds:
+    """What a test, or all tests of a file, have taken."""
+
+    cpu: float = 0.0
+    wall: float = 0.0
+
+    def add(self, report: Any) -> None:
+        self.cpu += report.cpu_seconds
+        self.wall += report.duration
+
+
+def cpu_seconds(pid: int | str = "self") -> float:
+    """Return the CPU seconds of a process, its live descendants, and those that they have waited for."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        children = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    except OSError:  # it ended; its parent's next reading has its seconds
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS + sum(map(cpu_seconds, children.split()))
+
+
+def budgets(path: Path) -> tuple[float, dict[str, float]]:
+    """Return the default budget and those of single files, in CPU seconds."""
+    table = tomllib.loads(path.read_text())
+    return table["default"], table["files"]
+
+
+class Budgets:
+    """Collects the seconds of every phase of every test."""
+
+    def __init__(self, path: Path) -> None:
+        self.default, self.by_file = budgets(path)
+        self.files: defaultdict[str, Seconds] = defaultdict(Seconds)
+        self.tests: defaultdict[str, Seconds] = defaultdict(Seconds)
+        self.slow: set[str] = set()  # files of which slow tests ran: no budget includes those
+        self._before = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._before = cpu_seconds()  # imports are no test's
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        report = yield
+        now = cpu_seconds()
+        report.cpu_seconds, self._before = max(0.0, now - self._before), now
+        if item.get_closest_marker("slow"):
+            self.slow.add(item.nodeid.partition("::")[0])
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.files[report.nodeid.partition("::")[0]].add(report)
+        self.tests[report.nodeid].add(report)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        write = terminalreporter.write_line
+        if len(self.files) > 1:
+            terminalreporter.section("CPU seconds and wall seconds, fixtures included", sep="=")
+            for table in (self.files, self.tests):
+                for name, spent in sorted(table.items(), key=lambda row: -row[1].cpu)[:SHOWN]:
+                    write(f"{spent.cpu:8.1f} {spent.wall:8.1f}  {name}")
+        for line in self.exceeded():
+            write(line, yellow=True)
+
+    def exceeded(self) -> list[str]:
+        """Name the files that took more than their budgets."""
+        return [
+            f"over budget: {name} took {spent.cpu:.0f} CPU seconds of {budget:g} (tests/budgets.toml)"
+            for name, spent in self.files.items()
+            if spent.cpu > (budget := self.by_file.get(name, self.default)) and name not in self.slow
+        ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budgets(config.rootpath / "tests/budgets.toml"), "budgets")

@@ -1,0 +1,109 @@
+"""The planned live parameters, compared with those that vLLM's own loader makes from the same tensors."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.weight_layouts import TINY, execute, hf_sizes
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.vllm_params import param_shapes, pieces
+from titan_rl.wire.weight_plan import Shard, plan
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
+    """One key/value head over two ranks and a vocabulary of 100 test replication and padding."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    for family in ("llama3", "qwen3"):
+        for tied in (False, True):
+            shape = replace(TINY, family=family, tied=tied)
+            folder = tmp_path / "models" / f"{family}-{'tied' if tied else 'untied'}"
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+            tensors = {name: rng.random(size, np.float32) for name, size in hf_sizes(shape).items()}
+            vectors = {name: w[:, 0] if w.shape[1] == 1 else w for name, w in tensors.items()}
+            save_file(vectors, folder / "model.safetensors", metadata={"format": "pt"})
+    env = (
+        os.environ
+        | {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_DIST_IDENT": f"weight_plan_{os.getpid()}",  # names shared memory; vLLM's CPU worker would set it
+            "HF_HUB_OFFLINE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),  # tests/ and the root
+        }
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path), str(tp), str(rank)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(tp)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output
+        assert "4 models equal" in output
+
+
+def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
+    """Compare vLLM's loader with the plan, from the same files, bit for bit. Runs in a separate process."""
+    import torch
+    import torch.nn.functional as F
+    import vllm.model_executor.layers.utils as layers
+    from safetensors.numpy import load_file
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.model_executor.model_loader import get_model
+
+    if not torch.accelerator.is_available():
+        torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    # Else vLLM repacks linear weights on a CPU and leaves empty parameters behind.
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
+
+    models = sorted((folder / "models").iterdir())
+    for model_dir in models:
+        config = EngineArgs(
+            model=str(model_dir),
+            dtype="float32",
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            tensor_parallel_size=tp,
+            distributed_executor_backend="external_launcher" if tp > 1 else None,
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if model_dir is models[0]:
+                init_distributed_environment(tp, rank, f"file://{folder}/rendezvous", rank, "gloo")
+                initialize_model_parallel(tp)
+            model = get_model(vllm_config=config)
+        shape = ModelShape.from_hf(json.loads((model_dir / "config.json").read_text()))
+        loaded = {name: param.detach().cpu().numpy() for name, param in model.named_parameters()}
+        assert {name: w.shape for name, w in loaded.items()} == param_shapes(shape, tp)
+
+        stored = load_file(model_dir / "model.safetensors")
+        tensors = {name: w.reshape(len(w), -1) for name, w in stored.items()}
+        trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
+        live = {name: np.zeros((len(w), w[0].size), w.dtype) for name, w in loaded.items()}
+        execute(plan(trainer, [pieces(shape, tp=tp, rank=rank)]), [tensors], [live])
+        for name, values in loaded.items():
+            np.testing.assert_array_equal(live[name].reshape(values.shape), values, err_msg=name)
+    print(f"{len(models)} models equal")
+
+
+if __name__ == "__main__":
+    compare_with_vllm(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,122 @@
+"""Whole runs whose ranks are forked from zygotes, or not."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.outputs import losses, sampled
+from support.running import Run, Runs
+from titan_rl.meshes.zygotes import OFF, VARIABLE
+
+ENDLESS = {"training__steps": 100_000, "eval__interval": 0, "algorithm__max_dead_steps": 0}
+
+
+def until(run: Run, what: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not what():
+        assert run.process.poll() is None, run.finish(5)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def zygotes(run: Run) -> dict[str, psutil.Process]:
+    """The run's own zygotes, by kind."""
+    children = {process: process.cmdline() for process in psutil.Process(run.process.pid).children()}
+    return {command[3]: process for process, command in children.items() if command[2:3] and "zygote.py" in command[2]}
+
+
+def replaced(run: Run) -> list[str]:
+    path = run.folder / "faults.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["why"] for line in lines if line["outcome"] == "back"]
+
+
+def test_forked_and_cold_ranks_compute_the_same_bits(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked = runs.start(tmp_path / "forked")
+    forked.wait_for_step(1)
+    for name, pid in forked.workers().items():
+        assert "zygote" in " ".join(psutil.Process(pid).parents()[0].cmdline()), name
+    out = forked.finish()
+    assert forked.code == 0, out
+    assert "start cold" not in out
+    monkeypatch.setenv(VARIABLE, OFF)
+    cold = runs.start(tmp_path / "cold")
+    cold.wait_for_step(1)
+    for name, pid in cold.workers().items():
+        assert "zygote_shim.py" in " ".join(psutil.Process(pid).parents()[0].cmdline()), name
+    out = cold.finish()
+    assert cold.code == 0, out
+    assert "start cold" not in out, "nothing is wrong if they were asked to"
+    for kind in ("cold_start", "rl"):
+        assert losses(forked, kind) == losses(cold, kind) != []
+    assert sampled(forked) == sampled(cold) != []
+    weights = [(run.folder / "hf").glob("*.safetensors") for run in (forked, cold)]
+    for one, other in zip(*weights, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_run_outlives_its_zygotes_and_leaves_nothing(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    run = runs.start(tmp_path / "run", **ENDLESS)
+    run.wait_for_step(2)
+    own = zygotes(run)
+    assert sorted(own) == ["generator", "model"]
+    for count, (kind, rank) in enumerate([("generator", "generator0[tp=0]"), ("model", "trainer[dp=")]):
+        before = run.workers()
+        own[kind].kill()
+        until(run, lambda count=count: len(replaced(run)) > count)
+        assert rank in replaced(run)[count]
+        lost = [name for name in before if name.startswith(rank)]
+        assert lost
+        assert all(run.workers()[name] != before[name] for name in lost)
+    left = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(left) >= 6, "three ranks and their shims"
+    run.process.kill()
+    began = time.monotonic()
+    _, still = psutil.wait_procs(left, timeout=10)
+    assert not still
+    assert time.monotonic() - began < 2, "a second on an idle machine"
+    out = run.finish()
+    for kind in own:
+        assert f"the {kind} zygote forks no rank: it did not answer: [Errno 111] Connection refused" in out
+
+
+def test_ranks_start_cold_in_a_run_that_may_not_use_a_folder_of_zygotes(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    monkeypatch.setenv(VARIABLE, str(folder))
+    run = runs.start(tmp_path / "run", training__steps=1, cold_start__steps=0, eval__size=0)
+    out = run.finish()
+    assert run.code == 0, out
+    for kind in ("model", "generator"):
+        assert (
+            f"the {kind} zygote forks no rank: {VARIABLE}={folder}: expected a folder of this user with mode 0700"
+            in out
+        )
+
+
+def test_bad_input_and_ctrl_c_leave_no_zygote(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    run = runs.start(tmp_path / "bad", model__hf_assets_path=tmp_path / "missing")
+    run.finish(60)
+    assert run.code == 2
+    run = runs.start(tmp_path / "run", **ENDLESS)
+    until(run, lambda: len(zygotes(run)) == 2)
+    left = list(zygotes(run).values())
+    run.process.send_signal(signal.SIGINT)
+    run.finish(60)
+    assert run.code == 130
+    assert not any(process.is_running() for process in left)

@@ -1,0 +1,54 @@
+"""The plugin that prints what test files cost, and names those over their budgets."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support.budgets import Budgets, budgets, cpu_seconds
+
+ROOT = Path(__file__).parents[2]
+
+
+def report(nodeid: str, cpu: float, when: str = "call") -> Any:
+    return SimpleNamespace(nodeid=nodeid, cpu_seconds=cpu, duration=2 * cpu, when=when)
+
+
+def test_a_file_over_its_budget_is_named_and_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "budgets.toml"
+    path.write_text('default = 5\n[files]\n"tests/large.py" = 60\n')
+    plugin = Budgets(path)
+    plugin.slow.add("tests/slow.py")
+    for name, cpu in (("large", 59.0), ("small", 4.0), ("slow", 99.0)):
+        plugin.pytest_runtest_logreport(report(f"tests/{name}.py::test_one", cpu))
+    assert plugin.exceeded() == []
+    plugin.pytest_runtest_logreport(report("tests/small.py::test_two", 2.0, "setup"))
+    said = "over budget: tests/small.py took 6 CPU seconds of 5 (tests/budgets.toml)"
+    assert plugin.exceeded() == [said]
+    terminal: Any = SimpleNamespace(section=lambda title, **_: print(title), write_line=lambda line, **_: print(line))
+    plugin.pytest_terminal_summary(terminal)
+    lines = capsys.readouterr().out.splitlines()
+    assert "    59.0    118.0  tests/large.py" in lines
+    assert "     6.0     12.0  tests/small.py" in lines
+    assert lines[-1] == said
+
+
+def test_the_seconds_of_a_live_child_count_and_those_of_its_children() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('up', flush=True); input()"
+    before = cpu_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        alive = cpu_seconds()
+        child.communicate(b"\n")
+    assert alive - before >= 0.3
+    assert cpu_seconds() >= alive, "nor are they lost with the child"
+
+
+def test_every_budget_is_of_a_file() -> None:
+    _, by_file = budgets(ROOT / "tests/budgets.toml")
+    assert [name for name in by_file if not (ROOT / name).exists()] == []

@@ -1,0 +1,170 @@
+"""`python -m titan_rl.export RUN`: write a checkpoint of a run as a Hugging Face folder, and prove it.
+
+    RUN/checkpoint/step-N (DCP) ── TorchTitan model in this process ──> safetensors, config, tokenizer
+                                          └── log-probs on held-out answers == transformers' on that folder
+
+Exit codes: 0 written and proven, 1 the checkpoint cannot be read or the proof failed, 2 bad usage. Unless it is 0,
+nothing is written.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError
+from titan_rl.preflight.setup import Policy, policy_of
+from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.tasks.task import Task, load_task
+from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
+from titan_rl.train.hf_folder import new_folder, write_assets
+from titan_rl.wire.seeds import derive
+
+DONE, FAILED, USAGE = 0, 1, 2
+COLD_START = "cold_start/"
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class ExportRefused(Exception):
+    """Nothing can be exported: str() says what was expected, what was found, and what to change."""
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint, and the model that it is of."""
+
+    config: Config
+    policy: Policy
+    task: Task
+    step: str
+    folder: Path
+
+    @property
+    def judges(self) -> bool:
+        return self.policy.shape.head == "value"
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parser().parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both models compute in float32 on the CPU
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            source = find_source(options.run, options.step, options.critic, Path(scratch))
+            dtype = options.dtype or source.config.training.dtype
+            name = "-".join(["hf", *(["critic"] if options.critic else []), source.step.replace("/", "-"), dtype])
+            final = options.out or options.run / name
+            if final.exists():
+                raise ExportRefused(f"--out: expected a folder that does not exist yet, found {final}")
+            print(write_proven(source, final.absolute(), dtype, Path(scratch)))
+    except ExportRefused as error:
+        print(f"titan_rl.export: {error}", file=sys.stderr)
+        return error.code
+    except ProofFailed as error:
+        print(f"titan_rl.export: the proof failed, nothing was written: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_rl.export",
+        description="Write a checkpoint of a run as a Hugging Face folder for transformers and vLLM, and prove that "
+        "transformers computes the same log-probs from it as the trainer's own model.",
+        epilog="Run it in the folder in which the run was started, if its config has relative paths. It needs no GPU, "
+        "and memory for two copies of the model in float32.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run, which may be active")
+    parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: training.dtype of the run")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="folder to write; default: RUN/hf-step-N-DTYPE. It must not exist"
+    )
+    parser.add_argument("--critic", action="store_true", help="export the critic instead of the policy")
+    return parser
+
+
+def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Source:
+    """Read the run's config, and find the checkpoint."""
+    if not (run / "config.toml").is_file():
+        raise ExportRefused(f"RUN: expected the dump folder of a run, with its config.toml, found none in {run}")
+    try:
+        config = config_file.load(run / "config.toml")
+        name, folder = _checkpoint(run / config.checkpoint.folder, step, critic)
+        policy = policy_of(config, scratch / "model")
+        if critic:
+            policy = replace(policy, shape=policy.shape.with_value_head())
+        pairs = config.algorithm.kind in ("preference", "reward")
+        task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    except (ConfigError, OSError, ValueError) as error:
+        raise ExportRefused(f"{run}: {'; '.join(str(error).splitlines())}") from error
+    return Source(config, policy, task, name, folder)
+
+
+def _checkpoint(checkpoints: Path, step: str | None, critic: bool) -> tuple[str, Path]:
+    """Return the name and the folder of a step's checkpoint; by default of the newest."""
+    found: dict[str, Path] = {}  # oldest first
+    if critic:
+        checkpoints = checkpoints / "critic"
+    else:
+        cold = checkpoints / "cold_start"
+        found |= {f"{COLD_START}{n}": cold / f"step-{n}" for n in Checkpoints((cold,)).whole_steps()}
+    found |= {str(n): checkpoints / f"step-{n}" for n in Checkpoints((checkpoints,)).whole_steps()}
+    if not found:
+        raise ExportRefused(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
+    name = step or list(found)[-1]
+    if name not in found:
+        raise ExportRefused(f"--step: expected one of {', '.join(found)} (those in {checkpoints}), found {name}")
+    return name, found[name]
+
+
+def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
+    """Write the folder, prove it, and only then give it its name. Return a line that says so."""
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from transformers.utils import logging
+
+    from titan_rl.actors.endpoint import quiet
+    from titan_rl.actors.titan.checkpoint_model import CheckpointModel
+
+    quiet()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    policy, seq_len = source.policy, source.config.training.seq_len
+    try:
+        model = CheckpointModel(source.config, policy.shape, source.folder, scratch)
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        why = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
+        raise ExportRefused(f"{source.folder} cannot be read: {why}", FAILED) from error
+    sequences = Sequences.of(source.task, policy.tokenizer, seq_len, judged=source.judges)
+    with new_folder(final) as partial:
+        model.write(partial, getattr(torch, dtype))
+        write_assets(policy, partial, dtype)
+        size = sum(file.stat().st_size for file in partial.iterdir())
+        exact = sequences.by_trainer(model)
+        model.round_weights(getattr(torch, dtype))
+        rounded = sequences.by_trainer(model)
+        compare_prompts(partial, source.task, policy.tokenizer)
+        proof = compare_models(sequences, partial, rounded, judged=source.judges)
+    what = "scores" if source.judges else "log-probs"
+    moved = float(abs(rounded - exact).max())
+    rounding = f"; {dtype} itself moved them by up to {moved:.1e}" if moved else ""
+    return (
+        f"step {source.step} is in {final} ({dtype}, {size / 1e6:.1f} MB): {rounded.size} {what} from transformers "
+        f"equal the trainer's, {proof}{rounding}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Proves that an exported folder is the trainer's model: transformers, which knows nothing of this project, loads it
+and must give the same tokens and the same log-probs (a reward model or critic: the same scores)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_rl.batch.packing import pack, unpack
+from titan_rl.tasks.prompts import to_judge
+from titan_rl.tasks.task import Task
+from titan_rl.tasks.tokenizer import TextTokenizer, messages_of
+from titan_rl.wire.types import Sample
+
+if TYPE_CHECKING:
+    from titan_rl.actors.titan.model import TitanModel
+
+EXAMPLES = 16
+TOLERANCE = 1e-5
+NOISE = 4  # times the rounding error of transformers' own float32, where that exceeds the tolerance
+
+
+class ProofFailed(Exception):
+    """transformers finds something else in the folder than what was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Token sequences to compare the two models on."""
+
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, task: Task, tokenizer: TextTokenizer, seq_len: int, *, judged: bool) -> "Sequences":
+        """Held-out prompts with their answers, or training examples if there are no held-out ones."""
+        examples = list((task.heldout or task.train)[:EXAMPLES])
+        prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
+        answers = [(p, answer) for p in prompts for answer in (p.answer, *([p.rejected] if p.rejected else []))]
+        whole = [[*p.tokens, *tokenizer.encode(answer), tokenizer.eos][:seq_len] for p, answer in answers]
+        if judged:
+            return cls([to_judge(tokens, tokenizer.pad) for tokens in whole])
+        return cls([Sample(tokens, [0] + [1] * (len(tokens) - 1)) for tokens in whole])
+
+    def by_trainer(self, model: "TitanModel") -> np.ndarray:
+        """Return the log-prob of every token but the first of each sequence; or the score of each sequence."""
+        (batch,) = batches = pack(
+            self.samples, shards=1, seq_len=model.config.training.seq_len, rows_per_microbatch=1, pad_id=0
+        )
+        answers = unpack(batches, [[model.score(rows) for rows in batch.microbatches]], self.samples)
+        return np.concatenate([a[np.array(s.mask) > 0] for a, s in zip(answers, self.samples, strict=True)])
+
+    def by_transformers(self, folder: Path, dtype: str, *, judged: bool) -> np.ndarray:
+        """Return the same of transformers' model of the folder, computed in this dtype."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
+        model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        found: list[torch.Tensor] = []
+        with torch.no_grad():
+            for sample in self.samples:
+                logits = model(torch.tensor([sample.tokens[:-1]])).logits[0]
+                if not judged:
+                    logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
+                found.append(logits.flatten())
+        return torch.cat(found).numpy()
+
+
+def compare_models(sequences: Sequences, folder: Path, expected: np.ndarray, *, judged: bool) -> str:
+    """Return how far transformers is from the trainer's model. Raise if that is above the tolerance, and more than
+    float32 arithmetic explains: a sharp model magnifies its rounding."""
+    found = sequences.by_transformers(folder, "float32", judged=judged)
+    apart = np.abs(found - expected).max()
+    if apart <= TOLERANCE:
+        return f"largest difference {apart:.1e}"
+    exact = sequences.by_transformers(folder, "float64", judged=judged)
+    own, noise = np.abs(expected - exact), np.abs(found - exact).max()
+    if not own.max() <= NOISE * noise:  # NaN fails
+        worst = int(own.argmax())
+        raise ProofFailed(f"expected {expected[worst]:.7g}, as from the trainer's own model, found {exact[worst]:.7g}")
+    return f"largest difference {apart:.1e}, of which float32 explains {noise:.1e}"
+
+
+def compare_prompts(folder: Path, task: Task, tokenizer: TextTokenizer) -> None:
+    """Raise unless transformers' tokenizer of the folder gives the tokens that training used."""
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    for example in list((task.heldout or task.train)[:EXAMPLES]):
+        expected = tokenizer.prompt(example.prompt, task.template, task.system_prompt)
+        if task.template == "chat":
+            messages = messages_of(example.prompt, task.system_prompt)
+            found = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        else:
+            found = theirs(example.prompt).input_ids
+        if list(found) != expected:
+            raise ProofFailed(
+                f"expected the tokens {expected} for {example.prompt!r}, as in training, from transformers; "
+                f"found {list(found)}"
+            )

@@ -1,0 +1,98 @@
+"""Writes a model as a Hugging Face folder, which transformers and vLLM load without knowing this project."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.preflight.setup import Policy, Setup
+from titan_rl.record.run_folder import aside
+
+if TYPE_CHECKING:
+    from titan_rl.meshes.model_mesh import ModelMesh
+
+COPIED = (
+    "config.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files that an exported model has in common with the folder that training took its tokenizer from."""
+
+
+async def export_policy(setup: Setup, trainers: "ModelMesh", final: Path) -> Path:
+    """Write the trainers' weights, and what belongs to them, to `final`."""
+    with new_folder(final) as partial:
+        await trainers.export(str(partial))
+        write_assets(setup.policy, partial, setup.config.training.dtype)
+    return final
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Yield a temporary folder, and rename it to `final` at the end: the folder is whole or absent. An older one is
+    moved aside."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if final.exists():
+        final.rename(aside(final))
+    partial.rename(final)
+
+
+def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
+    """Write everything but the weights, which have this dtype."""
+    for name in COPIED:
+        if (policy.folder / name).exists():
+            shutil.copyfile(policy.folder / name, folder / name)
+    policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded
+    given = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
+    given.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"
+    _write_json(folder / "config.json", given | _config(policy, given, dtype))
+    if policy.shape.head == "lm":
+        _write_json(folder / "generation_config.json", _generation_config(policy))
+
+
+def _config(policy: Policy, given: dict[str, Any], dtype: str) -> dict[str, Any]:
+    tokenizer = policy.tokenizer
+    eos = given.get("eos_token_id")
+    pad = given.get("pad_token_id")
+    pad = tokenizer.pad if pad is None else pad
+    if policy.shape.head == "value" and pad in tokenizer.eos_ids:
+        # transformers scores the last token that is not padding, which would be the one before EOS. Without a padding
+        # token it scores the last one, and refuses batches.
+        pad = None
+    ids = {
+        "bos_token_id": tokenizer.bos if given.get("bos_token_id") is None else given["bos_token_id"],
+        "eos_token_id": tokenizer.eos if eos is None else eos,
+        "pad_token_id": pad,
+    }
+    return {**policy.shape.hf_head, "dtype": dtype, **ids}
+
+
+def _generation_config(policy: Policy) -> dict[str, Any]:
+    """Return the defaults of `model.generate`: a greedy answer, as in an evaluation of the run. (vLLM samples unless it
+    is given a temperature of 0; in this file transformers would refuse that.)"""
+    stops = list(policy.sampling.stop_token_ids)
+    return {
+        "bos_token_id": policy.tokenizer.bos,
+        "eos_token_id": stops if len(stops) > 1 else stops[0],
+        "pad_token_id": policy.tokenizer.pad,
+        "do_sample": False,
+        "max_new_tokens": policy.sampling.max_new_tokens,
+    }
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
