@@ -14,7 +14,7 @@ import monarch.actor  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from support.running import Runs  # noqa: E402
-from titan_rl.meshes.zygotes import serving  # noqa: E402
+from titan_rl.meshes.zygotes import KINDS, serving  # noqa: E402
 
 settings.register_profile("tests", deadline=None)  # a busy machine is no failing property
 settings.load_profile("tests")
@@ -29,7 +29,8 @@ def own_zygotes(request: pytest.FixtureRequest) -> Iterator[None]:
     if not any("system" in item.path.parts for item in request.session.items):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="zygotes-") as folder, serving(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="zygotes-") as folder, serving(Path(folder)) as zygotes:
+        zygotes.keep(KINDS)
         yield
 
 
