@@ -21,7 +21,7 @@ SHIM = str(Path(__file__).with_name("zygote_shim.py"))
 COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch's own default_bootstrap_cmd
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
-READY_SECONDS = 60.0  # to import an engine on a busy machine; a cold start takes as long there
+READY_SECONDS = 120.0  # to import an engine on a busy machine; a cold start takes as long there
 KILL_SECONDS = 10.0  # a process in an uninterruptible wait does not end sooner
 LET_GO_SECONDS = 30.0
 

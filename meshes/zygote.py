@@ -25,9 +25,11 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 PRELOAD = {
     "model": """
@@ -108,7 +110,29 @@ def main() -> None:
     become(request, own)
     with shim:
         shim.sendall(f"pid {os.getpid()}\n".encode())
-    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    leave(run_bootstrap())
+
+
+def run_bootstrap() -> int:
+    """Run Monarch's bootstrap as `python -m` does. Return the exit code."""
+    try:
+        runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End without taking the interpreter apart, which takes seconds with so many modules."""
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def preload(kind: str) -> None:
@@ -253,7 +277,6 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()
-    atexit.register(gc.unfreeze)  # else libraries report the objects that the last collection leaves as leaks
 
 
 def _import_paths(environment: dict[bytes, bytes]) -> list[str]:
