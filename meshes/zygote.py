@@ -104,8 +104,7 @@ def main() -> None:
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
     _set_environment(own)
     preload(kind)
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # a collection in a rank would copy every page it looks at
     request, shim = Zygote(listener, own).serve()
     become(request, own)
     with shim:
@@ -161,13 +160,13 @@ class Zygote:
     def serve(self) -> tuple[Request, socket.socket]:
         """Never returns, except in each rank: what it is to be, and its shim."""
         while True:
-            for fd, _ in self._poll.poll():
-                if fd in self._ranks:
-                    self._reap(fd)
-                elif fd != self._listener.fileno():
-                    self._forsake(fd)
-                elif (forked := self._accept()) is not None:
-                    return forked
+            fd, _ = self._poll.poll()[0]  # one at a time: what it closes may be the next one's, and its number reused
+            if fd in self._ranks:
+                self._reap(fd)
+            elif fd != self._listener.fileno():
+                self._forsake(fd)
+            elif (forked := self._accept()) is not None:
+                return forked
 
     def _accept(self) -> tuple[Request, socket.socket] | None:
         """Answer one caller. Returns only in the rank that is forked for it."""
