@@ -153,7 +153,7 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
 
 
 @dataclass(slots=True)
-class Progress:
+class InstallProgress:
     """What an installer's output says about how far it is."""
 
     installer: str
@@ -196,7 +196,7 @@ class Progress:
 
 def run(command: Sequence[str], title: str, log: Path, environment: Mapping[str, str] | None = None) -> int:
     """Run a command in the checkout; write its output to the log, and show its progress meanwhile."""
-    progress = Progress(title, before=count_packages())
+    progress = InstallProgress(title, before=count_packages())
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -221,7 +221,7 @@ def run(command: Sequence[str], title: str, log: Path, environment: Mapping[str,
     return process.wait()
 
 
-def show_progress(progress: Progress, reader: threading.Thread) -> None:
+def show_progress(progress: InstallProgress, reader: threading.Thread) -> None:
     """Until the reader ends, redraw one line on a terminal; elsewhere print one every REMIND seconds."""
     live = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb") and not os.environ.get("CI")
     began = reminded = time.monotonic()

@@ -200,7 +200,7 @@ Installing collected packages: rich, torch, titan-rl"""
 )  # fmt: skip
 def test_progress(installer: str, output: str, lines: dict[int, str]) -> None:
     """By the number of lines read; 42 packages are installed, 2 of them from before."""
-    progress = install.Progress(installer, before=2)
+    progress = install.InstallProgress(installer, before=2)
     said = {0: progress.describe(2)}
     for number, line in enumerate(output.splitlines(), 1):
         progress.read_line(line)
