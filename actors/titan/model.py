@@ -193,7 +193,7 @@ class TitanModel:
                 state = {name: value.to(dtype) for name, value in state.items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
-                fqn_to_index_mapping=_files(state, file_bytes),
+                fqn_to_index_mapping=file_numbers(state, file_bytes),
                 save_distributed=True,
                 enable_consolidation=True,
             )
@@ -269,7 +269,7 @@ class DeviceRows:
         return cls(**placed, count=len(rows.samples), columns=columns)
 
 
-def _files(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+def file_numbers(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
     """Return the number of the file that each tensor is written to, from 1 on."""
     numbers, number, filled = dict[str, int](), 1, 0
     for name, value in state.items():

@@ -16,7 +16,7 @@ from torchtitan.observability.structured_logger import log_trace_span
 
 from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
-from titan_rl.actors.titan.model import titan_config
+from titan_rl.actors.titan.model import file_numbers, titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
 from titan_rl.config.sections import Config, DebugSection, ParallelismSection, TrainingSection
 from titan_rl.wire.model_shape import ModelShape
@@ -155,3 +155,10 @@ def test_private_names_are_in_one_file() -> None:
     files = [path for folder in ("titan", "sync") for path in (ROOT / "actors" / folder).glob("*.py")]
     using = {path.name: names for path in files if (names := private_imports(path))}
     assert list(using) == ["private.py"]
+
+
+def test_weights_fill_one_file_after_the_other() -> None:
+    sizes = {"a": 60, "b": 40, "c": 1, "d": 250, "e": 10, "f": 90}
+    state = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert file_numbers(state, 100) == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4, "f": 4}
+    assert set(file_numbers(state, 1000).values()) == {1}
