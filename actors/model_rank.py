@@ -75,9 +75,9 @@ class ModelRank(Actor):
             return self._model.scores(batch, temperature, lent)
 
     @verb
-    async def save(self, step: int, controller: str) -> None:
+    async def save(self, step: int, controller: str, on_disk: bool) -> None:
         with span("save", step=step):
-            self._model.phase.save(step, controller)
+            self._model.phase.save(step, controller, on_disk=on_disk)
 
     @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:

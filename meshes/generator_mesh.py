@@ -14,7 +14,8 @@ from typing import Any
 from monarch.actor import HostMesh
 from monarch.spmd import setup_torch_elastic_env_async
 
-from titan_rl.actors.vllm.engine import ENV, EngineInfo, EngineSettings
+from titan_rl.actors.vllm.engine import EngineInfo, EngineSettings
+from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.dispatch import Dispatch
 from titan_rl.meshes.faults import ask, ask_all

@@ -92,8 +92,9 @@ class ModelMesh:
         answers = await self._scatter("scores", self._rows(batches), temperature, lent)
         return [found for found, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
 
-    async def save(self, step: int, controller: str = "{}") -> None:
-        await self._all("save", step, controller)
+    async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
+        """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
+        await self._all("save", step, controller, on_disk)
 
     async def snapshot(self, snapshot: Snapshot) -> list[int]:
         """Let every rank begin to copy its state into its part; return the bytes of each."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -11,16 +12,21 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh
 
-from titan_rl.meshes import deaths, zygotes
+from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
+from titan_rl.meshes.zygotes import OFF, VARIABLE, WORKER_ENV, Kind, warn_cold
 from titan_rl.wire.errors import DeadlinePassed
 
 SHIM = str(Path(__file__).with_name("zygote_shim.py"))
 COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch's own default_bootstrap_cmd
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
+READY_SECONDS = 120.0  # to import an engine on a busy machine; a cold start takes as long there
 KILL_SECONDS = 10.0  # a process in an uninterruptible wait does not end sooner
 LET_GO_SECONDS = 30.0
+
+
+_ready: dict[Path, bool] = {}  # whether the zygote of a socket has answered
 
 
 async def spawn(
@@ -28,13 +34,13 @@ async def spawn(
     *,
     name: str,
     shape: Mapping[str, int],
-    kind: zygotes.Kind | None = None,
+    kind: Kind | None = None,
     env: Mapping[str, str] | None = None,
     env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
 ) -> ProcMesh:
     """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. `env_of` adds what
     differs by point (a GPU, for example)."""
-    zygote = await zygotes.find(kind) if kind else ""
+    zygote = await zygote_of(kind) if kind else ""
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     expected = deaths.follow([label(name, point) for point in points])
 
@@ -43,7 +49,7 @@ async def spawn(
         own = {**expected[label(name, at)], "TITAN_RL_CONTROLLER": str(os.getpid())}
         if zygote:
             own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        own = {**zygotes.WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **own}
+        own = {**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **own}
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 
     def begin() -> None:  # in the new process, before any actor
@@ -52,6 +58,56 @@ async def spawn(
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only, which then stops the others
 
     return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
+
+
+async def zygote_of(kind: Kind) -> str:
+    """Return the socket of the zygote that forks this kind of rank, once it is ready. "": ranks start cold."""
+    folder = os.environ.get(VARIABLE, OFF)
+    if folder == OFF:
+        return ""
+    path = Path(folder) / kind
+    if path not in _ready:
+        why = _refusal(Path(folder))
+        try:
+            if not why:
+                async with asyncio.timeout(READY_SECONDS):
+                    await _hear_ready(path)
+        except TimeoutError:
+            why = f"it was not ready within {READY_SECONDS:g} s"
+        except OSError as error:
+            why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
+        _ready[path] = not why
+        if why:
+            warn_cold(kind, why)
+    return str(path) if _ready[path] else ""
+
+
+def _refusal(folder: Path) -> str:
+    """Return why the zygotes of this folder cannot be trusted, or ""."""
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        return f"{VARIABLE}={folder}: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
+    return ""
+
+
+async def _hear_ready(path: Path) -> None:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(b"\0\0")
+        if await reader.readline() != b"ready\n":
+            raise OSError("it has ended")
+    finally:
+        writer.close()
+
+
+def _last_line(path: Path) -> str:
+    with suppress(OSError):
+        lines = path.with_name(f"{path.name}.log").read_text(errors="replace").splitlines()
+        return f": {lines[-1]}" if lines else ""
+    return ""
 
 
 _endings: set[asyncio.Task[None]] = set()

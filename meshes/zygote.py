@@ -25,9 +25,11 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 PRELOAD = {
     "model": """
@@ -102,13 +104,34 @@ def main() -> None:
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
     _set_environment(own)
     preload(kind)
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # a collection in a rank would copy every page it looks at
     request, shim = Zygote(listener, own).serve()
     become(request, own)
     with shim:
         shim.sendall(f"pid {os.getpid()}\n".encode())
-    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    leave(run_bootstrap())
+
+
+def run_bootstrap() -> int:
+    """Run Monarch's bootstrap as `python -m` does. Return the exit code."""
+    try:
+        runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End without taking the interpreter apart, which takes seconds with so many modules."""
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def preload(kind: str) -> None:
@@ -137,13 +160,13 @@ class Zygote:
     def serve(self) -> tuple[Request, socket.socket]:
         """Never returns, except in each rank: what it is to be, and its shim."""
         while True:
-            for fd, _ in self._poll.poll():
-                if fd in self._ranks:
-                    self._reap(fd)
-                elif fd != self._listener.fileno():
-                    self._forsake(fd)
-                elif (forked := self._accept()) is not None:
-                    return forked
+            fd, _ = self._poll.poll()[0]  # one at a time: what it closes may be the next one's, and its number reused
+            if fd in self._ranks:
+                self._reap(fd)
+            elif fd != self._listener.fileno():
+                self._forsake(fd)
+            elif (forked := self._accept()) is not None:
+                return forked
 
     def _accept(self) -> tuple[Request, socket.socket] | None:
         """Answer one caller. Returns only in the rank that is forked for it."""
@@ -253,7 +276,6 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()
-    atexit.register(gc.unfreeze)  # else libraries report the objects that the last collection leaves as leaks
 
 
 def _import_paths(environment: dict[bytes, bytes]) -> list[str]:

@@ -98,4 +98,5 @@ def line(connection: _socket.socket) -> bytes:
     return found
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -4,28 +4,25 @@ TITAN_RL_ZYGOTES    unset: a run on CPU starts its own, which end with it
                     FOLDER: those of another process (the pytest session); FOLDER must be the user's own, mode 0700
                     "off": every rank starts cold, that is, it imports its engine itself
 
-Importing this module imports no Monarch: zygotes start before everything else.
+Importing this module imports next to nothing: zygotes start before everything else.
 """
 
-import asyncio
 import os
 import socket
-import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.engine import ENV
+from titan_rl.actors.vllm.launch_env import ENV
 
 Kind = Literal["model", "generator"]
 KINDS: tuple[Kind, ...] = ("model", "generator")
 
 VARIABLE, OFF = "TITAN_RL_ZYGOTES", "off"
-READY_SECONDS = 60.0  # to import an engine on a busy machine; a cold start takes as long there
 ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own environment fits in its place
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # processes share the cores; two OpenMP teams that spin on them are extremely slow
@@ -38,7 +35,6 @@ WORKER_ENV = {
 """Launch environment of every rank."""
 KIND_ENV: dict[Kind, dict[str, str]] = {"model": {}, "generator": {**ENV, **vllm_cpu.ENV}}
 
-_ready: dict[Path, bool] = {}  # whether the zygote of a socket has answered
 _warned: set[tuple[str, str]] = set()
 
 
@@ -54,25 +50,47 @@ def warn_cold(kind: str, why: str) -> None:
         warn(f"the {kind} zygote forks no rank: {why}; {kind} ranks start cold, which takes seconds more")
 
 
+class Zygotes:
+    """This process's own zygotes, one per kind, with their sockets in `folder`. None if the environment names others or
+    turns them off."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._own = not os.environ.get(VARIABLE)
+        self._started: dict[Kind, tuple[int, subprocess.Popen[bytes]]] = {}
+
+    def keep(self, kinds: Collection[Kind], *, threads: int = 1) -> None:
+        """Have a zygote of each of these kinds and no other, all with this number of OpenMP threads."""
+        for kind in [kind for kind, (own, _) in self._started.items() if kind not in kinds or own != threads]:
+            self._end(kind)
+        for kind in kinds if self._own else ():
+            if kind not in self._started:
+                with suppress(OSError):  # the path is too long for a socket, say: ranks start cold, with a warning
+                    self._started[kind] = threads, _start(kind, self._folder, threads)
+        if self._own:
+            os.environ[VARIABLE] = str(self._folder) if kinds else OFF
+
+    def _end(self, kind: Kind) -> None:
+        _, process = self._started.pop(kind)
+        process.kill()
+        process.wait()
+        (self._folder / kind).unlink(missing_ok=True)
+
+    def end_all(self) -> None:
+        for kind in list(self._started):
+            self._end(kind)
+        if self._own:
+            os.environ.pop(VARIABLE, None)
+
+
 @contextmanager
-def serving(folder: Path, kinds: Iterable[Kind] = KINDS, *, threads: int = 1) -> Iterator[None]:
-    """Keep a zygote per kind with its socket in `folder`, unless the environment names others or turns them off."""
-    if os.environ.get(VARIABLE):
-        yield
-        return
-    started: list[subprocess.Popen[bytes]] = []
+def serving(folder: Path) -> Iterator[Zygotes]:
+    """Yield this process's own zygotes, none at first, and end them."""
+    zygotes = Zygotes(folder)
     try:
-        for kind in kinds:
-            with suppress(OSError):  # the path is too long for a socket, say: `find` warns
-                started.append(_start(kind, folder, threads))
-        os.environ[VARIABLE] = str(folder)
-        yield
+        yield zygotes
     finally:
-        os.environ.pop(VARIABLE, None)
-        for process in started:
-            process.kill()
-        for process in started:
-            process.wait()
+        zygotes.end_all()
 
 
 def _start(kind: Kind, folder: Path, threads: int) -> subprocess.Popen[bytes]:
@@ -91,53 +109,3 @@ def _start(kind: Kind, folder: Path, threads: int) -> subprocess.Popen[bytes]:
                 process_group=0,  # Ctrl-C in the terminal reaches the controller only
                 env={**env, "TITAN_RL_ROOM": "x" * ROOM},
             )
-
-
-async def find(kind: Kind) -> str:
-    """Return the socket of the zygote that forks this kind of rank, once it is ready. "": ranks start cold."""
-    folder = os.environ.get(VARIABLE, OFF)
-    if folder == OFF:
-        return ""
-    path = Path(folder) / kind
-    if path not in _ready:
-        why = _refusal(Path(folder))
-        try:
-            if not why:
-                async with asyncio.timeout(READY_SECONDS):
-                    await _hear_ready(path)
-        except TimeoutError:
-            why = f"it was not ready within {READY_SECONDS:g} s"
-        except OSError as error:
-            why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
-        _ready[path] = not why
-        if why:
-            warn_cold(kind, why)
-    return str(path) if _ready[path] else ""
-
-
-def _refusal(folder: Path) -> str:
-    """Return why the zygotes of this folder cannot be trusted, or ""."""
-    try:
-        found = folder.lstat()
-    except OSError as error:
-        return f"{VARIABLE}={folder}: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
-    return ""
-
-
-async def _hear_ready(path: Path) -> None:
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        writer.write(b"\0\0")
-        if await reader.readline() != b"ready\n":
-            raise OSError("it has ended")
-    finally:
-        writer.close()
-
-
-def _last_line(path: Path) -> str:
-    with suppress(OSError):
-        lines = path.with_name(f"{path.name}.log").read_text(errors="replace").splitlines()
-        return f": {lines[-1]}" if lines else ""
-    return ""

@@ -177,9 +177,11 @@ class Controller:
         """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
         await self.learner.snapshot(step, lambda: json.dumps(done.state()))
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
-        saves = self.stop.saves() or last or due or self.learner.failed_saves > 0 or ends
-        if saves and await self.learner.save(step, json.dumps((done.on_save or done.state)()), last=last or ends):
-            await self.stop.saved(step)
+        asked = self.stop.saves()
+        if asked or last or due or self.learner.failed_saves > 0 or ends:
+            state = json.dumps((done.on_save or done.state)())
+            if await self.learner.save(step, state, last=last or ends, on_disk=asked):
+                await self.stop.saved(step)
         if done.hopeless is not None:
             raise done.hopeless
 

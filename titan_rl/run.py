@@ -9,52 +9,63 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_rl.config.sections import Config
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.meshes.zygotes import KINDS, serving
-from titan_rl.preflight.cli import parse
-from titan_rl.preflight.describe import describe
-from titan_rl.preflight.setup import Setup, prepare
-from titan_rl.record.run_folder import Resume
-from titan_rl.record.terminal import Terminal
-from titan_rl.wire.gpus import visible_gpus
+from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
+
+if TYPE_CHECKING:  # imported while the zygotes import too
+    from titan_rl.preflight.setup import Setup
+    from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
+NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    invocation = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    with ExitStack() as stack:
+        zygotes = None
+        if not {"--dry-run", "--help", "-h"} & set(argv):
+            zygotes = stack.enter_context(serving(stack.enter_context(socket_folder())))
+            if not NVIDIA.exists():
+                zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+        return check_and_run(argv, zygotes)
+
+
+def check_and_run(argv: Sequence[str], zygotes: Zygotes | None) -> int:
+    from titan_rl.preflight.cli import parse
+    from titan_rl.preflight.describe import describe
+    from titan_rl.preflight.setup import prepare
+    from titan_rl.record.terminal import Terminal
+    from titan_rl.wire.gpus import visible_gpus
+
+    invocation = parse(argv)
     config = invocation.config
     terminal = Terminal()
     device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
-    if invocation.dry_run:
+    if zygotes is None:
         with tempfile.TemporaryDirectory() as scratch:
             setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))
             terminal.plan(describe(setup, invocation.warnings))
         terminal.note("dry run: everything was checked, nothing was started")
         return FINISHED
-    with socket_folder() as sockets, own_zygotes(config, device, sockets):  # they import while the config is checked
-        setup = prepare(invocation.config_name, config, device=device)
-        terminal.plan(describe(setup, invocation.warnings))
-        if setup.finished:
-            terminal.note(
-                f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
-            )
-            return FINISHED
-        return run(setup, terminal)
+    # None on CUDA: an import may initialize it, and then no process may fork.
+    kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
+    zygotes.keep(kinds, threads=config.hosts.threads)
+    setup = prepare(invocation.config_name, config, device=device)
+    terminal.plan(describe(setup, invocation.warnings))
+    if setup.finished:
+        terminal.note(
+            f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
+        )
+        return FINISHED
+    return run(setup, terminal)
 
 
-def own_zygotes(config: Config, device: str, folder: Path) -> AbstractContextManager[None]:
-    """Start this run's zygotes. On CUDA there are none: an import may initialize it, and then no process may fork."""
-    if device == "cuda":
-        return nullcontext()
-    return serving(folder, KINDS if config.samples_rollouts else ("model",), threads=config.hosts.threads)
-
-
-def run(setup: Setup, terminal: Terminal) -> int:
+def run(setup: "Setup", terminal: "Terminal") -> int:
     prepare_environment(setup.config.fault.detect_seconds)
     from titan_rl.session import session
     from titan_rl.wire.errors import RunError
@@ -73,7 +84,9 @@ def run(setup: Setup, terminal: Terminal) -> int:
     return FINISHED
 
 
-def resume_hint(setup: Setup) -> str:
+def resume_hint(setup: "Setup") -> str:
+    from titan_rl.record.run_folder import Resume
+
     if at := str(Resume.find(setup.folder, setup.config)):
         return f"the same command resumes from {at} in {setup.folder}"
     return "no checkpoint was written yet: the same command starts over"

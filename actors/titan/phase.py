@@ -1,6 +1,7 @@
 """A phase of one model's optimization: optimizer, schedule, checkpoints, snapshots, and the step itself."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,6 +62,16 @@ class Schedule:
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     min_lr_factor: float = 0.0
 
+    def schedulers(self, optimizers: OptimizersContainer, at: int = 0) -> LRSchedulersContainer:
+        """Build TorchTitan's. They know no rate beyond the last step, where a phase may resume that makes no more."""
+        config = LRSchedulersContainer.Config(
+            warmup_steps=min(self.warmup_steps, self.steps),
+            decay_ratio=self.decay_ratio,
+            decay_type=self.decay_type,
+            min_lr_factor=self.min_lr_factor,
+        )
+        return config.build(optimizers=optimizers, training_steps=max(self.steps, at, 1))
+
 
 class Phase:
     def __init__(self, model: TitanModel, schedule: Schedule, *, folder: str, at: int | SnapshotPart) -> None:
@@ -71,12 +82,7 @@ class Phase:
         model.model.zero_grad()  # an interrupted phase may have accumulated some
         config = model.config
         self._optimizers = self._optimizer(schedule.lr)
-        self._schedulers = LRSchedulersContainer.Config(
-            warmup_steps=min(schedule.warmup_steps, schedule.steps),
-            decay_ratio=schedule.decay_ratio,
-            decay_type=schedule.decay_type,
-            min_lr_factor=schedule.min_lr_factor,
-        ).build(optimizers=self._optimizers, training_steps=max(schedule.steps, 1))
+        self._schedulers = schedule.schedulers(self._optimizers, at if isinstance(at, int) else 0)
         self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
         self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
@@ -181,12 +187,16 @@ class Phase:
                 self._optimizers.zero_grad()
         return replace(reduction, grad_norm=grad_norm)
 
-    def save(self, step: int, controller: str) -> None:
-        """Write a checkpoint. It is atomic: one without DCP's .metadata, which is written last, does not count."""
+    def save(self, step: int, controller: str, *, on_disk: bool = False) -> None:
+        """Write a checkpoint. It is atomic: one without DCP's .metadata, which is written last, does not count. An
+        asynchronous one is written while training continues, unless it must be `on_disk` first."""
         self._stands_at(step, controller)
+        self.wait_for_saving()
         if dist.get_rank() == 0:  # after a rewind this step may be written again, and does not count until it is whole
             (self._folder / f"step-{step}" / ".metadata").unlink(missing_ok=True)
         self._checkpoints.save(step)
+        if on_disk:
+            self.wait_for_saving()
 
     def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
         """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next
@@ -205,10 +215,17 @@ class Phase:
         self.state.controller = controller
 
     def wait_for_saving(self) -> None:
-        self._checkpoints.maybe_wait_for_saving()
+        """Block until the last checkpoint is on disk; raise if it failed."""
+        try:
+            self._checkpoints.maybe_wait_for_saving()
+        finally:
+            self._checkpoints.save_future = None  # TorchTitan keeps a failed one, and would raise at every later save
 
     def close(self) -> None:
-        self._checkpoints.maybe_wait_for_saving()
+        try:
+            self.wait_for_saving()
+        except BaseException as error:  # it does not count; the next phase may begin
+            print(f"the last checkpoint failed: {type(error).__name__}: {error}", file=sys.stderr)
         self._checkpoints.close()
         self._copies.close()
         self._instruments.stop_profiler()

@@ -54,21 +54,14 @@ class RoleModel(TitanModel):
         self.close()
         inner = "/critic" if self.role == "critic" else "/cold_start" if name == "cold_start" else ""
         folder = self.config.checkpoint.folder + inner
-        self._phase, self._phase_name = Phase(self, self._schedule(name), folder=folder, at=at), name
+        schedule = schedule_of(self.role, self.config, name)
+        self._phase, self._phase_name = Phase(self, schedule, folder=folder, at=at), name
         return self._phase.state
 
     @property
     def phase_step(self) -> tuple[PhaseName, int]:
         """The phase, and the steps taken in it: they identify the current weights."""
         return self._phase_name, self.phase.state.step
-
-    def _schedule(self, name: PhaseName) -> Schedule:
-        c, cold = self.config, self.config.cold_start
-        if self.role == "critic":
-            return Schedule(lr=c.critic.lr, steps=c.training.steps, warmup_steps=c.critic.warmup_steps, decay_ratio=0.0)
-        if name == "cold_start":
-            return shared_keys(Schedule, cold)
-        return shared_keys(Schedule, c.lr_scheduler, lr=c.optimizer.lr, steps=c.training.steps)
 
     def step(self, batches: list[Batch]) -> StepStats:
         return self.phase.step(batches, self._objective)
@@ -117,3 +110,12 @@ class RoleModel(TitanModel):
         if self._phase is None:
             raise RuntimeError(f"the {self.role} has begun no phase: call begin_phase() before step() or save()")
         return self._phase
+
+
+def schedule_of(role: RoleName, config: Config, phase: PhaseName) -> Schedule:
+    """Return the learning rate of a role's phase."""
+    if role == "critic":
+        return shared_keys(Schedule, config.critic, steps=config.training.steps, decay_ratio=0.0)
+    if phase == "cold_start":
+        return shared_keys(Schedule, config.cold_start)
+    return shared_keys(Schedule, config.lr_scheduler, lr=config.optimizer.lr, steps=config.training.steps)

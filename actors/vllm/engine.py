@@ -23,22 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import without_gc
 from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ENV: dict[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs here, where its parameters can be written
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # Warnings about vLLM's use of torch, and about resources left over by a process that was killed, as most are.
-    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
-}
-"""Launch environment of a generator. vLLM reads it when it is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +90,8 @@ class _Open:
 
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RuntimeError("expected engine.ENV in this process's launch environment, found it missing")
+        if not ENV.items() <= os.environ.items():
+            raise RuntimeError("expected launch_env.ENV in this process's launch environment, found it missing")
         with without_gc():
             _quiet_logging()
             from vllm import EngineArgs, LLMEngine

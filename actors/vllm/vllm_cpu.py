@@ -5,7 +5,7 @@ from typing import Any
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
 }
-"""Launch environment of a CPU generator, on top of engine.ENV."""
+"""Launch environment of a CPU generator, on top of launch_env.ENV."""
 
 ENGINE_ARGS: dict[str, Any] = {
     # After a partial prefill vLLM rewinds the sample's random generator, which raises for a CPU generator. Without

@@ -14,7 +14,8 @@ from monarch.actor import this_host
 from bench.ranks import TIMEOUT
 from bench.rows import Row, in_turn
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.engine import ENV, EngineSettings
+from titan_rl.actors.vllm.engine import EngineSettings
+from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy

@@ -18,7 +18,8 @@ import pytest
 from support.engine_runs import CONTEXT, finish, gap, reference, run, withdraw_all
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.engine import ENV, Engine, EngineSettings, SampleId
+from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
+from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Completion, Request, Sampling
 
 EOS, STOP = 2, 3

@@ -179,6 +179,42 @@ def test_a_rank_deletes_no_checkpoint(mode: str, tmp_path: Path) -> None:
     assert told(KEPT, tmp_path, mode) == [{"steps": ["step-1", "step-2", "step-3", "step-4"]}]
 
 
+FULL = """
+import resource
+from concurrent.futures import wait
+def room(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+model = RoleModel("trainer", config, shape_of(config.model), config.parallelism)
+model.begin_phase("rl", 0)
+outcomes = []
+for n, size, on_disk in zip(range(1, 7), [-1, 4096, -1, -1, 4096, -1], [False] * 3 + [True] * 3):
+    step(model)
+    if (saving := model.phase._checkpoints.save_future) is not None:
+        wait([saving])  # it failed or not, before there is more room or less
+    room(size)
+    try:
+        model.phase.save(n, "{}", on_disk=on_disk)
+        outcomes.append("on disk" if on_disk and (folder / f"checkpoint/step-{n}/.metadata").exists() else "begun")
+    except BaseException:  # CheckpointException
+        outcomes.append("failed")
+step(model)
+room(4096)
+model.phase.save(7, "{}")
+resumed = model.begin_phase("rl", 6).step
+steps = sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata"))
+tell(resumed=resumed, outcomes=outcomes, steps=steps)
+"""
+
+
+def test_a_failed_asynchronous_save_is_told_once_and_the_next_one_counts(tmp_path: Path) -> None:
+    """That of step 2 fails in the background, that of step 5 at once, because it had to be on disk."""
+    (found,) = told(FULL, tmp_path, "async")
+    assert found["outcomes"] == ["begun", "begun", "failed", "on disk", "failed", "on disk"]
+    assert found["steps"] == ["step-1", "step-4", "step-6"]
+    assert found["resumed"] == 6, "that of step 7 fails while the next phase begins"
+
+
 TIED = """
 import torch, transformers
 from titan_rl.tasks.prompts import to_judge

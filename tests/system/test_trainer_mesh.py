@@ -1,18 +1,21 @@
 """Real TorchTitan under real Monarch: the mesh must not show in the numbers, of the policy or of the other roles."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from support.tiny import tiny_llama
 from support.trainer_cases import LAYOUTS, STEPS, batches, config, samples
 from titan_rl.batch.packing import unpack
 from titan_rl.config.sections import (
+    ActivationCheckpointSection,
     AlgorithmSection,
     Config,
     CriticSection,
@@ -26,24 +29,36 @@ from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.types import StepStats
 
 ROLE_STEPS = 4
+AC_STEPS = 4
 TINY = ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=96)
 
 
-async def run(config: Config) -> list[StepStats]:
+@asynccontextmanager
+async def trainer(config: Config) -> AsyncIterator[ModelMesh]:
     from monarch.actor import this_host
 
     mesh = ModelMesh(this_host(), "trainer", config, shape_of(config.model), {})
     try:
         await mesh.start()
-        assert await mesh.begin_phase("rl", 0) == (0, "{}")
-        return [await mesh.step([batches(samples(step), mesh)]) for step in range(STEPS)]
+        yield mesh
     finally:
         await mesh.stop()
+
+
+async def run(config: Config) -> list[StepStats]:
+    async with trainer(config) as mesh:
+        assert await mesh.begin_phase("rl", 0) == (0, "{}")
+        return [await mesh.step([batches(samples(step), mesh)]) for step in range(STEPS)]
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen3"])
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def one_proc_llama(tmp_path_factory: pytest.TempPathFactory) -> list[StepStats]:
+    return asyncio.run(run(config(tmp_path_factory.mktemp("llama"), ParallelismSection(), name="llama3")))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +78,30 @@ def test_the_numbers_move(one_proc: list[StepStats]) -> None:
     assert len({s.loss for s in one_proc}) == STEPS
     assert one_proc[-1].metrics["kl/k3"] > 1e-4
     assert one_proc[0].metrics["off_policy/masked"] < 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"), [("fsdp2", "selective"), ("fsdp2", "full"), ("tp2", "full")], ids=lambda of: of
+)
+def test_activations_may_be_recomputed(layout: str, mode: Any, one_proc_llama: list[StepStats], tmp_path: Path) -> None:
+    """The losses are those of one process, and the weights have the names under which generators and exports know
+    them."""
+    recomputing = replace(
+        config(tmp_path, LAYOUTS[layout], name="llama3"), activation_checkpoint=ActivationCheckpointSection(mode=mode)
+    )
+
+    async def body() -> tuple[list[StepStats], set[str]]:
+        async with trainer(recomputing) as mesh:
+            await mesh.begin_phase("rl", 0)
+            stats = [await mesh.step([batches(samples(step), mesh)]) for step in range(AC_STEPS)]
+            names = {shard.name for shards in await mesh.shards() for shard in shards}
+            await mesh.export(str(tmp_path / "hf"))
+            return stats, names
+
+    stats, names = asyncio.run(body())
+    assert_same(stats, one_proc_llama[:AC_STEPS])
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as exported:
+        assert set(exported.keys()) == names
 
 
 def assert_same(stats: Sequence[StepStats], one: Sequence[StepStats]) -> None:

@@ -50,7 +50,7 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class HostMemory:
     total: int  # bytes, as all sizes
     available: int
     limit: int | None  # of the cgroup
@@ -113,7 +113,7 @@ class Facts:
     environment: dict[str, str]  # those of VARIABLES that are set
     packages: Packages
     cpu: Cpu
-    memory: Memory
+    memory: HostMemory
     limits: Limits
     sockets: Sockets
     kernel: Kernel
@@ -201,7 +201,7 @@ def cpu_quota() -> float | None:
     return float(quota[0]) / period if quota and quota[0].isdecimal() else None
 
 
-def gather_memory() -> Memory:
+def gather_memory() -> HostMemory:
     meminfo = {name: 1024 * int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text_of("/proc/meminfo"), re.M)}
     total = meminfo.get("MemTotal", 0)
     limit = cgroup_file("memory", "memory.limit_in_bytes", "memory.max")
@@ -210,7 +210,7 @@ def gather_memory() -> Memory:
     cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)  # given back when memory is short
     bound = int(limit) if limit.isdecimal() and int(limit) < total else None  # version 1 writes 2**63 for none
     busy = max(0, int(used or 0) - int(cached[-1] if cached else 0))
-    return Memory(total, meminfo.get("MemAvailable", total), bound, busy, disk(Path("/dev/shm")))
+    return HostMemory(total, meminfo.get("MemAvailable", total), bound, busy, disk(Path("/dev/shm")))
 
 
 def gather_limits() -> Limits:

@@ -40,11 +40,16 @@ class Checkpoints:
         """Delete all but the newest `keep` whole steps and the one that may still be being `writing`. What one model
         has and another does not is no step to resume from, and goes too."""
         kept = {writing, *self.whole_steps()[-keep:]}
-        stale = [path for folder in self.folders for step, path in _steps(folder) if step not in kept]
-        for path in stale:
+        for step, path in self.paths():
+            if step in kept:
+                continue
             with suppress(OSError):
                 (path / ".metadata").unlink(missing_ok=True)  # first: a step that is half deleted does not count
                 shutil.rmtree(path)
+
+    def paths(self) -> list[tuple[int, Path]]:
+        """Return every step's folders, whole or not."""
+        return [found for folder in self.folders for found in _steps(folder)]
 
 
 def _steps(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -82,14 +82,14 @@ class RolloutStream:
 
     def cut(self) -> dict[str, Any]:
         """Return the state from which a run resumes here: at the oldest group in flight, without the groups that
-        overtook it. Groups in flight are sampled again."""
-        open = [group.prompt for group in self._inflight]
-        cut = {"next": self._issued, "open": open}
-        if not open:
-            return self._prompts.state_dict() | cut
-        before = self._inflight[0].before
-        taken = {id for id in range(open[0], self._issued) if id not in open}
-        return before | cut | {"taken": sorted(taken.union(before["taken"]))}
+        overtook it. Groups in flight are sampled again: these are "open", and so is what an earlier attempt had in
+        flight and this one has not started again. Of the prompts before "next" all others are done."""
+        state = self._inflight[0].before if self._inflight else self._prompts.state_dict()
+        inflight = {group.prompt for group in self._inflight}
+        taken = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
+        after = max(state["position"], self._issued, *(id + 1 for id in taken))
+        open = [id for id in range(state["position"], after) if id not in taken]
+        return state | {"next": after, "open": open, "taken": sorted(taken)}
 
     @property
     def backlog(self) -> Backlog:

@@ -139,14 +139,16 @@ class Learner:
                     raise  # it died
                 self._incidents.note(f"there is no snapshot of step {step}: {error}")
 
-    async def save(self, step: int, controller: str, *, last: bool = False) -> bool:
-        """Save the critic's checkpoint, then the policy's, which is the one that counts. Return False if that failed:
-        it is tried again after the next step, up to fault.max_failed_saves times in a row, and no weights are lost."""
+    async def save(self, step: int, controller: str, *, last: bool = False, on_disk: bool = False) -> bool:
+        """Save the critic's checkpoint, then the policy's. Return False if that failed: it is tried again after the
+        next step, up to fault.max_failed_saves times in a row, and no weights are lost. The `last` one, or one that
+        must be `on_disk` now, is waited for even if checkpoint.async_mode writes it while training continues."""
+        on_disk = on_disk or last
         try:
             with self._clock("save"):
                 if self._meshes.critic is not None and self._phase == "rl":
-                    await self._meshes.critic.save(step)
-                await self._meshes.trainers.save(step, controller)
+                    await self._meshes.critic.save(step, on_disk=on_disk)
+                await self._meshes.trainers.save(step, controller, on_disk=on_disk)
         except RankFailed as error:
             self.failed_saves += 1
             if not error.kind:

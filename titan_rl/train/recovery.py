@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.incidents import ROLLBACK, Incident
 from titan_rl.record.run_folder import Resume, aside
 from titan_rl.train.health import Rewind
@@ -79,10 +80,9 @@ class Recovery:
     def _undo(self, step: int) -> None:
         """Hide the checkpoints of `step` and later, from this run and from one that resumes it."""
         self._run.snapshots.forget(but=self._run.snapshots.newest(before=step))
-        checkpoints = self._run.setup.folder / self._run.config.checkpoint.folder
-        for path in [*checkpoints.glob("step-*"), *checkpoints.glob("critic/step-*")]:
-            if int(path.name.removeprefix("step-")) >= step:
-                path.rename(aside(path.with_name(f"undone-{path.name.removeprefix('step-')}")))
+        for later, path in Checkpoints.of(self._run.setup.folder, self._run.config).paths():
+            if later >= step:
+                path.rename(aside(path.with_name(f"undone-{later}")))
 
     def _repeats(self, error: RunError) -> bool:
         """Return True if an exception came back at the same step, or came at the first step: that is a bug, which a

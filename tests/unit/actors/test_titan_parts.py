@@ -18,7 +18,7 @@ from titan_rl.actors.titan import heads, titan_cpu
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
 from titan_rl.actors.titan.model import titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
-from titan_rl.config.sections import Config, ParallelismSection
+from titan_rl.config.sections import Config, DebugSection, ParallelismSection, TrainingSection
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
 
@@ -98,6 +98,11 @@ def test_torchtitans_sections_are_filled_from_ours() -> None:
     assert (titan.training.seq_len, titan.training.mixed_precision_param) == (config.training.seq_len, "float32")
     assert (titan.comm.train_timeout_seconds, titan.comm.trace_buf_size) == (config.comm.train_timeout_seconds, 0)
     assert (titan.debug.seed, titan.compile.components) == (config.debug.seed, ["model"])
+    changed = replace(
+        config, training=TrainingSection(enable_cpu_offload=True), debug=DebugSection(seed=3, deterministic=True)
+    )
+    titan = titan_config(changed, ParallelismSection())
+    assert (titan.training.enable_cpu_offload, titan.debug.seed, titan.debug.deterministic) == (True, 3, True)
 
 
 @pytest.mark.skipif(not titan_cpu.ON_CPU, reason="use_cpu changes nothing where there is CUDA")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from titan_rl.doctor.installed import Packages, Wanted
-from titan_rl.doctor.machine_facts import Cpu, Disk, Facts, Gpu, Kernel, Limits, Memory, Sockets
+from titan_rl.doctor.machine_facts import Cpu, Disk, Facts, Gpu, HostMemory, Kernel, Limits, Sockets
 from titan_rl.doctor.verdicts import CHECKS, GIB, Problem, find_problems
 
 WANTED = (
@@ -31,7 +31,7 @@ GOOD = Facts(
     environment={},
     packages=Packages(FOUND, WANTED),
     cpu=Cpu("CPU", "x86_64", 4, 4, None, ("avx", "avx2")),
-    memory=Memory(16 * GIB, 12 * GIB, None, 0, Disk("/dev/shm", 8 * GIB, 8 * GIB)),
+    memory=HostMemory(16 * GIB, 12 * GIB, None, 0, Disk("/dev/shm", 8 * GIB, 8 * GIB)),
     limits=Limits(4096, None, None, 8 << 20),
     sockets=Sockets("", "32768-60999", "", "", "/tmp"),
     kernel=Kernel("6.1", "", "", "", 1, True),

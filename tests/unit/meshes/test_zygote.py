@@ -181,7 +181,8 @@ os.kill(ranks[0], 19)
 print(zygote.pid, *(shim.pid for shim in shims), *ranks, flush=True)
 time.sleep(60)
 """
-    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env)
     assert controller.stdout is not None
     pids = [int(pid) for pid in controller.stdout.readline().split()]
     assert len(pids) == 5

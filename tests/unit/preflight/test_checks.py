@@ -22,6 +22,9 @@ def test_the_defaults_run() -> None:
             'expected "disabled" or "async" on a CPU',
         ),
         ("[profiling]\nenable_memory_snapshot = true", "enable_memory_snapshot: expected false on a CPU, found true"),
+        ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload: expected false on a CPU, found true"),
+        ("[optimizer]\nbeta1 = 1", "optimizer.beta1: expected a value below 1, found 1"),
+        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2: expected a value below 1, found 1"),
         ("[compile]\nenable = true", "compile.enable: expected false on a CPU, found true"),
         ("[profiling]\nprofile_freq = 3", "expected at least profiler_warmup + profiler_active = 4, found 3"),
         ('[override]\nimports = ["no_such.module.f"]', 'of a module that can be imported, found "no_such.module.f"'),
@@ -173,6 +176,8 @@ def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: P
     assert problems(config(tmp_path, here + other)) == []  # nothing to resume
     (run / "checkpoint" / "step-2" / ".metadata").write_text("")
     assert problems(config(tmp_path, here)) == []
+    (checkpoints,) = problems(config(tmp_path, here + "[checkpoint]\nenable = false"))
+    assert checkpoints.startswith(f"checkpoint.enable: expected true, as in the run in {run}")
     seed, size, model = problems(config(tmp_path, here + other))
     assert seed == f"debug.seed: expected 0, as in the run in {run} (or --job.fresh to start from scratch), found 3"
     assert size.startswith("eval.size: expected 256")
@@ -209,6 +214,7 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     [
         ('[generator]\ndtype = "bfloat16"', "generator.dtype is bfloat16, training.mixed_precision_param is float32"),
         ("[rollout]\ntop_p = 0.9", "rollout.top_p is 0.9"),
+        ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
     ],
 )
 def test_warnings(tmp_path: Path, toml: str, message: str) -> None:

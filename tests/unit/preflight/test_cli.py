@@ -89,7 +89,7 @@ def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: 
         (["--algorithm.name=ppo"], 'critic.lr: expected a value above 0, because algorithm.name = "ppo" trains'),
         (["--algorithm.name=dpo", "--reference.mesh=none"], 'reference.mesh: expected "trainer" or "own"'),
         (["--algorithm.name=gppo"], "--algorithm.name: expected one of "),
-        (["--algorithm.minibatches=3"], "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 16"),
+        (["--algorithm.minibatches=3"], "algorithm.minibatches: expected a divisor of rollout.groups_per_step = 128"),
         (["--algorithm.correction=token_mask"], 'algorithm.proximal: expected "trainer"'),
     ],
 )

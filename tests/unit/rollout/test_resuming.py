@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from hypothesis import given
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from support.rollout_streams import Echo, Failing, ids, right_if_one, source, stream
@@ -189,6 +189,19 @@ class Run:
                 await syncing
 
 
+TWICE = (  # the second process dies before it has started again all that was in flight when the first one died
+    Settings(RolloutSection(groups_per_step=3, group_size=3, lag=3, window=2), failing=True, dynamic=False),
+    [
+        Life([5, 0, 3, 9, 8, 1], slow=6, pulls=[9, 6, 14, 1], steps=3, lost=True),
+        Life([1, 6, 5, 3, 6, 2, 2], slow=3, pulls=[7, 8], steps=1, lost=False),
+        Life([2, 4, 0, 9, 1, 0], slow=9, pulls=[7, 1], steps=3, lost=True),
+        Life([1, 6, 5, 3, 6, 2, 2], slow=3, pulls=[7, 1], steps=1, lost=False),
+    ],
+)
+
+
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
+@example(drawn=TWICE)
 @given(drawn=runs())
 def test_every_prompt_has_one_fate_however_often_a_run_resumes(
     tokenizer: TextTokenizer, drawn: tuple[Settings, list[Life]]

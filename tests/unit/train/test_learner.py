@@ -37,6 +37,7 @@ class Mesh:
         self.folder, self.name = folder, name
         self.broken: Exception | None = None
         self.updates: list[tuple[int, int]] = []
+        self.waited: list[bool] = []  # by save, until it was on disk
 
     def _check(self) -> None:
         if self.broken is not None:
@@ -52,7 +53,8 @@ class Mesh:
         self.updates.append((whole.tokens, int(divisor)))
         return "stats"
 
-    async def save(self, step: int, controller: str = "") -> None:
+    async def save(self, step: int, controller: str = "", *, on_disk: bool = False) -> None:
+        self.waited.append(on_disk)
         folder = self.folder / f"step-{step}"
         folder.mkdir(parents=True, exist_ok=True)
         self._check()
@@ -178,6 +180,19 @@ def test_the_step_being_written_counts_for_none_of_those_kept(tmp_path: Path) ->
     assert checkpoints.whole_steps() == [2, 3]
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert names == ["step-2", "step-3", "step-5", "step-by-step"]
+
+
+def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_path: Path) -> None:
+    policy, critic = Mesh(tmp_path / "checkpoint"), Mesh(tmp_path / "checkpoint/critic")
+    learns, _ = learner(tmp_path, ppo(), trainers=policy, critic=critic)
+
+    async def body() -> None:
+        await learns.save(1, "{}")
+        await learns.save(2, "{}", on_disk=True)
+        await learns.save(3, "{}", last=True)
+
+    asyncio.run(body())
+    assert policy.waited == critic.waited == [False, True, True]
 
 
 def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:

@@ -55,4 +55,6 @@ def warnings(config: Config) -> list[str]:
             'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
             'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
         )
+    if a.name == "ipo" and a.label_smoothing:
+        found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
     return [*found, *snapshot_warning(config, usable_shape(config)[0])]

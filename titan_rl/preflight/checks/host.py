@@ -37,6 +37,8 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         return
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'
+    if config.training.enable_cpu_offload:
+        yield "training.enable_cpu_offload: expected false on a CPU, found true"
     if config.compile.enable:
         yield "compile.enable: expected false on a CPU, found true"
     if config.profiling.enable_memory_snapshot:

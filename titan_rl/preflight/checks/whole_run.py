@@ -59,9 +59,11 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     except (ConfigError, OSError, ValueError):
         return  # written by another version, or its model folder is gone: loading the checkpoint will tell
     kept = ["debug.seed", "task.name"]
+    if not config.checkpoint.enable:
+        yield f"checkpoint.enable: expected true, {_as_before(folder)}, found false"
     if config.task.name == before.task.name == "addition":
         kept.append("eval.size")  # it decides which sums are training examples
-    hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
+    hint = _as_before(folder)
     for key in kept:
         was, found = map(attrgetter(key), (before, config))
         if was != found:
@@ -72,3 +74,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if others and Checkpoints((policy,)).whole_steps() and not Checkpoints.of(folder, config).whole_steps():
         name = as_toml(config.algorithm.name)
         yield f"algorithm.name: expected an algorithm without a critic, {hint}, found {name}"
+
+
+def _as_before(folder: Path) -> str:
+    return f"as in the run in {folder} (or --job.fresh to start from scratch)"

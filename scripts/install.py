@@ -1,0 +1,259 @@
+"""Installs titan_rl and what it needs into the Python that runs this. scripts/setup calls it, with that of .venv.
+
+    .venv/bin/python -I scripts/install.py ENGINE DEV LOG      ENGINE is cpu or cuda, DEV is dev or empty
+
+uv does it if it is on PATH or if pip can install it; otherwise, or if uv fails, pip. Both find packages where pip's
+configuration says. INSTALLER=pip leaves uv out. Needs nothing but Python's standard library and pip.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = Path(sysconfig.get_path("purelib"))
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# The default builds of these packages are for CUDA or for another torch. If one fails to import, transformers does too.
+MEDIA = ("torchvision", "torchaudio", "torchcodec")
+# Packages that vLLM, xgrammar and mistral_common require, and that text models on a CPU do not import.
+CPU_UNUSED = (*MEDIA, "opencv-python-headless")
+TESTS_ONLY = "triton"  # a gigabyte: on a CPU, only the tests of kernels run it, in its interpreter
+# pip's settings, and the environment variables that tell uv the same. Their values may hold passwords: environment
+# variables are private, arguments are not.
+SETTINGS = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "cert": ("SSL_CERT_FILE", ""),
+    "client-cert": ("SSL_CLIENT_CERT", ""),
+    "proxy": ("ALL_PROXY", ""),
+    "timeout": ("UV_HTTP_TIMEOUT", ""),
+}
+TICK, REMIND = 0.2, 20.0  # seconds between two drawings on a terminal; between two plain lines
+TAIL = 20  # lines of the log that a failure shows
+
+
+def main(engine: str, dev: str, log: Path) -> int:
+    project = f".[{engine},{dev}]" if dev else f".[{engine}]"
+    uv = None if os.environ.get("INSTALLER") == "pip" else shutil.which("uv")
+    ensure_pip(uv, log)
+    uv = uv or find_uv(log)
+    if not (uv and install_with_uv(uv, project, engine, dev, log)) and not install_with_pip(project, engine, log):
+        return 1
+    return remove_broken_media(log)
+
+
+def ensure_pip(uv: str | None, log: Path) -> None:
+    """Install the pip that comes with Python, unless there is one."""
+    bundled = [str(wheel) for wheel in Path(sysconfig.get_path("stdlib")).glob("ensurepip/_bundled/pip-*.whl")]
+    offline = ("--python", sys.executable, "--no-index", "--no-deps")
+    if has("pip") or (uv and bundled and run([uv, "pip", "install", *offline, *bundled], "uv", log) == 0):
+        return
+    run([sys.executable, "-m", "ensurepip"], "pip", log)
+
+
+def find_uv(log: Path) -> str | None:
+    """Return the uv of this environment, which pip installs unless there is one."""
+    if os.environ.get("INSTALLER") == "pip":
+        return None
+    own = Path(sys.executable).with_name("uv")
+    if own.exists():
+        return str(own)
+    once = ("--retries", "1", "--timeout", "15")
+    if run([*PIP, "install", "--quiet", *once, "uv"], "pip", log) == 0 and own.exists():
+        return str(own)
+    say("installing with pip, which takes longer: uv is not on PATH, and pip cannot install it")
+    return None
+
+
+def install_with_uv(uv: str, project: str, engine: str, dev: str, log: Path) -> bool:
+    settings = pip_settings()
+    left_out = [] if engine == "cuda" else [*CPU_UNUSED, *([] if dev else [TESTS_ONLY])]
+    overrides = log.with_name("titan_rl.overrides")
+    overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in left_out))
+    command = [uv, "pip", "install", "--python", sys.executable, "--override", str(overrides)]
+    if settings.get("no-index", "0").lower() in ("1", "true", "yes", "on"):
+        command.append("--no-index")
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        command.append("--compile-bytecode")  # no process would keep what it compiles: 9 s of CPU time for each rank
+    if run([*command, "--editable", project], "uv", log, uv_environment(settings, os.environ)) == 0:
+        return True
+    say(f"uv failed, trying pip (the log says why: {log})")
+    return False
+
+
+def install_with_pip(project: str, engine: str, log: Path) -> bool:
+    # torch first: if pip is not configured to find the CPU build, this fails at once and names torch.
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    torch = next((need for need in needs if re.fullmatch(r"torch==[0-9.]+", need)), None)
+    parts = [[f"{torch}+cpu"]] if engine == "cpu" and torch else []
+    return all(run_pip("install", part, log) for part in [*parts, ["--editable", project]])
+
+
+def run_pip(verb: str, arguments: Sequence[str], log: Path) -> bool:
+    if run([*PIP, verb, *arguments], "pip", log) == 0:
+        return True
+    print(*log.read_text(errors="replace").splitlines()[-TAIL:], sep="\n", file=sys.stderr)
+    say(f"pip {verb} failed (docs/install.md has the usual causes). The whole log: {log}")
+    return False
+
+
+def remove_broken_media(log: Path) -> int:
+    broken = [name for name in MEDIA if has(name) and not imports(name)]
+    if broken:
+        if not run_pip("uninstall", ["--yes", *broken], log):
+            return 1
+        say(f"removed {', '.join(broken)}: built for another torch; text models do not need them")
+    return 0
+
+
+def has(name: str) -> bool:
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def imports(name: str) -> bool:
+    return subprocess.run([sys.executable, "-Ic", f"import {name}"], capture_output=True, check=False).returncode == 0
+
+
+def pip_settings() -> dict[str, str]:
+    """Return pip's settings for `pip install`: from its files and its environment variables, which win."""
+    listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
+    found: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listed.splitlines():
+        key, equals, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        if equals and section in found:
+            found[section][name] = str(ast.literal_eval(value))
+    return found["global"] | found["install"] | found[":env:"]
+
+
+def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` with pip's settings in uv's terms. Variables of uv that are set already stay."""
+    own = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}  # best match: as pip chooses
+    for name, (variable, separator) in SETTINGS.items():
+        if value := settings.get(name, "").strip():
+            own[variable] = separator.join(value.split()) if separator else value
+    return own | dict(environment)
+
+
+@dataclass(slots=True)
+class InstallProgress:
+    """What an installer's output says about how far it is."""
+
+    installer: str
+    total: int = 0  # packages to install, once that is known
+    before: int = 0  # packages that were installed when it began
+    found: int = 0  # by pip so far
+    pending: list[str] = field(default_factory=list)  # downloads and builds
+    finished: int = 0  # of them
+    installing: bool = False
+
+    def read_line(self, line: str) -> None:
+        match line.split():
+            case ["Resolved", count, *_] if count.isdecimal():
+                self.total = int(count)
+            case ["Downloading" | "Building", name, *_] if self.installer == "uv":
+                self.pending.append(name)
+            case ["Downloaded" | "Built", name, *_] if name in self.pending:
+                self.pending.remove(name)
+                self.finished += 1
+            case ["Prepared", *_]:
+                self.installing = True
+            case ["Collecting", name, *_]:
+                self.found += 1
+                self.pending = [re.split(r"[^\w.-]", name)[0]]
+            case ["Installing", "collected", "packages:", *names]:
+                self.installing, self.total = True, len(names)
+
+    def describe(self, installed: int) -> str:
+        if self.installing:
+            done = min(self.total, max(0, installed - self.before))
+            return f"{self.installer}: {done} of {self.total} packages installed"
+        now = ", ".join(self.pending[:3]) + ", ..." * (len(self.pending) > 3)
+        if self.found:
+            return f"{self.installer}: {self.found} packages found, now {now}"
+        if self.pending or self.finished:
+            fetched = f"{self.finished} of {self.finished + len(self.pending)} fetched"
+            return f"{self.installer}: {self.total} packages, {fetched}" + (f", now {now}" if now else "")
+        return f"{self.installer}: {self.total} packages" if self.total else f"{self.installer}: choosing versions"
+
+
+def run(command: Sequence[str], title: str, log: Path, environment: Mapping[str, str] | None = None) -> int:
+    """Run a command in the checkout; write its output to the log, and show its progress meanwhile."""
+    progress = InstallProgress(title, before=count_packages())
+    try:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except OSError as error:
+        with log.open("a") as file:
+            print(error, file=file)
+        return 1
+
+    def read_output() -> None:
+        assert process.stdout
+        with log.open("a") as file:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                progress.read_line(line)
+
+    reader = threading.Thread(target=read_output)
+    reader.start()
+    show_progress(progress, reader)
+    return process.wait()
+
+
+def show_progress(progress: InstallProgress, reader: threading.Thread) -> None:
+    """Until the reader ends, redraw one line on a terminal; elsewhere print one every REMIND seconds."""
+    live = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "dumb") and not os.environ.get("CI")
+    began = reminded = time.monotonic()
+    while True:
+        reader.join(TICK)
+        if not reader.is_alive():
+            break
+        now = time.monotonic()
+        if not live and now - reminded < REMIND:
+            continue
+        text = f"titan_rl: {progress.describe(count_packages())}, {now - began:.0f} s"
+        if live:
+            sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+        else:
+            print(text, file=sys.stderr, flush=True)
+            reminded = now
+    if live:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def count_packages() -> int:
+    return sum(1 for _ in PACKAGES.glob("*.dist-info"))
+
+
+def say(text: str) -> None:
+    print(f"titan_rl: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    except KeyboardInterrupt:
+        sys.exit(130)
