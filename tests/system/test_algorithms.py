@@ -180,7 +180,7 @@ config = c.Config(
     job=c.JobSection(dump_folder=sys.argv[1]),
     checkpoint=c.CheckpointSection(enable=False),
     model=c.ModelSection(dim=64, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=96),
-    training=c.TrainingSection(steps=4, seq_len=32),
+    training=c.TrainingSection(steps=8, seq_len=32),
     optimizer=c.OptimizerSection(lr=1e-2),
     algorithm=c.AlgorithmSection(kl_coef=0.1),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.doctor.machine_facts import VARIABLES
 from titan_rl.doctor.screen import without_home
 
 ROOT = Path(__file__).parents[3]
@@ -19,7 +20,7 @@ BARE = (
 def doctor(
     *args: str, python: tuple[str, ...] = ("-m", "titan_rl.doctor"), **env: str
 ) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "ATEN_CPU_CAPABILITY")}
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", *VARIABLES)}
     command = [sys.executable, *python, *args]
     return subprocess.run(command, cwd=ROOT, env=kept | env, capture_output=True, text=True, timeout=120)
 
