@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titan_rl.meshes import zygotes
@@ -186,7 +185,8 @@ def _socket() -> str:
     if not _path:
         folder = tempfile.mkdtemp(prefix="shims-", dir=os.environ.get("TMPDIR"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        _path = str(Path(folder) / "report")
+        # Short however long TMPDIR is, as the name of a socket has to be.
+        _path = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/report"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(_path)
         listener.listen(256)

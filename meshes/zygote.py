@@ -55,12 +55,11 @@ READ_AT_IMPORT = tuple(
     b"ATEN_ DNNL_ ONEDNN_ MKL_ OMP_ KMP_ GOMP_ TORCH PYTORCH_ VLLM_ HF_ TRANSFORMERS_ TOKENIZERS_ "
     b"PYTHON LD_ MALLOC_ TRITON_ NCCL_ CUDA_".split()
 )
-READ_LATER = (
-    b"PYTHONPATH CUDA_VISIBLE_DEVICES TORCHINDUCTOR_CACHE_DIR "
-    b"PYTORCH_NVML_BASED_CUDA_CHECK TORCHINDUCTOR_COMPILE_THREADS".split()  # vLLM sets these two itself
-)
-"""Prefixes of variables that libraries may have read when they were imported: a rank needs the values that its zygote
-had. The exceptions are replaced in time."""
+READ_LATER = b"PYTHONPATH CUDA_VISIBLE_DEVICES TORCHINDUCTOR_CACHE_DIR".split()
+SET_BY_IMPORTS = b"PYTORCH_NVML_BASED_CUDA_CHECK TORCHINDUCTOR_COMPILE_THREADS TRITON_CACHE_AUTOTUNING".split()
+SET_BY_IMPORTS += [b"LD_LIBRARY_PATH"]  # cv2 appends its own folder
+"""A rank needs the values that its zygote was imported with in variables of these prefixes. The exceptions are replaced
+in time, or are set by vLLM in any process that imports it: the tests' own, say."""
 
 ROOM = "TITAN_RL_ROOM"  # padding of the zygote's environment, which a rank's own is written over
 REQUEST_SECONDS = 5.0
@@ -238,7 +237,7 @@ def unfit(request: Request, own: dict[bytes, bytes]) -> str:
         return f"it runs {sys.executable}, the rank needs {request.python}"
     for name in sorted({*request.environment, *own}):
         ours, theirs = own.get(name), request.environment.get(name)
-        if ours != theirs and name.startswith(READ_AT_IMPORT) and name not in READ_LATER:
+        if ours != theirs and name.startswith(READ_AT_IMPORT) and name not in READ_LATER + SET_BY_IMPORTS:
             ours, theirs = ("unset" if value is None else repr(os.fsdecode(value)) for value in (ours, theirs))
             return f"the rank needs {os.fsdecode(name)} {theirs}, it was imported with {ours}"
     return ""

@@ -167,7 +167,9 @@ def test_nonsense_does_not_end_a_zygote(nursery: Nursery) -> None:
 
 
 def test_a_killed_controller_leaves_nothing(tmp_path: Path) -> None:
-    """Its zygote, shims and ranks are gone within a second, a stopped rank too."""
+    """Its zygote, shims and ranks are gone within a second, a stopped rank too. Nor does a long TMPDIR harm it."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
     program = f"""
 import os, sys, time
 sys.path.insert(0, {str(TESTS)!r})
@@ -181,7 +183,7 @@ os.kill(ranks[0], 19)
 print(zygote.pid, *(shim.pid for shim in shims), *ranks, flush=True)
 time.sleep(60)
 """
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "TMPDIR": str(folder)}
     controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env)
     assert controller.stdout is not None
     pids = [int(pid) for pid in controller.stdout.readline().split()]
