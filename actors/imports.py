@@ -3,6 +3,7 @@
 Importing this module imports none of them.
 """
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ def without_gc() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else Triton reports everything that is never freed, at the process's end
         gc.enable()
 
 

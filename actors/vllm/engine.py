@@ -12,11 +12,13 @@ Importing this module imports neither torch nor vLLM: the controller imports it 
 """
 
 import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import without_gc
@@ -97,6 +99,7 @@ class Engine:
             on_cpu = current_platform.is_cpu()
             if on_cpu:
                 vllm_cpu.patch()
+            _import_model(settings.model_dir)
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
@@ -268,6 +271,16 @@ def _sha256(tensor: "Tensor") -> str:
     import torch
 
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+
+
+def _import_model(folder: str) -> None:
+    """Import the model's class here and register it. vLLM would import it in another process first, if its cache on
+    this machine does not know the class: 7 CPU seconds. vLLM does so to be able to fork after that, which we never do.
+    """
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _quiet_logging() -> None:

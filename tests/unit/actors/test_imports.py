@@ -38,6 +38,7 @@ print(torchtitan.trainer.__file__ is not None)
 
 def test_a_trainer_rank_imports_no_trainer_and_no_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=False)
+    assert "leaked" not in done.stderr
     assert done.stdout.splitlines() == ["[]", "True True", "True"], done.stderr
 
 
