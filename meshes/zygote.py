@@ -136,8 +136,10 @@ def leave(code: int) -> NoReturn:
 def preload(kind: str) -> None:
     gc.disable()
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))  # ignored until vLLM has set it up
-    path = Path(__file__).resolve().parents[1] / "actors" / "imports.py"
-    with runpy.run_path(str(path))["compile_deferred"]() if kind == "model" else nullcontext():
+    actors = Path(__file__).resolve().parents[1] / "actors"
+    if kind == "model":
+        runpy.run_path(str(actors / "titan" / "__init__.py"))  # TorchTitan imports without triton after it
+    with runpy.run_path(str(actors / "imports.py"))["compile_deferred"]() if kind == "model" else nullcontext():
         for name in PRELOAD[kind].split():
             try:
                 importlib.import_module(name)

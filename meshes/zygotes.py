@@ -61,8 +61,9 @@ class Zygotes:
 
     def keep(self, kinds: Collection[Kind], *, threads: int = 1) -> None:
         """Have a zygote of each of these kinds and no other, all with this number of OpenMP threads."""
-        for kind in [kind for kind, (own, _) in self._started.items() if kind not in kinds or own != threads]:
-            self._end(kind)
+        for kind, (own_threads, _) in list(self._started.items()):
+            if kind not in kinds or own_threads != threads:
+                self._end(kind)
         for kind in kinds if self._own else ():
             if kind not in self._started:
                 with suppress(OSError):  # the path is too long for a socket, say: ranks start cold, with a warning

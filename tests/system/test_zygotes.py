@@ -14,7 +14,7 @@ from support.outputs import losses, sampled
 from support.running import Run, Runs
 from titan_rl.meshes.zygotes import OFF, VARIABLE
 
-ENDLESS = {"training__steps": 100_000, "eval__interval": 0, "algorithm__max_dead_steps": 0}
+ENDLESS: dict[str, Any] = {"training__steps": 100_000, "eval__interval": 0, "algorithm__max_dead_steps": 0}
 
 
 def until(run: Run, what: Callable[[], Any]) -> None:
