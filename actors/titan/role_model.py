@@ -19,7 +19,7 @@ from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
 class RoleModel(TitanModel):
     def __init__(self, role: RoleName, config: Config, shape: ModelShape, parallelism: ParallelismSection) -> None:
         super().__init__(config, shape, parallelism)
-        self.role = role
+        self.role: RoleName = role
         self._objectives = Objectives(self, config)
         self._lent: dict[str, FrozenWeights] = {}
         self._phase: Phase | None = None
