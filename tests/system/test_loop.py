@@ -141,13 +141,13 @@ def test_shipped_configs_agree_on_log_probs(runs: Runs, tmp_path: Path, config: 
 
 
 def test_learning_happens(runs: Runs, tmp_path: Path) -> None:
-    """The README's promise, whole: random weights, a cold start to about one half, then RL improves on it.
+    """The README's promise, with fewer steps: random weights, a cold start to about 0.7, then RL improves on it.
 
-    The bar is one that every CPU clears: the same recipe ended at 0.836, 0.895, 0.945 and 0.98 on four kinds.
+    The bar is far below what was measured: docs/benchmarks/learning.csv has whole runs on emulated machines.
     """
-    run = runs.finish(tmp_path / "run", small=False)
+    run = runs.finish(tmp_path / "run", small=False, training__steps=40)
     summary = run.summary()
-    assert 0.4 <= summary["initial_eval"] <= 0.85
-    assert summary["final_eval"] >= max(0.75, summary["initial_eval"] + 0.05)
+    assert 0.5 <= summary["initial_eval"] <= 0.9
+    assert summary["final_eval"] >= max(0.8, summary["initial_eval"] + 0.05)
     for line in run.lines("metrics.jsonl"):
         assert line["logprob_gap/mean"] <= TIGHT["float32"]
