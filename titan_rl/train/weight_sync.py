@@ -233,7 +233,8 @@ class WeightSync:
 
     async def sync(self, version: int) -> SyncStats:
         await self.begin_sync(version)
-        return await self.settle()
+        cost = await self.settle()
+        return replace(cost, waited=cost.seconds)  # the trainers do nothing else, however long the controller is busy
 
     async def begin_sync(self, version: int, then: Callable[[], None] = lambda: None) -> SyncStats:
         """Start a sync, but wait only until the trainers have published and may step again. `then` is called once the
