@@ -32,8 +32,12 @@ def socket_folder() -> Iterator[Path]:
             shutil.rmtree(left, ignore_errors=True)
     folder = base / f"titan_rl-{os.getpid()}"
     folder.mkdir(mode=0o700)  # fails if another user owns that name: ours was removed above
+    before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
     try:
         yield folder
     finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
         shutil.rmtree(folder, ignore_errors=True)
