@@ -25,14 +25,14 @@ for text in json.load(open(sys.argv[1])):
     answer = model.generate(**prompt)[0, prompt["input_ids"].shape[1]:]
     answers.append(tokenizer.decode(answer, skip_special_tokens=True))
 assert "titan_rl" not in sys.modules
-print(json.dumps(answers))
+print("answers:", json.dumps(answers))
 """,
     "vllm": """
     import json, sys
     asked = llm.generate(json.load(open(sys.argv[1])), SamplingParams(temperature=0))
     assert "titan_rl" not in sys.modules
     print()
-    print(json.dumps([each.outputs[0].text for each in asked]))
+    print("answers:", json.dumps([each.outputs[0].text for each in asked]))
 """,
 }
 
@@ -68,10 +68,10 @@ def score(run: Run, folder: Path, engine: str, scratch: Path) -> float:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    shown, *_, last = done.stdout.strip().splitlines()
-    first, *answers = json.loads(last)
-    if engine == "transformers":  # vLLM prints progress of its own
-        assert shown == first
+    lines = done.stdout.splitlines()
+    (said,) = (line for line in lines if line.startswith("answers: "))  # vLLM prints progress of its own
+    first, *answers = json.loads(said.removeprefix("answers: "))
+    assert first in lines, "the snippet shows the answer to its own prompt"
     right = [answer == example.answer for answer, example in zip(answers, task.heldout, strict=True)]
     return sum(right) / len(right)
 
