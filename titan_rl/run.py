@@ -98,6 +98,9 @@ def entry() -> None:
         code = main()
     except SystemExit:
         raise
+    except KeyboardInterrupt:  # later ones are the run's to handle
+        print("stopped before anything was started")
+        code = STOPPED
     except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
         traceback.print_exc()
         code = FAILED
