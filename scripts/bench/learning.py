@@ -52,8 +52,8 @@ MACHINES = {
 }
 """ATEN_CPU_CAPABILITY selects torch's kernels, ONEDNN_MAX_CPU_ISA those of oneDNN, MKL_CBWR the matrix products."""
 GRID = ("as it is", "avx2, 2 threads", "sse4", "avx2, compatible sums")
-"""Machines whose curves differed on an AMD EPYC with AVX-512. There "avx512" gave the curve of "as it is", "avx" that of
-"sse4", and a second thread changed no bit."""
+"""Machines whose curves differed on an AMD EPYC with AVX-512. There "avx512" gave the curve of "as it is", "avx" that
+of "sse4", and a second thread changed no bit."""
 
 
 def learning(path: Path, config: str, machines: Sequence[str], seeds: Sequence[int], rows: Sequence[Any]) -> None:
