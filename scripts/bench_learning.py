@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how reliably shipped configs learn: whole runs over seeds and emulated machines. Appends a row per run.
 
-    .venv/bin/python scripts/bench_learning.py                       # grpo_llama: 10 machines, 2 seeds; about an hour
+    .venv/bin/python scripts/bench_learning.py                       # grpo_llama: 4 machines, 5 seeds: 20 runs
     .venv/bin/python scripts/bench_learning.py --configs ppo_llama --machines avx2 "sse4, 2 threads" --seeds 3
     .venv/bin/python scripts/bench_learning.py --plot                # only print the ranges and plot the CSV
 
@@ -13,15 +13,15 @@ the script continues where it was stopped. A run is deterministic: a busy machin
 import argparse
 from pathlib import Path
 
-from bench.learning import MACHINES, learning, plot, summary
+from bench.learning import GRID, MACHINES, learning, plot, summary
 from bench.rows import BENCHMARKS, CONFIG, csv_rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", nargs="+", default=[CONFIG])
-    parser.add_argument("--machines", nargs="+", default=list(MACHINES), choices=list(MACHINES))
-    parser.add_argument("--seeds", type=int, default=2, help="seeds 0 to SEEDS - 1 on every machine (default: 2)")
+    parser.add_argument("--machines", nargs="+", default=list(GRID), choices=list(MACHINES))
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to SEEDS - 1 on every machine (default: 5)")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "learning.csv")
     parser.add_argument("--plot", action="store_true", help="only plot the CSV")
     a = parser.parse_args()

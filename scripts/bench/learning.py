@@ -51,6 +51,9 @@ MACHINES = {
     "avx2, compatible sums": emulated("avx2", "SSE41", "COMPATIBLE", 1),
 }
 """ATEN_CPU_CAPABILITY selects torch's kernels, ONEDNN_MAX_CPU_ISA those of oneDNN, MKL_CBWR the matrix products."""
+GRID = ("as it is", "avx2, 2 threads", "sse4", "avx2, compatible sums")
+"""Machines whose curves differed on an AMD EPYC with AVX-512. There "avx512" gave the curve of "as it is", "avx" that
+of "sse4", and a second thread changed no bit."""
 
 
 def learning(path: Path, config: str, machines: Sequence[str], seeds: Sequence[int], rows: Sequence[Any]) -> None:
@@ -113,9 +116,11 @@ def summary(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
         own = [row for row in rows if row["config"] == config]
         starts, finals = ([float(row[key]) for row in own] for key in ("start", "final"))
         improved = sum(final > start for start, final in zip(starts, finals, strict=True))
+        distinct = len({(row["seed"], row["curve"]) for row in own})
         seconds = [statistics.median(float(row[key]) for row in own) for key in ("wall_s", "cpu_s")]
         yield (
-            f"{config}: {len(own)} runs, {spread(starts)} -> {spread(finals)}, {improved} improved, "
+            f"{config}: {len(own)} runs with {distinct} different curves, "
+            f"{spread(starts)} -> {spread(finals)}, {improved} improved, "
             f"{sum(final >= PROMISED for final in finals)} ended at {PROMISED} or more; "
             f"median wall {seconds[0]:.0f} s, CPU {seconds[1]:.0f} s"
         )

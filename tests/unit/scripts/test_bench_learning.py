@@ -44,9 +44,11 @@ def test_machines_differ() -> None:
 def test_the_summary_counts_the_runs_that_end_high_and_those_that_improve() -> None:
     rows = [row("a", "avx2", 0, 0.7, 0.95), row("a", "sse4", 0, 0.6, 0.94), row("b", "sse4", 0, 0.6, 0.5)]
     assert list(summary(rows)) == [
-        "a: 2 runs, 0.650 (0.600 to 0.700) -> 0.945 (0.940 to 0.950), 2 improved, 1 ended at 0.95 or more; "
+        "a: 2 runs with 2 different curves, "
+        "0.650 (0.600 to 0.700) -> 0.945 (0.940 to 0.950), 2 improved, 1 ended at 0.95 or more; "
         "median wall 60 s, CPU 90 s",
-        "b: 1 runs, 0.600 (0.600 to 0.600) -> 0.500 (0.500 to 0.500), 0 improved, 0 ended at 0.95 or more; "
+        "b: 1 runs with 1 different curves, "
+        "0.600 (0.600 to 0.600) -> 0.500 (0.500 to 0.500), 0 improved, 0 ended at 0.95 or more; "
         "median wall 60 s, CPU 90 s",
     ]
 
