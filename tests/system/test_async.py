@@ -36,11 +36,13 @@ def trained_prompts(run: Run, steps: int, groups: int = 4, size: int = 4) -> lis
 
 @pytest.fixture(scope="module")
 def lagging(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of long answers that never stop early, so that a sync happens in their middle."""
+    """A run of long answers that never stop early, four at a time: the generator always has work, whatever the CPU, so
+    a sync happens in the middle of answers."""
     return runs.finish(
         tmp_path_factory.mktemp("lagging") / "run",
         rollout__lag=2,
         rollout__max_new_tokens=48,
+        generator__max_num_seqs=4,
         training__steps=12,
         **LAGGING,
     )
