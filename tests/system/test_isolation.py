@@ -13,10 +13,13 @@ import pytest
 
 from support.running import Run, Runs
 
-NOBODY = 65534
 ATTACK = """
-import json, socket, sys
+import json, os, socket, sys
 names, reached = json.load(sys.stdin), []
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
 for family, address in names:
     with socket.socket(getattr(socket, family)) as attacker:
         attacker.settimeout(2)
@@ -32,11 +35,8 @@ Address = tuple[str, str | tuple[str, int]]
 
 def reached(addresses: list[Address]) -> list[str]:
     """Return those that another user can connect to; a test run that is not root can try it as its own user only."""
-    user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
-    python = os.path.realpath(sys.executable)  # a virtual environment may be in a folder of this user's
-    done = subprocess.run(
-        [python, "-I", "-S", "-c", ATTACK], input=json.dumps(addresses), cwd="/", text=True, capture_output=True, **user
-    )
+    command = [sys.executable, "-I", "-S", "-c", ATTACK]
+    done = subprocess.run(command, input=json.dumps(addresses), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
