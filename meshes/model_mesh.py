@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from monarch.actor import HostMesh
-from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
@@ -47,8 +46,7 @@ class ModelMesh:
         self._warm.clear()
         shape = {"dp": self.dp, "tp": self.tp}
         kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
-        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env)
-        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
+        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env, group=True)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
         self._ranks = {label(self.name, point): actors.slice(**point) for point in points}

@@ -9,10 +9,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
 
@@ -21,22 +21,39 @@ if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
+OPTED_OUT = 'hosts.isolation is "off"'
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    with ExitStack() as stack:
-        zygotes = None
-        if not {"--dry-run", "--help", "-h"} & set(argv):
-            zygotes = stack.enter_context(serving(stack.enter_context(socket_folder())))
-            if not NVIDIA.exists():
-                zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
-        return check_and_run(argv, zygotes)
+    if {"--dry-run", "--help", "-h"} & set(argv):
+        return check_and_run(argv, None)
+    with socket_folder() as folder, serving(folder) as zygotes:
+        if not NVIDIA.exists():
+            zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+        exposed = OPTED_OUT if isolation_of(argv) == "off" else isolation.isolate()
+        return check_and_run(argv, zygotes, exposed)
 
 
-def check_and_run(argv: Sequence[str], zygotes: Zygotes | None) -> int:
-    from titan_rl.preflight.cli import parse
+def isolation_of(argv: Sequence[str]) -> str:
+    """Return hosts.isolation before anything is checked: only a process with one thread can be isolated. A config that
+    cannot be read is refused later."""
+    from titan_rl.config import toml
+
+    given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    own = given.get("--hosts.isolation")
+    try:
+        return toml.load(
+            toml.find(given.get("--config", "")), [("hosts.isolation", own)] if own else []
+        ).hosts.isolation
+    except toml.ConfigError:
+        return "auto"
+
+
+def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
+    """`exposed`: why other users reach the sockets of this process. Without zygotes, it is a dry run."""
+    from titan_rl.preflight.cli import parse, refuse
     from titan_rl.preflight.describe import describe
     from titan_rl.preflight.setup import prepare
     from titan_rl.record.terminal import Terminal
@@ -45,18 +62,25 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None) -> int:
     invocation = parse(argv)
     config = invocation.config
     terminal = Terminal()
+    if zygotes is None:
+        exposed = OPTED_OUT if config.hosts.isolation == "off" else isolation.refusal()
+    if exposed and config.hosts.isolation == "require":
+        refuse(
+            invocation.config_name, [f"hosts.isolation: expected a kernel that can isolate the run, found: {exposed}"]
+        )
+    warnings = [*invocation.warnings, *([isolation.warning(exposed)] if exposed else [])]
     device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
     if zygotes is None:
         with tempfile.TemporaryDirectory() as scratch:
             setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))
-            terminal.plan(describe(setup, invocation.warnings))
+            terminal.plan(describe(setup, warnings))
         terminal.note("dry run: everything was checked, nothing was started")
         return FINISHED
     # None on CUDA: an import may initialize it, and then no process may fork.
     kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
     zygotes.keep(kinds, threads=config.hosts.threads)
     setup = prepare(invocation.config_name, config, device=device)
-    terminal.plan(describe(setup, invocation.warnings))
+    terminal.plan(describe(setup, warnings))
     if setup.finished:
         terminal.note(
             f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"

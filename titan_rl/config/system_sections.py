@@ -150,6 +150,9 @@ class HostsSection:
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
+    isolation: Literal["auto", "require", "off"] = "auto"
+    """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
+    the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
     threads: int = bounds(1, ge=1)
     """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
     cores."""
