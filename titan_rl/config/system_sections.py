@@ -20,7 +20,8 @@ class JobSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugSection:
     seed: int = bounds(0, ge=0, lt=2**63)
-    """The only seed: data order, sampling and initialization all derive from it. Below 2^32 if the run has generators."""
+    """The only seed: data order, sampling and initialization all derive from it. With generators
+    it is below 2^32."""
     deterministic: bool = False
     """Use deterministic torch algorithms. Slower on GPU; on CPU runs are deterministic anyway."""
 
