@@ -1,7 +1,7 @@
 """A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order.
 
 trainer                             the policy: every verb
-critic                              begin_phase, scores, step, save, snapshot; first load_weights
+critic                              begin_phase, scores, step, save, wait_for_saving, snapshot; first load_weights
 reference, teacher, reward_model    load_weights and scores: a frozen role never begins a phase
 """
 
@@ -93,6 +93,10 @@ class ModelMesh:
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
         await self._all("save", step, controller, on_disk)
+
+    async def wait_for_saving(self) -> None:
+        """Return when the last checkpoint is on disk, or raise if it failed."""
+        await self._all("wait_for_saving")
 
     async def snapshot(self, snapshot: Snapshot) -> list[int]:
         """Let every rank begin to copy its state into its part; return the bytes of each."""
