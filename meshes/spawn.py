@@ -57,9 +57,18 @@ async def spawn(
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 
     def begin() -> None:  # in the new process, before any actor
+        import ctypes
         import os
+        import signal
+
+        from titan_rl.wire.streams import outlive_readers
 
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only, which then stops the others
+        libc = ctypes.CDLL(None)  # signal.signal() is for main threads
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so do signals to every process of a job
+            libc.signal(number, int(signal.SIG_IGN))
+        outlive_readers()
 
     return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
 

@@ -100,6 +100,8 @@ def main() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller's; its death ends this and the ranks
+        signal.signal(number, signal.SIG_IGN)
     # A rank writes over the block of memory that these strings are in, so the C library has to hold them elsewhere.
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
     _set_environment(own)

@@ -3,8 +3,8 @@
 Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by Ctrl-C.
 """
 
-import asyncio
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
+from titan_rl.wire.streams import outlive_readers
 
 if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.preflight.cli import Invocation
@@ -115,6 +116,8 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
     prepare_environment(setup.config.fault.detect_seconds)
+    import asyncio  # late: a Ctrl-C during the first imports prints a traceback
+
     from titan_rl.session import session
     from titan_rl.wire.errors import RunError
 
@@ -126,6 +129,9 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
         return FAILED
     except asyncio.CancelledError:
         finished = False
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the run has ended; what is left to do is to say so
     if not finished:
         terminal.note(f"stopped; {resume_hint(setup)}")
         return STOPPED
@@ -147,6 +153,10 @@ def resume_hint(setup: "Setup") -> str:
 
 def entry() -> None:
     """Exit without waiting for threads or workers: worker processes die with the controller."""
+    outlive_readers()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, signal.default_int_handler)
     try:
         code = main()
     except SystemExit:
