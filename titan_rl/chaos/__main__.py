@@ -20,8 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from titan_rl.chaos.inflict import Outcome, inflict
-from titan_rl.chaos.schedule import DOCS, KINDS, Fault, cases, problems, role_of, schedule
+from titan_rl.chaos.inflict import inflict
+from titan_rl.chaos.outcome import Outcome
+from titan_rl.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cases, problems, role_of, schedule
 from titan_rl.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.chaos.table import Findings, show, write
 from titan_rl.chaos.verdict import audits, shared_memory, summary
@@ -113,6 +114,8 @@ class Chaos:
         self._only = [part for part in options.only.split(",") if part]
         if invocation.config.weight_sync.verify != "live":  # damage would not be detected
             self._only = [part for part in self._only or KINDS if not part.startswith("corrupt")]
+        if options.overlap:  # faults of the controller are faults of everything
+            self._only = [part for part in self._only or KINDS if VICTIMS.get(part.split(":")[0]) != (CONTROLLER,)]
         self._folder = Path(self._config.job.dump_folder).absolute()
         roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
         if found := problems(options.kills, roles, self._config.training.steps, self._only):

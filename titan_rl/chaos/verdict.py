@@ -34,7 +34,7 @@ def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str
         code = run.process.returncode
         found |= {
             "the run ended well": [f"expected exit code 0, found {code}"] if code else [],
-            "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
+            "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.open_incidents],
             "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
             "no shared memory is left": [f"{path} is left" for path in _leaked(shared)],
             "no sockets are left": [f"{folder} is left" for folder in run.socket_folders()],
