@@ -162,6 +162,7 @@ def practice_examples(task: Task, config: Config) -> list[Example]:
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:
     """Write a Hugging Face model folder without weights: what vLLM needs to build the model."""
+    (folder / "config.json").unlink(missing_ok=True)  # a killed process may have left half of one
     characters.build(folder)
     tokenizer = TextTokenizer.load(folder)
     config = shape.hf_config(bos=tokenizer.bos, eos=tokenizer.eos, pad=tokenizer.pad)
