@@ -23,6 +23,7 @@ from titan_rl.meshes.healing import Fleet, GeneratorPolicy
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load
 from titan_rl.meshes.spawn import spawn
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded
@@ -71,7 +72,8 @@ class GeneratorMesh:
             environment = {**ENV, **env}
             procs = await spawn(host, name=name, shape={"tp": tp}, kind="generator", env=environment, env_of=extra)
             if tp > 1:
-                await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
+                async with deadline(policy.init_seconds):
+                    await setup_torch_elastic_env_async(procs)
             return Replica(
                 replica,
                 name,

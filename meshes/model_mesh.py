@@ -18,6 +18,7 @@ from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.spawn import end, spawn
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import Snapshot
@@ -48,7 +49,8 @@ class ModelMesh:
         shape = {"dp": self.dp, "tp": self.tp}
         kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
         self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env)
-        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
+        async with deadline(self._init_seconds):
+            await setup_torch_elastic_env_async(self._procs)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
         self._ranks = {label(self.name, point): actors.slice(**point) for point in points}
