@@ -80,6 +80,10 @@ class ModelRank(Actor):
             self._model.phase.save(step, controller, on_disk=on_disk)
 
     @verb
+    async def wait_for_saving(self) -> None:
+        self._model.phase.wait_for_saving()
+
+    @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
         return self._model.phase.snapshot(step, controller, part)
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from monarch.actor import HostMesh
-from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.vllm.engine import EngineInfo, EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
@@ -23,7 +22,6 @@ from titan_rl.meshes.healing import Fleet, GeneratorPolicy
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load
 from titan_rl.meshes.spawn import spawn
-from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.spans import Recorded
@@ -70,10 +68,10 @@ class GeneratorMesh:
 
             name = f"generator{replica}"
             environment = {**ENV, **env}
-            procs = await spawn(host, name=name, shape={"tp": tp}, kind="generator", env=environment, env_of=extra)
-            if tp > 1:
-                async with deadline(policy.init_seconds):
-                    await setup_torch_elastic_env_async(procs)
+            shape = {"tp": tp}
+            procs = await spawn(
+                host, name=name, shape=shape, kind="generator", env=environment, env_of=extra, group=tp > 1
+            )
             return Replica(
                 replica,
                 name,

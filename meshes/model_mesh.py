@@ -1,7 +1,7 @@
 """A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order.
 
 trainer                             the policy: every verb
-critic                              begin_phase, scores, step, save, snapshot; first load_weights
+critic                              begin_phase, scores, step, save, wait_for_saving, snapshot; first load_weights
 reference, teacher, reward_model    load_weights and scores: a frozen role never begins a phase
 """
 
@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 from monarch.actor import HostMesh
-from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.spawn import end, spawn
-from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import Snapshot
@@ -48,9 +46,7 @@ class ModelMesh:
         self._warm.clear()
         shape = {"dp": self.dp, "tp": self.tp}
         kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
-        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env)
-        async with deadline(self._init_seconds):
-            await setup_torch_elastic_env_async(self._procs)
+        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env, group=True)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
         self._ranks = {label(self.name, point): actors.slice(**point) for point in points}
@@ -97,6 +93,10 @@ class ModelMesh:
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
         await self._all("save", step, controller, on_disk)
+
+    async def wait_for_saving(self) -> None:
+        """Return when the last checkpoint is on disk, or raise if it failed."""
+        await self._all("wait_for_saving")
 
     async def snapshot(self, snapshot: Snapshot) -> list[int]:
         """Let every rank begin to copy its state into its part; return the bytes of each."""

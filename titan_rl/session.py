@@ -37,6 +37,8 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     status = Status(stop, incidents)
     control.question(status=status.answer)
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
+    if not config.checkpoint.enable:
+        control.withhold("checkpoint", "pause", why="expected checkpoint.enable = true, found false: nothing is saved")
     try:
         async with (
             control,

@@ -47,6 +47,7 @@ class Key:
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
+    lt: float | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -60,8 +61,9 @@ class Key:
     def range(self) -> str:
         if self.ge is not None and self.ge == self.le:
             return f"= {self.ge:g}"
-        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        digits = "d" if self.type is int else "g"
+        return " and ".join(f"{sign} {limit:{digits}}" for sign, limit in limits if limit is not None)
 
     @property
     def expected(self) -> str:
@@ -82,6 +84,7 @@ class Key:
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
         )
 
     def parse(self, text: str) -> Any:

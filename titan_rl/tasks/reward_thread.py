@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
+from titan_rl.isolation import start_outside
 from titan_rl.tasks.rewards import BUILT_IN, Reward
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.types import Completion, Judge, Prompt
@@ -45,7 +46,7 @@ class SideThread:
 
             if self._calls is None:
                 self._calls = SimpleQueue()
-                threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
+                start_outside(threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True))
             self._calls.put(call)
             try:
                 async with deadline(seconds):

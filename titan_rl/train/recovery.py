@@ -8,13 +8,14 @@ made again; in a synchronous run they give the same losses. Generators stay, and
 generator replica is healed by its own mesh and never gets here.)
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.incidents import ROLLBACK, Incident
-from titan_rl.record.run_folder import Resume, aside
+from titan_rl.record.run_folder import Resume, aside, sound_resume
 from titan_rl.train.health import Rewind
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankDied, RunError
@@ -44,7 +45,7 @@ class Recovery:
                     await self._run.watch.drive(self._mend())
                     mending = False
                 self.attempt += 1
-                await self._run.watch.drive(attempt(self.resume))
+                await self._run.watch.drive(attempt(await self._sound_resume()))
                 return
             except RunError as error:
                 try:
@@ -54,6 +55,16 @@ class Recovery:
                         self._run.incidents.given_up(incident, "the run ends")
                     raise
                 mending = True
+
+    async def _sound_resume(self) -> Resume:
+        """Where this attempt resumes. The first does as was decided before any process was spawned."""
+        run = self._run
+        if self.attempt == 1:
+            return run.setup.resume
+        resume, notes = await asyncio.to_thread(sound_resume, run.setup.folder, run.config, run.snapshots.newest())
+        for note in notes:
+            run.incidents.note(note)
+        return resume
 
     def began(self, step: int) -> None:
         """Note that an attempt resumed after `step` with everything up."""

@@ -64,12 +64,16 @@ CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
         ),
         ([{"prompt": "2", "answer": "3"}], "", "['answer', 'prompt']"),
         ([], "", "task.path: expected at least one row"),
-        ([CHAT], "", 'task.template: expected "chat" for the messages in row 1'),
-        ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, because row 2 of"),
+        ([CHAT], "", 'task.template: expected "chat" for the messages in {}/train.jsonl:1, found "plain"'),
+        (
+            [GOOD, GOOD | {"answer": " "}],
+            "[cold_start]\nsteps = 3",
+            "cold_start.steps: expected 0, because {}/train.jsonl:2 has no answer",
+        ),
         (
             [GOOD | {"answer": "two"}],
             'reward = "last_number"',
-            "task.reward: expected a number in the answer of row 1 of",
+            'task.reward: expected a number in the answer of {}/train.jsonl:1, found "two"',
         ),
         ([GOOD, "", *[GOOD] * 100, "the last one"], "", "train.jsonl:103: expected a JSON object, found"),
     ],
@@ -79,7 +83,7 @@ def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None
     heldout = rows(tmp_path / "test.jsonl", GOOD)
     text = f'[task]\nname = "jsonl"\npath = "{train}"\neval_path = "{heldout}"\n{toml}'
     (problem,) = problems(config(tmp_path, text))
-    assert message in problem
+    assert message.replace("{}", str(tmp_path)) in problem
 
 
 def test_good_rows(tmp_path: Path) -> None:
@@ -114,4 +118,4 @@ def test_the_reward_of_the_held_out_answers_decides_what_they_must_be(tmp_path: 
     words = rows(tmp_path / "words.jsonl", GOOD | {"answer": "two"})
     text = f'[task]\nname = "jsonl"\npath = "{words}"\neval_path = "{words}"\neval_reward = "last_number"'
     (problem,) = problems(config(tmp_path, text))
-    assert problem.startswith("task.eval_reward: expected a number in the answer of row 1 of")
+    assert problem.startswith(f"task.eval_reward: expected a number in the answer of {words}:1, found")
