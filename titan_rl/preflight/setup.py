@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, aside
@@ -59,6 +60,7 @@ class Setup:
         return trained and (self.folder / "hf").exists()
 
 
+@refusing
 def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
     """Resolve a checked config. With a `scratch` folder for model files (dry run), do not touch the dump folder."""
     folder = Path(config.job.dump_folder).absolute()
