@@ -64,6 +64,8 @@ class Controller:
         if not self.stop.requested:
             await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
+            if (unsound := self.health.at_the_end()) is not None:
+                raise unsound
             with self.run.terminal.phase("export to hf/"):
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
@@ -152,7 +154,7 @@ class Controller:
             enough = measures and score is not None and score >= cold.stop_at
             unmeasured = {UNMEASURED: True} if score is None else {}
             state = examples.state_dict() | {"enough": enough} | unmeasured
-            return StepDone(state, hopeless=self.health.after(n, stats), enough=enough)
+            return StepDone(state, hopeless=self.health.after(n, stats, phase="cold_start"), enough=enough)
 
         with self.report.fitting("cold start", start, cold.steps):
             await self.loop.make_steps("cold_start", start, cold.steps, step, StepDone(kept))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.record.run_folder import Resume
-from titan_rl.train.health import Rewind
+from titan_rl.train.health import Rewind, Ruined
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RunError
@@ -76,7 +76,10 @@ class StepLoop:
         return stats
 
     async def _keep(self, step: int, done: StepDone, *, last: bool, due: bool) -> None:
-        """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
+        """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here;
+        ruined weights are not kept."""
+        if isinstance(done.hopeless, Ruined):
+            raise done.hopeless
         if not self._stop.requested:
             await self._learner.snapshot(step, lambda: json.dumps(done.state))
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)

@@ -27,11 +27,14 @@ def loaded(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> Config:
     return load(file, overrides)
 
 
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+
+
 def values(key: Key) -> st.SearchStrategy[Any]:
     if key.choices:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
-        return st.lists(st.text(max_size=8) if key.type == list[str] else st.integers(), max_size=3)
+        return st.lists(texts if key.type == list[str] else st.integers(), max_size=3)
     if key.type is int:
         return st.integers(int(key.ge or 0), int(key.lt - 1 if key.le is None and key.lt is not None else key.le or 0))
     if key.type is float:
@@ -39,7 +42,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         high = key.le if key.lt is None else key.lt
         strictly = {"exclude_min": key.gt is not None, "exclude_max": key.lt is not None}
         return st.floats(low, high, **strictly, allow_nan=False, allow_infinity=False)
-    return st.booleans() if key.type is bool else st.text(max_size=8)
+    return st.booleans() if key.type is bool else texts
 
 
 def sections(section: str, kind: Any) -> st.SearchStrategy[Any]:

@@ -1,10 +1,14 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.checked_configs import config, edit, rows
+from support.folders import write_hf
+from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.shapes import shape_of
 
 
 def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
@@ -17,7 +21,7 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
         (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
         (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama or qwen3, found "gpt2"'),
-        (lambda f: edit(f / "config.json", vocab_size=40), "a vocab_size of at least the tokenizer's 52"),
+        (lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)), "a vocab_size of at least the tokenizer's 52"),
         (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors"),
         (lambda f: (f / "tokenizer.json").unlink(), "model.hf_assets_path: expected a tokenizer"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "model.hf_assets_path: expected a tokenizer"),
@@ -25,9 +29,9 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "expected a weight_map in"),
         (
             lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "a.safetensors", "b": "model.safetensors"}}'
+                '{"weight_map": {"a": "a-1.safetensors", "b": "b-2.safetensors"}}'
             ),
-            "model.safetensors.index.json, found no a.safetensors",
+            "model.safetensors.index.json, found no a-1.safetensors, b-2.safetensors",
         ),
     ],
 )
