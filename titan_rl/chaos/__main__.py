@@ -14,8 +14,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -88,6 +90,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--baseline", action="store_true", help="first do the same run without faults, to compare")
     parser.add_argument(
         "--pace", metavar="SECONDS", type=seconds, default=0.0, help="minimum duration of a step; default 0"
+    )
+    parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=seconds,
+        default=0.0,
+        help="inject the faults this far apart, instead of at steps that the seed determines",
     )
     parser.add_argument(
         "--patience",
@@ -205,9 +214,12 @@ class Chaos:
     async def _inject_all(self, run: ChaosRun, count: int) -> None:
         every = cases(run.ranks, self._only)
         self._say(f"{count} faults from {len(every)} cases over {self._config.training.steps} steps")
-        last, tasks = 0, list[asyncio.Task[None]]()
+        last, began, tasks = 0, time.monotonic(), list[asyncio.Task[None]]()
         try:
             for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
+                if every := self._options.every:
+                    await asyncio.sleep(began + (len(tasks) + 1) * every - time.monotonic())
+                    fault = replace(fault, step=0)
                 await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))
                 await asyncio.sleep(fault.delay)
                 last = run.highest
