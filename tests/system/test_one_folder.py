@@ -36,8 +36,8 @@ def test_a_live_run_keeps_its_folder_to_itself(runs: Runs, tmp_path: Path) -> No
     assert len(ranks) >= 3
     assert not [rank for rank in ranks if str(run.folder / LOCK) in open_files(rank[0])]
 
-    for flags in ({}, {"job__fresh": True}):
-        other = runs.start(run.folder, **KEYS, **flags)
+    for fresh in (False, True):
+        other = runs.start(run.folder, **KEYS, job__fresh=fresh)
         out = other.finish(timeout=120)
         assert other.code == 2, out
         assert f"{run.folder}, where process {run.process.pid} on " in " ".join(out.split())
