@@ -88,6 +88,10 @@ class ModelRank(Actor):
         return self._model.phase.snapshot(step, controller, part)
 
     @verb
+    async def unsound(self) -> list[str]:
+        return self._model.unsound()
+
+    @verb
     async def export(self, folder: str) -> None:
         self._model.export(folder)
 

@@ -3,18 +3,21 @@
 Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by Ctrl-C.
 """
 
-import asyncio
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
+from titan_rl.wire.streams import outlive_readers
 
 if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.preflight.cli import Invocation
@@ -22,27 +25,52 @@ if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
+OPTED_OUT = 'hosts.isolation is "off"'
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    with ExitStack() as stack:
-        zygotes = None
-        if not {"--dry-run", "--help", "-h"} & set(argv):
-            zygotes = stack.enter_context(serving(stack.enter_context(socket_folder())))
-            if not NVIDIA.exists():
-                zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
-        return check_and_run(argv, zygotes)
+    if {"--dry-run", "--help", "-h"} & set(argv):
+        return check_and_run(argv, None)
+    with socket_folder() as folder, serving(folder) as zygotes:
+        if not NVIDIA.exists():
+            zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+        exposed = OPTED_OUT if isolation_of(argv) == "off" else isolation.isolate()
+        return check_and_run(argv, zygotes, exposed)
 
 
-def check_and_run(argv: Sequence[str], zygotes: Zygotes | None) -> int:
+def isolation_of(argv: Sequence[str]) -> str:
+    """Return hosts.isolation before anything is checked: only a process with one thread can be isolated. A config that
+    cannot be read is refused later."""
+    from titan_rl.config import toml
+
+    given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    own = given.get("--hosts.isolation")
+    try:
+        return toml.load(
+            toml.find(given.get("--config", "")), [("hosts.isolation", own)] if own else []
+        ).hosts.isolation
+    except toml.ConfigError:
+        return "auto"
+
+
+def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
+    """`exposed`: why other users reach the sockets of this process. Without zygotes, it is a dry run."""
     from titan_rl.preflight.cli import parse, refuse
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
     from titan_rl.wire.errors import RunError
 
     invocation, terminal = parse(argv), Terminal()
+    isolated = invocation.config.hosts.isolation
+    if zygotes is None:
+        exposed = OPTED_OUT if isolated == "off" else isolation.refusal()
+    if exposed and isolated == "require":
+        expected = "hosts.isolation: expected a kernel that can isolate the run"
+        refuse(invocation.config_name, [f"{expected}, found: {exposed}"])
+    if exposed:
+        invocation = replace(invocation, warnings=(*invocation.warnings, isolation.warning(exposed)))
     try:
         return check_folder_and_run(invocation, terminal, zygotes)
     except FolderRefused as error:
@@ -88,6 +116,8 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
     prepare_environment(setup.config.fault.detect_seconds)
+    import asyncio  # late: a Ctrl-C during the first imports prints a traceback
+
     from titan_rl.session import session
     from titan_rl.wire.errors import RunError
 
@@ -99,6 +129,9 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
         return FAILED
     except asyncio.CancelledError:
         finished = False
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the run has ended; what is left to do is to say so
     if not finished:
         terminal.note(f"stopped; {resume_hint(setup)}")
         return STOPPED
@@ -120,6 +153,10 @@ def resume_hint(setup: "Setup") -> str:
 
 def entry() -> None:
     """Exit without waiting for threads or workers: worker processes die with the controller."""
+    outlive_readers()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, signal.default_int_handler)
     try:
         code = main()
     except SystemExit:

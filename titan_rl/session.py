@@ -31,7 +31,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     task = asyncio.current_task()
     assert task is not None
     config, folder, clock = setup.config, setup.folder, Clock()
-    stop = Stop(task, clock, terminal)
+    stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
     control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     incidents = Incidents(folder, config.fault, terminal.warn)
     status = Status(stop, incidents, saves=config.checkpoint.enable)
@@ -71,6 +71,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                     await controller.drive()
 
                 await recovery.drive(attempt)
+                stop.end()
                 report.done(finished=not stop.requested)
         return not stop.requested
     finally:

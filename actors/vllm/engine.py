@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import without_gc
+from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
@@ -102,6 +103,7 @@ class Engine:
             if on_cpu:
                 vllm_cpu.patch()
             _import_model(settings.model_dir)
+        meet_in_file()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))

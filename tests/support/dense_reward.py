@@ -11,5 +11,8 @@ def huge(completion: str) -> float:
     return 1e38 * digits(completion)
 
 
-def broken(completion: str) -> float:
+def broken(completion: str, answer: str) -> float:
+    """Fails on what a model says, not on the reference answer, with which the checks call it."""
+    if completion == answer:
+        return 1.0
     raise ZeroDivisionError("no such thing")

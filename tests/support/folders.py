@@ -1,6 +1,8 @@
 """Models on disk as checks see them, before anything loads a weight."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from titan_rl.config.sections import Config, ModelSection
@@ -10,16 +12,22 @@ from titan_rl.wire.model_shape import ModelShape
 
 
 def write_hf(folder: Path, shape: ModelShape) -> Path:
-    """config.json, tokenizer, and weights of no bytes."""
+    """config.json, tokenizer, and weights without content: a file of their size that takes no disk."""
     write_model_folder(folder, shape)
-    (folder / "model.safetensors").touch()
+    write_header(folder / "model.safetensors", shape.hf_tensors())
     return folder
 
 
-def write_header(path: Path, *names: str) -> None:
-    """A safetensors file of tensors without elements."""
-    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
+def write_header(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str = "F32") -> None:
+    """A safetensors file of these tensors: its header, and a hole."""
+    header, end = {}, 0
+    for name, size in tensors.items():
+        begin, end = end, end + math.prod(size) * (4 if dtype == "F32" else 2)
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def write_models(config: Config) -> None:

@@ -68,7 +68,6 @@ class ChaosRun:
             env={**os.environ, failpoints.FOLDER: str(orders), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C goes to this process only
         )
-        self.sockets = Path(tempfile.gettempdir(), f"titan_rl-{self.process.pid}")
         self.killed = False  # by this process, because the run did not end
         self.status: dict[str, Any] = {}
         self.incidents: list[Incident] = []
@@ -80,6 +79,9 @@ class ChaosRun:
         self._moved = time.monotonic()
         self._read: dict[Path, int] = {}
         self._endpoint: Endpoint | None = None
+
+    def socket_folders(self) -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"titan_rl-{self.process.pid}-*"))
 
     @property
     def ended(self) -> bool:
@@ -174,7 +176,8 @@ class ChaosRun:
             self.process.kill()
         self.process.wait()
         if self.killed:
-            shutil.rmtree(self.sockets, ignore_errors=True)
+            for folder in self.socket_folders():
+                shutil.rmtree(folder, ignore_errors=True)
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:

@@ -37,7 +37,7 @@ def audits(run: ChaosRun, config: Config, shared: set[Path], left: dict[int, str
             "every incident is closed": [f"{i.role} never came back: {i.reason}" for i in run.incidents if i.open],
             "no process is left": [f"process {pid} ({name}) outlived the run" for pid, name in left.items()],
             "no shared memory is left": [f"{path} is left" for path in _leaked(shared)],
-            "no sockets are left": [f"{run.sockets} is left"] if run.sockets.exists() else [],
+            "no sockets are left": [f"{folder} is left" for folder in run.socket_folders()],
         }
     return {what: list(problems) for what, problems in found.items()}
 

@@ -4,7 +4,18 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from titan_rl.config.choices import Aggregation, AlgorithmName, Clip, Estimator, Level, Rejection, Weight, bounds
+from titan_rl.config.choices import (
+    MOST_RANKS,
+    MOST_SECONDS,
+    Aggregation,
+    AlgorithmName,
+    Clip,
+    Estimator,
+    Level,
+    Rejection,
+    Weight,
+    bounds,
+)
 from titan_rl.config.model_sections import ParallelismSection
 
 
@@ -41,36 +52,36 @@ class TaskSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
-    size: int = bounds(256, ge=0)
+    size: int = bounds(256, ge=0, le=10**6)
     """Number of held-out problems. 0: no evaluation."""
-    interval: int = bounds(20, ge=0)
+    interval: int = bounds(20, ge=0, le=10**9)
     """Steps between evaluations. 0: only at the start and at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
-    groups_per_step: int = bounds(16, ge=1)
+    groups_per_step: int = bounds(16, ge=1, le=2**14)
     """Number of prompts per RL step."""
-    group_size: int = bounds(16, ge=1)
+    group_size: int = bounds(16, ge=1, le=2**12)
     """Number of samples per prompt."""
-    max_new_tokens: int = bounds(64, ge=1)
+    max_new_tokens: int = bounds(64, ge=1, le=2**20)
     """Maximum number of tokens sampled in one turn."""
-    temperature: float = bounds(1.0, gt=0)
+    temperature: float = bounds(1.0, gt=0, le=100)
     """Sampling temperature. The trainer computes its log-probs at the same temperature."""
     top_p: float = bounds(1.0, gt=0, le=1)
     """Nucleus sampling. Below 1 the sampling log-probs are those of the truncated distribution, and the run prints a
     warning."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Additional stop tokens. EOS always stops."""
-    lag: int = bounds(0, ge=0)
+    lag: int = bounds(0, ge=0, le=1000)
     """Maximum age, in optimizer steps, of the weights that sampled a token when it is trained on. Above 0, sampling and
     training overlap. 0: exact on-policy."""
-    window: int = bounds(0, ge=0)
+    window: int = bounds(0, ge=0, le=1000)
     """Number of steps by which finished groups may overtake a slow one. The maximum age becomes lag + window."""
     pace: bool = True
     """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
     speed."""
-    timeout_seconds: int = bounds(600, ge=1)
+    timeout_seconds: int = bounds(600, ge=1, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
     one call of your own reward function, not including the wait for other calls (the call fails)."""
 
@@ -97,26 +108,26 @@ class AlgorithmSection:
     """"ppo" clips the objective; "cispo" clips the weight in front of the log-prob."""
     clip_low: float = bounds(0.2, ge=0, le=1)
     """Clip the ratio from below at 1 - clip_low."""
-    clip_high: float = bounds(0.2, ge=0)
+    clip_high: float = bounds(0.2, ge=0, le=1e6)
     """Clip the ratio from above at 1 + clip_high."""
-    dual_clip: float = bounds(0.0, ge=0)
+    dual_clip: float = bounds(0.0, ge=0, le=1e6)
     """Upper limit of the ratio where the advantage is negative. 0: off. 3 is a common value."""
     aggregation: Aggregation = "token_mean"
     """Loss of a step: mean over its tokens, mean over sequences of each sequence's token mean, or mean over sequences
     of each sequence's sum / length_constant."""
-    length_constant: int = bounds(0, ge=0)
+    length_constant: int = bounds(0, ge=0, le=10**9)
     """Divisor for "sequence_sum". 0: rollout.max_new_tokens."""
-    kl_coef: float = bounds(0.0, ge=0)
+    kl_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the KL to the reference, a frozen copy of the policy at the start of RL. 0: no reference is loaded."""
     kl: Estimator = "k3"
     """Estimator of the KL to the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL is added. "reward" subtracts each token's KL from its reward."""
-    entropy_coef: float = bounds(0.0, ge=0)
+    entropy_coef: float = bounds(0.0, ge=0, le=1e6)
     """Weight of the entropy bonus."""
-    minibatches: int = bounds(1, ge=1)
+    minibatches: int = bounds(1, ge=1, le=2**14)
     """Number of optimizer updates that the groups of a step are split into."""
-    epochs: int = bounds(1, ge=1)
+    epochs: int = bounds(1, ge=1, le=1000)
     """Number of passes over the groups of a step."""
     proximal: Literal["generator", "trainer"] = "generator"
     """Log-probs in the denominator of the ratio: those of the generator at sampling time, or those of the trainer
@@ -124,31 +135,31 @@ class AlgorithmSection:
     correction: Weight = "none"
     """Weight by the probability ratio of trainer to generator: truncated above ("*_tis"), or 0 outside its bounds
     ("*_mask"; IcePop is "token_mask")."""
-    correction_low: float = bounds(0.5, ge=0)
+    correction_low: float = bounds(0.5, ge=0, le=1e6)
     """Lower bound of "token_mask" and "sequence_mask"."""
-    correction_high: float = bounds(2.0, gt=0)
+    correction_high: float = bounds(2.0, gt=0, le=1e6)
     """Value at which "*_tis" truncates the weight; upper bound of "*_mask"."""
     rejection: Rejection = "none"
     """Drop tokens ("token"), or whole sequences by their geometric mean ("geometric"), whose probability ratio of
     trainer to generator is outside the bounds."""
-    rejection_low: float = bounds(0.5, ge=0)
+    rejection_low: float = bounds(0.5, ge=0, le=1e6)
     """Lower bound of the ratio that is kept."""
-    rejection_high: float = bounds(2.0, gt=0)
+    rejection_high: float = bounds(2.0, gt=0, le=1e6)
     """Upper bound of the ratio that is kept."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal until the step is full (DAPO)."""
-    max_refills: int = bounds(10, ge=1)
+    max_refills: int = bounds(10, ge=1, le=10**6)
     """Maximum rounds of replacements per step. After that the step continues with the groups it has."""
     overlong_filter: bool = False
     """Exclude truncated rollouts from training."""
-    overlong_buffer: int = bounds(0, ge=0)
+    overlong_buffer: int = bounds(0, ge=0, le=2**20)
     """Soft overlong punishment: number of tokens before rollout.max_new_tokens over which the penalty grows from 0 to
     overlong_penalty. 0: off."""
-    overlong_penalty: float = bounds(1.0, ge=0)
+    overlong_penalty: float = bounds(1.0, ge=0, le=1e6)
     """Reward subtracted from a rollout of maximum length."""
-    max_dead_steps: int = bounds(20, ge=0)
+    max_dead_steps: int = bounds(20, ge=0, le=10**9)
     """Stop after this many consecutive steps without any learning signal. 0: never stop."""
-    beta: float = bounds(0.1, gt=0)
+    beta: float = bounds(0.1, gt=0, le=1e6)
     """Beta of DPO and IPO."""
     label_smoothing: float = bounds(0.0, ge=0, le=0.5)
     """Fraction of preferences assumed to be mislabeled (conservative DPO)."""
@@ -184,11 +195,11 @@ class AlgorithmSection:
 class RoleSection:
     """A model besides the policy, on its own mesh or in the trainer's processes."""
 
-    data_parallel_replicate_degree: int = bounds(1, ge=1)
+    data_parallel_replicate_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Number of replicas on its own mesh (HSDP)."""
-    data_parallel_shard_degree: int = bounds(1, ge=1)
+    data_parallel_shard_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """FSDP2 sharding degree on its own mesh."""
-    tensor_parallel_degree: int = bounds(1, ge=1)
+    tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on its own mesh."""
 
     @property
@@ -205,11 +216,11 @@ class ReferenceSection(RoleSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection(RoleSection):
-    lr: float = bounds(0.0, ge=0)
+    lr: float = bounds(0.0, ge=0, le=10)
     """Peak learning rate of the critic. ppo requires a value above 0."""
-    warmup_steps: int = bounds(0, ge=0)
+    warmup_steps: int = bounds(0, ge=0, le=10**9)
     """Steps of linear warm-up of the critic's rate."""
-    value_clip: float = bounds(0.2, ge=0)
+    value_clip: float = bounds(0.2, ge=0, le=1e6)
     """Maximum change of a value within one step. 0: no clipping."""
     hf_assets_path: str = ""
     """Hugging Face folder to start from, such as a reward model. Empty: the policy at the start of RL, with a new

@@ -18,6 +18,19 @@ _RolloutAlgorithm = Literal[
 AlgorithmName = Literal[_RolloutAlgorithm, "sft", "dpo", "ipo", "reward_model"]
 
 
-def bounds(default: Any, *, ge: float | None = None, gt: float | None = None, le: float | None = None) -> Any:
-    """Return a field with a default and a range, which toml.py enforces."""
-    return field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
+MOST_SECONDS = 10**7
+"""Upper bound of every timeout, 116 days: clocks and timers overflow far above it."""
+MOST_RANKS = 2**12
+"""Upper bound of every parallel degree and number of replicas."""
+
+
+def bounds(
+    default: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> Any:
+    """Return a field with a default and a range, which toml.py enforces. Every number has a limit on both sides."""
+    return field(default=default, metadata={"ge": ge, "gt": gt, "le": le, "lt": lt})

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import Dtype, Family, bounds
+from titan_rl.config.choices import MOST_RANKS, Dtype, Family, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,46 +16,46 @@ class ModelSection:
     below."""
     flavor: str = ""
     """TorchTitan flavor ("debugmodel", "8B", ...) to use instead of the dimensions below."""
-    dim: int = bounds(128, ge=1)
+    dim: int = bounds(128, ge=1, le=2**17)
     """Hidden size."""
-    n_layers: int = bounds(4, ge=1)
+    n_layers: int = bounds(4, ge=1, le=1000)
     """Number of transformer blocks."""
-    n_heads: int = bounds(4, ge=1)
+    n_heads: int = bounds(4, ge=1, le=2**12)
     """Number of query heads."""
-    n_kv_heads: int = bounds(2, ge=1)
+    n_kv_heads: int = bounds(2, ge=1, le=2**12)
     """Number of key/value heads (grouped-query attention)."""
-    head_dim: int = bounds(0, ge=0)
+    head_dim: int = bounds(0, ge=0, le=2**12)
     """Dimension of a head. 0: dim / n_heads."""
-    hidden_dim: int = bounds(384, ge=1)
+    hidden_dim: int = bounds(384, ge=1, le=2**20)
     """Hidden size of the feed-forward layers."""
-    vocab_size: int = bounds(64, ge=1)
+    vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
-    max_seq_len: int = bounds(2048, ge=1)
+    max_seq_len: int = bounds(2048, ge=1, le=2**20)
     """Context length written to the model's config.json."""
-    rope_theta: float = bounds(10000.0, gt=0)
+    rope_theta: float = bounds(10000.0, ge=1, le=1e12)
     """Base of the rotary position embedding (RoPE)."""
-    norm_eps: float = bounds(1e-6, gt=0)
+    norm_eps: float = bounds(1e-6, ge=1e-20, le=1)
     """Epsilon of RMSNorm."""
     enable_weight_tying: bool = False
     """Share one weight between the embedding and the output head."""
-    initializer_range: float = bounds(0.02, ge=0)
+    initializer_range: float = bounds(0.02, ge=0, le=10)
     """Standard deviation of random initial weights, as in Hugging Face. 0: TorchTitan's per-layer initializers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection:
-    steps: int = bounds(100, ge=0)
+    steps: int = bounds(100, ge=0, le=10**9)
     """Number of training steps. 0: run the cold start only."""
-    global_batch_size: int = bounds(64, ge=1)
+    global_batch_size: int = bounds(64, ge=1, le=2**20)
     """Examples (sft) or pairs (dpo, ipo, reward_model) per step. RL uses rollout.groups_per_step instead."""
-    seq_len: int = bounds(256, ge=2)
+    seq_len: int = bounds(256, ge=2, le=2**20)
     """Length of a packed row in tokens."""
-    stream_groups: int = bounds(0, ge=0)
+    stream_groups: int = bounds(0, ge=0, le=2**14)
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
-    local_batch_size: int = bounds(8, ge=1)
+    local_batch_size: int = bounds(8, ge=1, le=2**12)
     """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients."""
-    max_norm: float = bounds(1.0, gt=0)
+    max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
     """Dtype of master weights, gradients and optimizer states."""
@@ -65,7 +65,7 @@ class TrainingSection:
     """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
-    gc_freq: int = bounds(50, ge=1)
+    gc_freq: int = bounds(50, ge=1, le=10**9)
     """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
 
 
@@ -73,15 +73,15 @@ class TrainingSection:
 class OptimizerSection:
     name: Literal["AdamW", "Adam"] = "AdamW"
     """Optimizer class."""
-    lr: float = bounds(1e-5, gt=0)
+    lr: float = bounds(1e-5, gt=0, le=10)
     """Peak learning rate."""
-    beta1: float = bounds(0.9, ge=0, le=1)
+    beta1: float = bounds(0.9, ge=0, lt=1)
     """Adam's beta1."""
-    beta2: float = bounds(0.95, ge=0, le=1)
+    beta2: float = bounds(0.95, ge=0, lt=1)
     """Adam's beta2."""
-    eps: float = bounds(1e-8, gt=0)
+    eps: float = bounds(1e-8, ge=1e-20, le=1)
     """Adam's epsilon."""
-    weight_decay: float = bounds(0.0, ge=0)
+    weight_decay: float = bounds(0.0, ge=0, le=100)
     """Decoupled weight decay."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Torch implementation of the optimizer step."""
@@ -89,7 +89,7 @@ class OptimizerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedulerSection:
-    warmup_steps: int = bounds(0, ge=0)
+    warmup_steps: int = bounds(0, ge=0, le=10**9)
     """Steps of linear warm-up."""
     decay_ratio: float = bounds(0.0, ge=0, le=1)
     """Fraction of the steps, at the end, over which the rate decays. 0: constant after warm-up."""
@@ -101,11 +101,11 @@ class LRSchedulerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelismSection:
-    data_parallel_replicate_degree: int = bounds(1, ge=1)
+    data_parallel_replicate_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Number of replicas of the sharded trainer (HSDP)."""
-    data_parallel_shard_degree: int = bounds(1, ge=1)
+    data_parallel_shard_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Number of ranks that one copy of the weights is sharded over (FSDP2)."""
-    tensor_parallel_degree: int = bounds(1, ge=1)
+    tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of the trainer."""
     enable_sequence_parallel: bool = True
     """Use sequence parallelism within tensor parallelism."""
@@ -145,9 +145,9 @@ class CheckpointSection:
     """Write checkpoints. Without them a run cannot be resumed."""
     folder: str = "checkpoint"
     """Checkpoint folder, relative to job.dump_folder."""
-    interval: int = bounds(20, ge=1)
+    interval: int = bounds(20, ge=1, le=10**9)
     """Training steps between checkpoints. The last step and a clean stop always write one."""
-    keep_latest_k: int = bounds(3, ge=0)
+    keep_latest_k: int = bounds(3, ge=0, le=10**9)
     """Number of checkpoints to keep. 0: all. 1 is refused, because the newest may be half-written."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write while training continues: "async" copies first, "async_with_pinned_mem" copies in parallel too (GPU)."""
@@ -155,20 +155,20 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdStartSection:
-    steps: int = bounds(0, ge=0)
+    steps: int = bounds(0, ge=0, le=10**9)
     """Supervised steps on the task's reference answers before RL. 0: none."""
-    batch_size: int = bounds(64, ge=1)
+    batch_size: int = bounds(64, ge=1, le=2**20)
     """Examples per supervised step."""
-    lr: float = bounds(1e-3, gt=0)
+    lr: float = bounds(1e-3, gt=0, le=10)
     """Peak learning rate of the supervised steps."""
-    warmup_steps: int = bounds(20, ge=0)
+    warmup_steps: int = bounds(20, ge=0, le=10**9)
     """Steps of linear warm-up of the supervised rate."""
     decay_ratio: float = bounds(0.0, ge=0, le=1)
     """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
     stop_at: float = bounds(0.0, ge=0, le=1)
     """End early once the greedy score on eval.size training problems, drawn by the seed, reaches this. 0: take all
     steps."""
-    stop_interval: int = bounds(25, ge=1)
+    stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
-    interval: int = bounds(500, ge=1)
+    interval: int = bounds(500, ge=1, le=10**9)
     """Supervised steps between checkpoints. The last step always writes one."""

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_rl.config.choices import Dtype, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,9 @@ class JobSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugSection:
-    seed: int = bounds(0, ge=0)
-    """The only seed: data order, sampling and initialization all derive from it."""
+    seed: int = bounds(0, ge=0, lt=2**63)
+    """The only seed: data order, sampling and initialization all derive from it. With generators
+    it is below 2^32."""
     deterministic: bool = False
     """Use deterministic torch algorithms. Slower on GPU; on CPU runs are deterministic anyway."""
 
@@ -41,11 +42,11 @@ class ProfilingSection:
     """Write a torch.profiler trace of the trainers every profile_freq steps."""
     save_traces_folder: str = "profiling/traces"
     """Folder of the traces, relative to job.dump_folder."""
-    profile_freq: int = bounds(10, ge=1)
+    profile_freq: int = bounds(10, ge=1, le=10**9)
     """Steps of one profiling cycle: idle, warm-up, active."""
-    profiler_warmup: int = bounds(3, ge=0)
+    profiler_warmup: int = bounds(3, ge=0, le=10**6)
     """Steps that run under the profiler before it records."""
-    profiler_active: int = bounds(1, ge=1)
+    profiler_active: int = bounds(1, ge=1, le=10**6)
     """Steps that a trace records."""
     enable_memory_snapshot: bool = False
     """Write a snapshot of the allocator's history every profile_freq steps (GPU), for pytorch.org/memory_viz."""
@@ -55,42 +56,45 @@ class ProfilingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommSection:
-    init_timeout_seconds: int = bounds(300, ge=1)
+    init_timeout_seconds: int = bounds(300, ge=30, le=MOST_SECONDS)
     """Timeout for spawning processes, loading engines and building process groups, and for the first calls of a new
     process, which import and compile, if their own timeout is shorter."""
-    train_timeout_seconds: int = bounds(600, ge=1)
+    train_timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for one trainer step, weight sync or checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSection:
-    detect_seconds: float = bounds(2.0, gt=0)
+    detect_seconds: float = bounds(2.0, ge=0.01, le=MOST_SECONDS)
     """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
     every half of this."""
-    hang_seconds: float = bounds(60.0, gt=0)
+    hang_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
     """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step. Until an
     engine has its first weights, comm.init_timeout_seconds applies instead."""
-    max_restarts: int = bounds(3, ge=0)
+    max_restarts: int = bounds(3, ge=0, le=10**6)
     """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
     0 disables respawning."""
-    restart_window_seconds: float = bounds(600.0, gt=0)
+    restart_window_seconds: float = bounds(600.0, gt=0, le=MOST_SECONDS)
     """Length of the window in which max_restarts counts."""
-    min_replicas: int = bounds(1, ge=1)
+    min_replicas: int = bounds(1, ge=1, le=MOST_RANKS)
     """Minimum generator replicas. The run continues with fewer replicas when some cannot be replaced, down to this
     number."""
-    snapshot_interval: int = bounds(5, ge=0)
+    snapshot_interval: int = bounds(5, ge=0, le=10**9)
     """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
     checkpoints."""
-    reward_attempts: int = bounds(2, ge=1)
+    reward_attempts: int = bounds(2, ge=1, le=1000)
     """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
     prompt."""
-    max_failed_saves: int = bounds(3, ge=0)
+    max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
-    straggler_factor: float = bounds(2.0, gt=1)
+    stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
+    """Time to stop in after SIGINT, SIGTERM or SIGHUP. The current step is finished and saved if there is time for
+    both; otherwise the step before it is saved. Keep it a few seconds below what a scheduler waits before it kills."""
+    straggler_factor: float = bounds(2.0, gt=1, le=1e6)
     """Report a replica or rank as a straggler when it takes this many times its peers' median."""
-    straggler_steps: int = bounds(5, ge=0)
+    straggler_steps: int = bounds(5, ge=0, le=10**9)
     """Consecutive slow steps before a straggler is reported. 0: never report."""
-    max_bad_steps: int = bounds(3, ge=0)
+    max_bad_steps: int = bounds(3, ge=0, le=10**9)
     """Consecutive steps with a non-finite gradient, whose updates are skipped, before on_bad_steps applies. 0:
     never."""
     on_bad_steps: Literal["stop", "rollback"] = "stop"
@@ -100,21 +104,21 @@ class FaultSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSection:
-    replicas: int = bounds(1, ge=1)
+    replicas: int = bounds(1, ge=1, le=MOST_RANKS)
     """Number of independent vLLM engines."""
-    tensor_parallel_degree: int = bounds(1, ge=1)
+    tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of one engine, which is its number of processes."""
     dtype: Dtype = "float32"
     """Dtype of the rollout weights."""
-    max_num_seqs: int = bounds(256, ge=1)
+    max_num_seqs: int = bounds(256, ge=1, le=2**20)
     """Maximum number of sequences in one engine's batch."""
-    max_model_len: int = bounds(0, ge=0)
+    max_model_len: int = bounds(0, ge=0, le=2**20)
     """Maximum length of a sequence. 0: training.seq_len."""
-    kv_cache_memory_mb: int = bounds(256, ge=0)
+    kv_cache_memory_mb: int = bounds(256, ge=0, le=2**24)
     """Size of the KV cache of one process in MiB. 0: vLLM derives it from gpu_memory_utilization (GPU)."""
-    gpu_memory_utilization: float = bounds(0.9, gt=0, le=1)
+    gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
     """Fraction of a GPU's memory that the engine may use."""
-    block_size: int = bounds(32, ge=1)
+    block_size: int = bounds(32, ge=1, le=1024)
     """Tokens per KV-cache block, the unit of prefix caching."""
     enable_prefix_caching: bool = True
     """Share the KV cache of the prompt between the samples of a group."""
@@ -146,11 +150,14 @@ class WeightSyncSection:
 class HostsSection:
     kind: Literal["local"] = "local"
     """Where processes run. "local": on this host."""
-    slots: int = bounds(0, ge=0)
+    slots: int = bounds(0, ge=0, le=10**5)
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
-    threads: int = bounds(1, ge=1)
+    isolation: Literal["auto", "require", "off"] = "auto"
+    """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
+    the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
+    threads: int = bounds(1, ge=1, le=1024)
     """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
     cores."""
 

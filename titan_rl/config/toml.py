@@ -27,6 +27,7 @@ from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
 SHIPPED = Path(__file__).parents[1] / "train_configs"
+MOST_BYTES = 2**20  # of a TOML file: whatever is larger is something else
 
 
 class ConfigError(Exception):
@@ -47,6 +48,7 @@ class Key:
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
+    lt: float | None = None
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -60,8 +62,9 @@ class Key:
     def range(self) -> str:
         if self.ge is not None and self.ge == self.le:
             return f"= {self.ge:g}"
-        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le))
-        return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        limits = ((">=", self.ge), (">", self.gt), ("<=", self.le), ("<", self.lt))
+        digits = "d" if self.type is int else "g"
+        return " and ".join(f"{sign} {limit:{digits}}" for sign, limit in limits if limit is not None)
 
     @property
     def expected(self) -> str:
@@ -82,6 +85,7 @@ class Key:
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
         )
 
     def parse(self, text: str) -> Any:
@@ -154,7 +158,9 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
         key = schema()[section][name]
         if key.type is float and type(value) is int:
             value = float(value) if value.bit_length() < 1024 else math.inf  # inf is refused below; float() would raise
-        if key.accepts(value):
+        if key.accepts(value) and (unusual := _unwritable(value)):
+            problems.append(f"{label}: expected text that UTF-8 can encode, without NUL, found {unusual}")
+        elif key.accepts(value):
             values[section][name] = value
         else:
             hint = did_you_mean(str(value), key.choices)
@@ -194,12 +200,13 @@ def to_toml(config: Config) -> str:
 
 def as_toml(value: Any) -> str:
     """Write a value as JSON, which is also TOML for every type that a key can have, once DEL is escaped."""
-    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+    text = json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+    return text.encode(errors="backslashreplace").decode()  # what no encoding has, such as a byte of another encoding
 
 
 def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
     """Return the end of a message that refuses a name, if a similar valid name exists."""
-    nearest = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(word[:100], list(names), n=1, cutoff=0.5)
     return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
 
 
@@ -223,9 +230,21 @@ def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> It
     yield from ((path.name, section, table) for section, table in tables.items())
 
 
+def _unwritable(value: Any) -> str:
+    """Return the part of a string or a list of strings that neither a file nor a path can hold, or ""."""
+    texts = value if isinstance(value, list) else [value]
+    odd = (c for text in texts if isinstance(text, str) for c in text if c == "\0" or "\ud800" <= c <= "\udfff")
+    return next((f"U+{ord(c):04X} in {_shown(value)}" for c in odd), "")
+
+
 def _read(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"{size} bytes, of at most {MOST_BYTES}")
+        text = path.read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            raise ValueError("a byte order mark: save it as UTF-8 without one")
+        return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         line = error.doc.split("\n")[error.lineno - 1].strip()
         problems.append(f"{path.name}:{error.lineno}:{error.colno}: {error.msg}: {line}")

@@ -1,10 +1,10 @@
 """The command line: --config, --dry-run, --help, and --section.key for every key of Config."""
 
+import difflib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -12,8 +12,9 @@ from rich.text import Text
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import ConfigError, as_toml, did_you_mean, schema
+from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.preflight import checks
+from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.wire.gpus import visible_gpus
 
 PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
@@ -55,6 +56,7 @@ class Arguments:
     problems: list[str] = field(default_factory=list)
 
 
+@refusing
 def parse(argv: Sequence[str]) -> Invocation:
     """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help."""
     if "--help" in argv or "-h" in argv:
@@ -104,26 +106,25 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
     section, dot, key_name = name.partition(".")
     key = schema().get(section, {}).get(key_name)
     if name == "config":
+        if arguments.config:
+            arguments.problems.append(f"--config: expected one file, found {as_toml(value or '')} too")
         arguments.config = value or ""
     elif key and value is None and key.type is not bool:
         arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
     elif dot:  # `load` refuses keys that do not exist
         arguments.overrides.append((name, "true" if value is None else value))
     else:
-        flags = [f"--{section}.{key}" for section, keys in schema().items() for key in keys]
-        same = [flag for flag in flags if flag.endswith(f".{name}")]
-        hint = f"; did you mean {' or '.join(same)}?" if same else did_you_mean(flag, ["--dry-run", *flags], "{}")
-        arguments.problems.append(f"{flag}: unknown flag{hint}")
+        arguments.problems.append(f"{flag}: unknown flag{_similar(name)}")
 
 
-def refuse(source: str, problems: Sequence[str]) -> NoReturn:
-    """Print one unwrapped line per problem, so that logs and editors show each of them whole, and exit."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    console.print(f"titan_rl: {count} in {source or 'the command line'}", style="bold red")
-    for problem in problems:
-        console.print(f"  - {' '.join(problem.splitlines())}", style="red")
-    raise SystemExit(2)
+def _similar(name: str) -> str:
+    """Return the end of a message about an unknown flag: the flags of that key, or a flag of nearly that name."""
+    homes: dict[str, list[str]] = {"dry_run": ["--dry-run"], "config": ["--config"], "help": ["--help"]}
+    for section, keys in schema().items():
+        for key in keys:
+            homes.setdefault(key, []).append(f"--{section}.{key}")
+    near = difflib.get_close_matches(name[:100], homes, n=1, cutoff=0.75)
+    return f"; did you mean {' or '.join(homes[near[0]])}?" if near else ""
 
 
 def print_help() -> None:

@@ -1,15 +1,20 @@
 """Finds the rows of a task that a run cannot use, because they are too long or empty.
 
-examples -> measure -> RowLength(prompt, answer, rejected) in tokens -> limits_on(config) -> unfit rows, and why
+examples -> lengths -> RowLength(prompt, answer, rejected) in tokens -> limits_on(config) -> unfit rows, and why
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_rl.config.sections import Config
-from titan_rl.tasks.task import Example, Task
+from titan_rl.tasks.announced import announced
+from titan_rl.tasks.jsonl_rows import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.task import Task
 from titan_rl.tasks.tokenizer import TextTokenizer
+
+CHUNK = 512  # rows that are tokenized at once, on all cores
+SURELY_TOKENIZED = 1_000_000  # characters of a text whose tokens are counted, however few are allowed
 
 
 class RowLength(NamedTuple):
@@ -81,39 +86,82 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     return [*uses, *([sampled] if cold.steps and cold.stop_at and kind != "rl" else [])]
 
 
-def measure(example: Example, task: Task, tokenizer: TextTokenizer, *, answers: bool) -> RowLength:
-    """Return the tokens of a row as the run will read them."""
+def lengths(
+    examples: Sequence[Example], task: Task, tokenizer: TextTokenizer, *, answers: bool, most: int
+) -> Iterator[RowLength | str]:
+    """Yield the tokens of each row as the run will read them, or why it cannot be read. A text that is too long for
+    `most` tokens whatever its tokens are is not tokenized."""
+    longest = most * tokenizer.longest_token
+
+    def tokens(texts: Sequence[str], special: bool = False) -> list[int]:
+        short = [text if len(text) <= max(longest, SURELY_TOKENIZED) else "" for text in texts]
+        found = tokenizer.tokenizer.encode_batch_fast(short, add_special_tokens=special)
+        whole = zip(texts, short, found, strict=True)
+        return [len(found) if text == short else len(text) // tokenizer.longest_token for text, short, found in whole]
+
+    def prompts(chunk: Sequence[Example]) -> list[int | str]:
+        if task.template == "plain":
+            return list(tokens([str(example.prompt) for example in chunk], special=True))
+        return [_chat_tokens(example, task, tokenizer, longest) for example in chunk]
+
+    for start in range(0, len(examples), CHUNK):
+        chunk = examples[start : start + CHUNK]
+        answered = tokens([e.answer for e in chunk]) if answers else [-1] * len(chunk)
+        rejected = tokens([e.rejected for e in chunk]) if answers else [-1] * len(chunk)
+        for prompt, answer, other in zip(prompts(chunk), answered, rejected, strict=True):
+            yield prompt if isinstance(prompt, str) else RowLength(prompt, answer + 1, other + 1)
+
+
+def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest: int) -> int | str:
+    characters = len(str(example.prompt))
+    if characters > max(longest, SURELY_TOKENIZED):
+        return characters // tokenizer.longest_token
     try:
-        prompt = tokenizer.prompt(example.prompt, task.template, task.system_prompt)
+        return len(tokenizer.prompt(example.prompt, task.template, task.system_prompt))
     except Exception as error:  # a template may raise whatever it likes
         why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{example.where}: expected a prompt that the chat template accepts, found {why}") from error
-    if not answers:
-        return RowLength(len(prompt))
-    answer, rejected = (len(tokenizer.encode(text)) + 1 for text in (example.answer, example.rejected))
-    return RowLength(len(prompt), answer, rejected)
+        return f"{example.where}: expected a prompt that the chat template accepts, found {why}"
 
 
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the training examples and the held-out examples that the run cannot use: index -> why."""
-    alike: dict[tuple[int, ...], RowLength] = {}
+    """Return the training examples and the held-out examples that the run cannot use: index -> why. BadRows names those
+    that cannot even be read."""
     answers = config.algorithm.kind != "rl" or config.cold_start.steps > 0  # else only prompts are read
     one_token_each = config.task.name == "addition" and not config.model.hf_assets_path  # of the characters
 
-    def length(example: Example) -> RowLength:
-        characters = (len(example.prompt), len(example.answer), len(example.rejected))
-        if not one_token_each or characters not in alike:
-            alike[characters] = measure(example, task, tokenizer, answers=answers)
-        return alike[characters]
+    def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
+        if not one_token_each:
+            yield from lengths(examples, task, tokenizer, answers=answers, most=most)
+            return
+        alike: dict[tuple[int, ...], RowLength | str] = {}
+        for example in examples:
+            characters = (len(example.prompt), len(example.answer), len(example.rejected))
+            if characters not in alike:
+                (alike[characters],) = lengths([example], task, tokenizer, answers=answers, most=most)
+            yield alike[characters]
 
     def unfit(examples: Sequence[Example], heldout: bool) -> dict[int, str]:
-        limits, found = limits_on(config, heldout=heldout), dict[int, str]()
-        for i, row in enumerate(map(length, examples)):
-            if why := next((why for limit in limits if (why := limit.refuses(row))), ""):
+        limits, found, unreadable = limits_on(config, heldout=heldout), dict[int, str](), list[str]()
+        rows = measured(examples, max(limit.most for limit in limits))
+        what = "measuring held-out rows" if heldout else "measuring training rows"
+        for i, row in enumerate(announced(rows, what, len(examples))):
+            if isinstance(row, str):
+                unreadable.append(row)
+            elif why := next((why for limit in limits if (why := limit.refuses(row))), ""):
                 found[i] = why
+        if unreadable:
+            raise BadRows(unreadable, config.task.eval_path if heldout else config.task.path)
         return found
 
     return unfit(task.train, False), unfit(task.heldout, True)
+
+
+def other_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
+    """Return where the other unfit rows are, as far as a line can hold them."""
+    others = sorted(unfit)[1:MOST_NAMED]
+    lines = ", ".join(examples[i].where.rpartition(":")[2] for i in others if examples[i].where)
+    more = "" if len(unfit) <= MOST_NAMED else ", ..."
+    return f" (the others: line {lines}{more})" if lines else ""
 
 
 def first_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
@@ -61,6 +62,7 @@ class Setup:
         return trained and (self.folder / "hf").exists()
 
 
+@refusing
 def prepare(name: str, config: Config, *, device: str, scratch: Path) -> Setup:
     """Resolve a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
     check_folder(config.job)

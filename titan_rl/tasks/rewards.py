@@ -7,9 +7,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
-
-import numpy as np
+from typing import Any, SupportsFloat
 
 from titan_rl.wire.types import Prompt
 
@@ -59,7 +57,7 @@ def custom(name: str) -> Reward:
     """Return the user's "package.module:function", called with those of the keywords prompt, completion, answer (texts)
     and row that it takes."""
     module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not (module and colon and attribute) or module.startswith("."):
         raise ValueError(
             f'task.reward: expected "exact", "last_number", "model" or "package.module:function", found {name!r}'
         )
@@ -67,26 +65,53 @@ def custom(name: str) -> Reward:
         function = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"task.reward = {name!r}: {error}") from error
+    except SystemExit as error:  # must not end the run, least of all as a success
+        raise ValueError(f"task.reward: expected {name!r} to import, found {error!r}") from error
+    if not callable(function):
+        raise TypeError(f"task.reward: expected {name!r} to be a function, found {shown(function)}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"task.reward: expected {name!r} to be a plain function, found an async one")
     taken = _taken(function, name)
 
     def reward(prompt: Prompt, completion: str) -> float:
         offered = {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "row": prompt.row}
-        value = function(**{key: offered[key] for key in taken})
-        if isinstance(value, np.generic):
-            value = value.item()
-        if not isinstance(value, int | float):
-            raise TypeError(f"task.reward: expected {name!r} to return a float, int or bool, found {value!r}")
-        if not math.isfinite(value):
-            raise ValueError(f"task.reward: expected {name!r} to return a finite number, found {value!r}")
-        return float(value)
+        return number(function(**{key: offered[key] for key in taken}), name)
 
     return reward
+
+
+def number(value: Any, name: str) -> float:
+    """Return what a reward function returned as a float: any finite number, also of numpy, torch, decimal."""
+    scalar = isinstance(value, int | float | SupportsFloat) and getattr(value, "ndim", 0) == 0
+    if not scalar or isinstance(value, str | bytes):
+        raise TypeError(f"task.reward: expected {name!r} to return a float, int or bool, found {shown(value)}")
+    try:
+        found = float(value)
+    except Exception as error:  # an int beyond any float, a tensor without data
+        why = f"{shown(value)} ({type(error).__name__}: {error})"
+        raise ValueError(f"task.reward: expected {name!r} to return a number, found {why}") from error
+    if not math.isfinite(found):
+        raise ValueError(f"task.reward: expected {name!r} to return a finite number, found {shown(value)}")
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return a short repr, of whatever it may be."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _taken(function: Callable[..., Any], name: str) -> list[str]:
     """Return the keywords that the function takes. Raise TypeError if it requires any other argument."""
     offered = ["prompt", "completion", "answer", "row"]
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        why = f"{shown(function)} ({error})"
+        raise TypeError(f"task.reward: expected {name!r} to be a function with a signature, found {why}") from error
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         if required and (p.name not in offered or p.kind is p.POSITIONAL_ONLY):

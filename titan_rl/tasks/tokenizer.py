@@ -104,6 +104,11 @@ class TextTokenizer:
     def eos(self) -> int:
         return self.eos_ids[0]
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of the text, without BOS and EOS."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -20,6 +20,7 @@ from titan_rl.record.run_folder import Resume, aside, sound_resume
 from titan_rl.train.health import Rewind
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankDied, RunError
+from titan_rl.wire.types import PhaseName
 
 
 class Recovery:
@@ -91,14 +92,14 @@ class Recovery:
         self._open.append(self._run.incidents.lost(role, error))
 
         if isinstance(error, Rewind):
-            self._undo(error.before)
+            self._undo(error.before, error.phase)
         if mesh is not None:
             self._lost.add(mesh)
 
-    def _undo(self, step: int) -> None:
-        """Hide the checkpoints of `step` and later, from this run and from one that resumes it."""
+    def _undo(self, step: int, phase: PhaseName) -> None:
+        """Hide the checkpoints of `step` and later of a phase, from this run and from one that resumes it."""
         self._run.snapshots.forget(but=self._run.snapshots.newest(before=step))
-        for later, path in Checkpoints.of(self._run.setup.folder, self._run.config).paths():
+        for later, path in Checkpoints.of(self._run.setup.folder, self._run.config, phase).paths():
             if later >= step:
                 path.rename(aside(path.with_name(f"undone-{later}")))
 

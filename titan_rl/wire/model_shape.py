@@ -1,6 +1,8 @@
 """Dimensions of a decoder, read from our own keys, a TorchTitan flavor or a Hugging Face folder."""
 
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +42,7 @@ FACTS: dict[Family, FamilyFacts] = {
 FAMILIES: dict[str, Family] = {facts.model_type: family for family, facts in FACTS.items()}
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+MOST = 2**30  # of any size: far above every model
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -92,6 +95,30 @@ class ModelShape:
         """Return the name of the head's own tensor in a Hugging Face folder; empty if it is the embedding."""
         return HF_VALUE_HEAD if self.head == "value" else "" if self.tied else HF_LM_HEAD
 
+    def hf_tensors(self, *, head: bool = True) -> dict[str, tuple[int, ...]]:
+        """Return the names and sizes of the tensors in a Hugging Face folder, without the head's own if not `head`."""
+        queries, keys = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        block: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (self.dim,),
+            "self_attn.q_proj": (queries, self.dim),
+            "self_attn.k_proj": (keys, self.dim),
+            "self_attn.v_proj": (keys, self.dim),
+            "self_attn.o_proj": (self.dim, queries),
+            **({f"self_attn.{x}_norm": (self.head_dim,) for x in "qk"} if self.facts.head_norms else {}),
+            "post_attention_layernorm": (self.dim,),
+            "mlp.gate_proj": (self.hidden_dim, self.dim),
+            "mlp.up_proj": (self.hidden_dim, self.dim),
+            "mlp.down_proj": (self.dim, self.hidden_dim),
+        }
+        heads = {HF_LM_HEAD: (self.vocab_size, self.dim), HF_VALUE_HEAD: (1, self.dim), "": ()}
+        own = self.hf_head_weight if head else ""
+        return {
+            "model.embed_tokens.weight": (self.vocab_size, self.dim),
+            **{f"model.layers.{i}.{n}.weight": size for i in range(self.n_layers) for n, size in block.items()},
+            "model.norm.weight": (self.dim,),
+            **({own: heads[own]} if own else {}),
+        }
+
     def hf_config(self, *, bos: int | None, eos: int | list[int] | None, pad: int | None) -> dict[str, Any]:
         """Return the config.json of this model for transformers 5 and vLLM."""
         return {
@@ -137,7 +164,7 @@ class ModelShape:
             max_seq_len=config["max_position_embeddings"],
             rope_theta=float(rope["rope_theta"]),
             rope_scaling={"rope_type": "llama3", **{key: rope[key] for key in LLAMA3_SCALING}} if scaled else None,
-            norm_eps=config["rms_norm_eps"],
+            norm_eps=float(config["rms_norm_eps"]),
             tied=head == "lm" and bool(config.get("tie_word_embeddings")),  # a value head has nothing to tie
             head=head,
         )
@@ -146,11 +173,16 @@ class ModelShape:
 def shape_of_folder(folder: str, key: str) -> ModelShape:
     """Return the shape of the Hugging Face folder that the config key `key` names."""
     path = Path(folder) / "config.json"
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):  # unlike Path.is_dir, never raises
         raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}")
     try:
-        return ModelShape.from_hf(dict(json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, TypeError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, not a JSON object")
+        return ModelShape.from_hf(found)
+    except RecursionError as error:
+        raise ValueError(f"{key}: expected a usable {path}, found JSON that is nested too deeply") from error
+    except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{key}: expected a usable {path}, found {error}") from error
 
 
@@ -160,6 +192,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
@@ -182,10 +218,10 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
             yield refused("num_labels", "1, as a reward is one number", labels)
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
-        if not derived and (type(config.get(key)) is not int or config[key] < 1):
-            yield refused(key, "a positive integer", config.get(key))
-    if type(config.get("rms_norm_eps")) is not float:
-        yield refused("rms_norm_eps", "a number", config.get("rms_norm_eps"))
+        if not derived and (type(config.get(key)) is not int or not 1 <= config[key] <= MOST):
+            yield refused(key, f"an integer from 1 to {MOST}", config.get(key))
+    if not _positive(eps := config.get("rms_norm_eps")) or eps >= 1:
+        yield refused("rms_norm_eps", "a number above 0 and below 1", eps)
     if config.get("hidden_act", "silu") != "silu":
         yield refused("hidden_act", '"silu"', config["hidden_act"])
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
@@ -199,10 +235,16 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("quantization_config"):
         yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
 
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key) or {}, dict):
+            yield refused(key, "an object", config[key])
+            return
     rope = _rope(config)
+    if not _positive(rope["rope_theta"]):
+        yield refused("rope_theta", "a number above 0", rope["rope_theta"])
     if rope["rope_type"] not in facts.rope_types or any(isinstance(value, dict) for value in rope.values()):
         yield refused("rope_parameters", f"rope_type {' or '.join(facts.rope_types)} for all layers", rope)
-    elif rope["rope_type"] == "llama3" and not rope.keys() >= set(LLAMA3_SCALING):
-        yield refused("rope_parameters", ", ".join(LLAMA3_SCALING), rope)
+    elif rope["rope_type"] == "llama3" and not all(_positive(rope.get(name)) for name in LLAMA3_SCALING):
+        yield refused("rope_parameters", f"numbers above 0 for {', '.join(LLAMA3_SCALING)}", rope)
     if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield refused("partial_rotary_factor", "1.0", factor)

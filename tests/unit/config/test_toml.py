@@ -27,18 +27,22 @@ def loaded(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> Config:
     return load(file, overrides)
 
 
+texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+
+
 def values(key: Key) -> st.SearchStrategy[Any]:
     if key.choices:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
-        return st.lists(st.text(max_size=8) if key.type == list[str] else st.integers(), max_size=3)
+        return st.lists(texts if key.type == list[str] else st.integers(), max_size=3)
     if key.type is int:
-        return st.integers(int(key.ge or 0), None if key.le is None else int(key.le))
+        return st.integers(int(key.ge or 0), int(key.lt - 1 if key.le is None and key.lt is not None else key.le or 0))
     if key.type is float:
         low = key.ge if key.gt is None else key.gt
-        strictly = key.gt is not None
-        return st.floats(low, key.le, exclude_min=strictly, allow_nan=False, allow_infinity=False)
-    return st.booleans() if key.type is bool else st.text(max_size=8)
+        high = key.le if key.lt is None else key.lt
+        strictly = {"exclude_min": key.gt is not None, "exclude_max": key.lt is not None}
+        return st.floats(low, high, **strictly, allow_nan=False, allow_infinity=False)
+    return st.booleans() if key.type is bool else texts
 
 
 def sections(section: str, kind: Any) -> st.SearchStrategy[Any]:
@@ -65,6 +69,18 @@ def test_every_key_has_a_doc_and_a_valid_default() -> None:
     for section, kind in get_type_hints(Config).items():
         assert set(described[section]) == set(get_type_hints(kind))
     assert all(key.accepts(key.default) for keys in schema().values() for key in keys.values())
+
+
+def test_every_number_has_a_limit_on_both_sides(tmp_path: Path) -> None:
+    for section, keys in schema().items():
+        for name, key in keys.items():
+            if key.type not in (int, float):
+                continue
+            assert (key.ge is None) != (key.gt is None), name
+            assert (key.le is None) != (key.lt is None), name
+            for text in (str(-(2**200)), str(2**200), "-1", "nan", "inf", "-inf", "1e308", "-1e-3"):
+                (problem,) = problems_of(tmp_path, "", (f"{section}.{name}", text))
+                assert problem.startswith(f"--{section}.{name}: expected {key.expected}, found "), problem
 
 
 def test_values_over_defaults_and_overrides_over_values(tmp_path: Path) -> None:
@@ -113,18 +129,30 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
         ("seq_len = 3", "run.toml: 'seq_len' is outside a section; it is a key of [training]"),
         ("training = 3", "run.toml: [training]: expected a table, found 3"),
         ("[[training]]\nsteps = 3", 'run.toml: [training]: expected a table, found [{"steps": 3}]'),
-        ('[training]\nsteps = "3"', 'run.toml: [training] steps: expected an integer >= 0, found "3"'),
-        ("[training]\nsteps = true", "run.toml: [training] steps: expected an integer >= 0, found true"),
-        ("[training]\nsteps = 3.0", "run.toml: [training] steps: expected an integer >= 0, found 3.0"),
-        ("[training.steps]\nx = 3", 'run.toml: [training] steps: expected an integer >= 0, found {"x": 3}'),
-        ("[training]\nsteps = -1", "run.toml: [training] steps: expected an integer >= 0, found -1"),
-        ("[training]\nsteps = 2020-01-01", 'expected an integer >= 0, found "2020-01-01"'),
-        ("[optimizer]\nlr = 0", "run.toml: [optimizer] lr: expected a number > 0, found 0.0"),
-        ("[optimizer]\nlr = nan", "run.toml: [optimizer] lr: expected a number > 0, found NaN"),
-        ("[optimizer]\nlr = true", "run.toml: [optimizer] lr: expected a number > 0, found true"),
-        (f"[optimizer]\nlr = {'9' * 400}", "run.toml: [optimizer] lr: expected a number > 0, found Infinity"),
-        ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and <= 1, found 1.5"),
-        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0, found -1"),
+        (
+            '[training]\nsteps = "3"',
+            'run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found "3"',
+        ),
+        (
+            "[training]\nsteps = true",
+            "run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found true",
+        ),
+        (
+            "[training]\nsteps = 3.0",
+            "run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found 3.0",
+        ),
+        (
+            "[training.steps]\nx = 3",
+            'run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found {"x": 3}',
+        ),
+        ("[training]\nsteps = -1", "run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found -1"),
+        ("[training]\nsteps = 2020-01-01", 'expected an integer >= 0 and <= 1000000000, found "2020-01-01"'),
+        ("[optimizer]\nlr = 0", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found 0.0"),
+        ("[optimizer]\nlr = nan", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found NaN"),
+        ("[optimizer]\nlr = true", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found true"),
+        (f"[optimizer]\nlr = {'9' * 400}", "run.toml: [optimizer] lr: expected a number > 0 and <= 10, found Infinity"),
+        ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and < 1, found 1.5"),
+        ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0 and <= 1000, found -1"),
         ("[job]\nfresh = 1", "run.toml: [job] fresh: expected true or false, found 1"),
         ("[job]\ndescription = 1", "run.toml: [job] description: expected a string, found 1"),
         ("[rollout]\nstop_token_ids = [1, true]", "stop_token_ids: expected a list of integers, found [1, true]"),
@@ -147,13 +175,13 @@ def test_messages_of_a_file(tmp_path: Path, toml: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("flag", "text", "message"),
     [
-        ("training.steps", "abc", '--training.steps: expected an integer >= 0, found "abc"'),
-        ("training.steps", "1.5", '--training.steps: expected an integer >= 0, found "1.5"'),
-        ("training.steps", "-3", "--training.steps: expected an integer >= 0, found -3"),
+        ("training.steps", "abc", '--training.steps: expected an integer >= 0 and <= 1000000000, found "abc"'),
+        ("training.steps", "1.5", '--training.steps: expected an integer >= 0 and <= 1000000000, found "1.5"'),
+        ("training.steps", "-3", "--training.steps: expected an integer >= 0 and <= 1000000000, found -3"),
         ("job.fresh", "yes", '--job.fresh: expected true or false, found "yes"'),
         ("rollout.stop_token_ids", "1,a", '--rollout.stop_token_ids: expected a list of integers, found "1,a"'),
         ("rollout.stop_token_ids", "[" * 9000, "--rollout.stop_token_ids: expected a list of integers, found"),
-        ("optimizer.lr", "inf", "--optimizer.lr: expected a number > 0, found Infinity"),
+        ("optimizer.lr", "inf", "--optimizer.lr: expected a number > 0 and <= 10, found Infinity"),
         ("training.step", "1", "--training.step: [training] has no key 'step'; did you mean 'steps'?"),
         ("trainin.steps", "1", "--trainin.steps: there is no section [trainin]; did you mean [training]?"),
     ],
@@ -198,7 +226,7 @@ def test_a_base_that_is_none(tmp_path: Path, base: str, message: str) -> None:
 def test_a_problem_names_the_file_that_has_it(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text("[training]\nsteps = -1")
     (problem,) = problems_of(tmp_path, 'base = "other.toml"')
-    assert problem == "other.toml: [training] steps: expected an integer >= 0, found -1"
+    assert problem == "other.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found -1"
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ def test_the_defaults_run() -> None:
         ),
         ("[profiling]\nenable_memory_snapshot = true", "enable_memory_snapshot: expected false on a CPU, found true"),
         ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload: expected false on a CPU, found true"),
-        ("[optimizer]\nbeta1 = 1", "optimizer.beta1: expected a value below 1, found 1"),
-        ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2: expected a value below 1, found 1"),
         ("[compile]\nenable = true", "compile.enable: expected false on a CPU, found true"),
         ("[profiling]\nprofile_freq = 3", "expected at least profiler_warmup + profiler_active = 4, found 3"),
         ('[override]\nimports = ["no_such.module.f"]', 'of a module that can be imported, found "no_such.module.f"'),

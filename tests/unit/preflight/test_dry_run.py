@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.folders import write_hf, write_models
+from support.folders import write_header, write_hf, write_models
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
@@ -36,7 +36,7 @@ def assets(tmp_path: Path) -> Path:
     folder = tmp_path / "Llama-8B"
     characters.build(folder)
     (folder / "config.json").write_text(json.dumps(LLAMA_8B.hf_config(bos=1, eos=2, pad=0)))
-    (folder / "model.safetensors").touch()
+    write_header(folder / "model.safetensors", LLAMA_8B.hf_tensors(), "BF16")
     rows = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(20)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

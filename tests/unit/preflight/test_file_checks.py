@@ -1,10 +1,14 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.checked_configs import config, edit, rows
+from support.folders import write_hf
+from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.shapes import shape_of
 
 
 def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
@@ -17,7 +21,7 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
         (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
         (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama or qwen3, found "gpt2"'),
-        (lambda f: edit(f / "config.json", vocab_size=40), "a vocab_size of at least the tokenizer's 52"),
+        (lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)), "a vocab_size of at least the tokenizer's 52"),
         (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors"),
         (lambda f: (f / "tokenizer.json").unlink(), "model.hf_assets_path: expected a tokenizer"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "model.hf_assets_path: expected a tokenizer"),
@@ -25,9 +29,9 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "expected a weight_map in"),
         (
             lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "a.safetensors", "b": "model.safetensors"}}'
+                '{"weight_map": {"a": "a-1.safetensors", "b": "b-2.safetensors"}}'
             ),
-            "model.safetensors.index.json, found no a.safetensors",
+            "model.safetensors.index.json, found no a-1.safetensors, b-2.safetensors",
         ),
     ],
 )
@@ -64,12 +68,16 @@ CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
         ),
         ([{"prompt": "2", "answer": "3"}], "", "['answer', 'prompt']"),
         ([], "", "task.path: expected at least one row"),
-        ([CHAT], "", 'task.template: expected "chat" for the messages in row 1'),
-        ([GOOD, GOOD | {"answer": " "}], "[cold_start]\nsteps = 3", "cold_start.steps: expected 0, because row 2 of"),
+        ([CHAT], "", 'task.template: expected "chat" for the messages in {}/train.jsonl:1, found "plain"'),
+        (
+            [GOOD, GOOD | {"answer": " "}],
+            "[cold_start]\nsteps = 3",
+            "cold_start.steps: expected 0, because {}/train.jsonl:2 has no answer",
+        ),
         (
             [GOOD | {"answer": "two"}],
             'reward = "last_number"',
-            "task.reward: expected a number in the answer of row 1 of",
+            'task.reward: expected a number in the answer of {}/train.jsonl:1, found "two"',
         ),
         ([GOOD, "", *[GOOD] * 100, "the last one"], "", "train.jsonl:103: expected a JSON object, found"),
     ],
@@ -79,7 +87,7 @@ def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None
     heldout = rows(tmp_path / "test.jsonl", GOOD)
     text = f'[task]\nname = "jsonl"\npath = "{train}"\neval_path = "{heldout}"\n{toml}'
     (problem,) = problems(config(tmp_path, text))
-    assert message in problem
+    assert message.replace("{}", str(tmp_path)) in problem
 
 
 def test_good_rows(tmp_path: Path) -> None:
@@ -114,4 +122,4 @@ def test_the_reward_of_the_held_out_answers_decides_what_they_must_be(tmp_path: 
     words = rows(tmp_path / "words.jsonl", GOOD | {"answer": "two"})
     text = f'[task]\nname = "jsonl"\npath = "{words}"\neval_path = "{words}"\neval_reward = "last_number"'
     (problem,) = problems(config(tmp_path, text))
-    assert problem.startswith("task.eval_reward: expected a number in the answer of row 1 of")
+    assert problem.startswith(f"task.eval_reward: expected a number in the answer of {words}:1, found")

@@ -77,11 +77,13 @@ def test_a_reward_model_is_no_policy(tmp_path: Path, algorithm: str) -> None:
 
 def test_weights_without_the_head_that_is_read_are_refused(tmp_path: Path) -> None:
     """config.json names one kind of model, the weights are of another."""
-    body, language, reward = "model.norm.weight", "lm_head.weight", "score.weight"
+    whole, reward = shape_of(ModelSection()), shape_of(ModelSection()).with_value_head()
+    body, head = whole.hf_tensors(head=False), {"lm_head.weight": (whole.vocab_size, whole.dim)}
     folder = role_folder(tmp_path, "teacher")
     toml = f'[model]\nhf_assets_path = "{folder}"\n'
     missing = f"model.hf_assets_path: expected lm_head.weight in the weights of {folder}, because tie_word_embeddings"
-    write_header(folder / "model.safetensors", body, reward)
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    write_header(folder / "model-1.safetensors", reward.hf_tensors())
     (problem,) = problems(config(tmp_path, toml))
     assert problem == missing + " is false, found none"
     assert problems(config(tmp_path, toml + '[algorithm]\nname = "reward_model"')) == []
@@ -89,25 +91,28 @@ def test_weights_without_the_head_that_is_read_are_refused(tmp_path: Path) -> No
     assert teacher.startswith(f"teacher.hf_assets_path: expected lm_head.weight in the weights of {folder}")
     assert problems(config(tmp_path, ROLES["critic"].format(folder))) == [], "a critic has a head of its own"
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {body: "model.safetensors", language: "model.safetensors"}}))
-    assert problems(config(tmp_path, toml)) == []
-    index.write_text(json.dumps({"weight_map": {body: "model.safetensors"}}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(body | head, "model-1.safetensors")}))
+    (problem,) = problems(config(tmp_path, toml))
+    assert problem == (
+        f"model.hf_assets_path: expected the tensors listed in {index}, found no lm_head.weight in model-1.safetensors"
+    )
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(body, "model-1.safetensors")}))
     (problem,) = problems(config(tmp_path, toml))
     assert problem.startswith(missing)
     index.unlink()
-    write_header(folder / "model.safetensors", body)
-    write_header(folder / "more.safetensors", language)
+    write_header(folder / "model-1.safetensors", body)
+    write_header(folder / "more.safetensors", head)
     assert problems(config(tmp_path, toml)) == []
 
     judge = role_folder(tmp_path, "reward_model")
-    write_header(judge / "model.safetensors", body, language)
+    write_header(judge / "model.safetensors", body | head)
     (problem,) = problems(config(tmp_path, ROLES["reward_model"].format(judge)))
     assert problem.startswith(f"reward_model.hf_assets_path: expected score.weight in the weights of {judge}")
 
 
 def test_a_tied_model_needs_no_head_of_its_own(tmp_path: Path) -> None:
     folder = role_folder(tmp_path, "teacher", tied=True)
-    write_header(folder / "model.safetensors", "model.norm.weight")
+    assert not (folder / "model.safetensors").read_bytes().count(b"lm_head")
     assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"')) == []
 
 

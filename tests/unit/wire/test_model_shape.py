@@ -62,6 +62,7 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())  # a tied weight is counted once
+    assert shape.hf_tensors() == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 @shapes
@@ -75,6 +76,7 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
         model = AutoModelForSequenceClassification.from_config(config)
     assert type(model).__name__ == shape.facts.architectures["value"]
     assert valued.parameters == sum(p.numel() for p in model.parameters())
+    assert valued.hf_tensors() == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 @shapes

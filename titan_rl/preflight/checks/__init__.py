@@ -8,6 +8,7 @@ from titan_rl.preflight.checks.algorithm import check_algorithm
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
+from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.host import check_placement, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
@@ -22,7 +23,7 @@ def problems(config: Config, *, gpus: int = 0) -> list[str]:
     checks += [check_lengths(config, shape)] if shape else []
     readable = [*unusable, *(problem for check in checks for problem in check)]
     rows = [] if readable else check_row_lengths(config)  # measured with these assets, against these lengths
-    others = [check(config) for check in (check_run, check_titan_keys, check_algorithm)]
+    others = [check(config) for check in (check_folders, check_run, check_titan_keys, check_algorithm)]
     others += [check_resume(config, shape)]
     if shape:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)

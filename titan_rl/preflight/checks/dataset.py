@@ -1,75 +1,112 @@
 """Checks of [task]: the reward functions, and every row of JSONL files."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
-from titan_rl.tasks.rewards import last_number, reward_for
-from titan_rl.tasks.task import jsonl, load_task
+from titan_rl.preflight.reward_probe import probe
+from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.tasks.announced import announced
+from titan_rl.tasks.jsonl_rows import BadRows, Example, jsonl, named
+from titan_rl.tasks.rewards import BUILT_IN, last_number
+from titan_rl.tasks.task import addition, load_task
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
 ADDITION_HELD_OUT = 2000  # of the 10,000 sums; the others are training examples
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows that a run trains on, or is evaluated on, and what is wrong with them."""
+
+    examples: list[Example]
+    problems: list[str]
+
+
 def check_task(config: Config) -> Iterator[str]:
     task = config.task
-    yield from _check_rewards(config)
     if task.system_prompt and task.template == "plain":
         yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
-    if task.name == "addition":
-        if config.eval.size > ADDITION_HELD_OUT:
-            yield f"eval.size: expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums, found {config.eval.size}"
-        return
-    if not task.path:
-        yield 'task.path: expected a JSONL file for task.name = "jsonl", found ""'
-    if config.eval.size and not task.eval_path:
-        size = f"eval.size = {config.eval.size} (0 disables evaluation)"
-        yield f'task.eval_path: expected a JSONL file for {size}, found ""'
+    train, heldout = (_addition if task.name == "addition" else _files)(config)
+    yield from _check_rewards(config, train.examples, heldout.examples)
+    yield from (*train.problems, *heldout.problems)
+
+
+def _addition(config: Config) -> tuple[Rows, Rows]:
+    size = config.eval.size
+    if size <= ADDITION_HELD_OUT:
+        train, heldout = addition(derive(config.debug.seed, "task"), size)
+        return Rows(train, []), Rows(heldout, [])
+    most = f"expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums"
+    return Rows([], [f"eval.size: {most}, found {size}"]), Rows([], [])
+
+
+def _files(config: Config) -> tuple[Rows, Rows]:
+    task, size = config.task, config.eval.size
+    train = heldout = Rows([], [])
     if task.path:
-        yield from _check_rows(config, "path")
-    if task.eval_path and config.eval.size:
-        yield from _check_rows(config, "eval_path")
+        train = _rows(config, "path")
+    else:
+        train = Rows([], ['task.path: expected a JSONL file for task.name = "jsonl", found ""'])
+    if size and task.eval_path:
+        heldout = _rows(config, "eval_path")
+    elif size:
+        why = f"eval.size = {size} (0 disables evaluation)"
+        heldout = Rows([], [f'task.eval_path: expected a JSONL file for {why}, found ""'])
+    return train, heldout
 
 
-def _check_rewards(config: Config) -> Iterator[str]:
-    for key, reward in (("reward", config.task.reward), ("eval_reward", config.task.eval_reward)):
-        if key == "eval_reward" and reward == "model":
-            why = "because a reward model cannot measure a policy trained against it"
-            yield f'task.eval_reward: expected a reward other than "model", {why}, found "model"'
-        if reward in ("", "model"):
-            continue
-        try:
-            reward_for(reward)
-        except (TypeError, ValueError) as error:
-            yield str(error).replace("task.reward", f"task.{key}")
-        except Exception as error:  # importing the user's module runs it
-            yield f'task.{key}: expected "{reward}" to import, found {type(error).__name__}: {error}'
-
-
-def _check_rows(config: Config, key: Literal["path", "eval_path"]) -> Iterator[str]:
+def _rows(config: Config, key: Literal["path", "eval_path"]) -> Rows:
     try:
         limit = config.eval.size if key == "eval_path" else None
         examples = jsonl(config.task, key, limit, pairs=config.algorithm.kind in ("preference", "reward"))
+    except BadRows as error:
+        return Rows([], error.problems)
     except (OSError, ValueError) as error:
-        yield str(error)
-        return
-    file, steps = getattr(config.task, key), config.cold_start.steps
-    reward = config.task.eval_reward if key == "eval_path" and config.task.eval_reward else config.task.reward
-    for row, example in enumerate(examples, 1):
+        return Rows([], [str(error)])
+    return Rows(examples, named(list(_unusable(config, key, examples)), getattr(config.task, key)))
+
+
+def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:
+    """Yield what is wrong with a row that is otherwise well formed."""
+    steps = config.cold_start.steps
+    set_by = "eval_reward" if key == "eval_path" and config.task.eval_reward else "reward"
+    reward = getattr(config.task, set_by)
+    for example in announced(examples, f"checking task.{key}", len(examples)):
         if config.task.template == "plain" and not isinstance(example.prompt, str):
-            yield f'task.template: expected "chat" for the messages in row {row} of {file}, found "plain"'
+            yield f'task.template: expected "chat" for the messages in {example.where}, found "plain"'
         elif steps and key == "path" and not example.answer.strip():
-            yield f"cold_start.steps: expected 0, because row {row} of {file} has no answer to learn, found {steps}"
-        elif reward == "last_number" and not _has_number(example.answer):
-            set_by = "eval_reward" if key == "eval_path" and config.task.eval_reward else "reward"
-            yield f'task.{set_by}: expected a number in the answer of row {row} of {file}, found "{example.answer}"'
-        else:
+            yield f"cold_start.steps: expected 0, because {example.where} has no answer to learn, found {steps}"
+        elif reward == "last_number" and (answer := unnumbered(example)):
+            yield f"task.{set_by}: expected a number in the answer of {example.where}, found {answer}"
+
+
+def unnumbered(example: Example) -> str:
+    """Return why "last_number" finds no number in an answer, or ""."""
+    try:
+        last_number(Prompt(0, "", [], example.answer), "")
+    except ValueError as error:
+        if str(error).startswith("task.reward"):
+            return as_toml(example.answer[:200])
+        return f"a number that is too large to compare ({error})"
+    return ""
+
+
+def _check_rewards(config: Config, train: list[Example], heldout: list[Example]) -> Iterator[str]:
+    """Check that the rewards can be called. A user's function is called once, with the first row's own answer."""
+    for key, name in (("reward", config.task.reward), ("eval_reward", config.task.eval_reward)):
+        if key == "eval_reward" and name == "model":
+            why = "because a reward model cannot measure a policy trained against it"
+            yield f'task.eval_reward: expected a reward other than "model", {why}, found "model"'
+        if name in ("", "model", *BUILT_IN):
             continue
-        return  # report one row per file
+        first = next(iter(train if key == "reward" else heldout or train), None)
+        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        yield from (problem.replace("task.reward", f"task.{key}") for problem in probe(name, prompt))
 
 
 def check_row_lengths(config: Config) -> Iterator[str]:
@@ -81,20 +118,12 @@ def check_row_lengths(config: Config) -> Iterator[str]:
             return
         try:
             found = unfit_rows(config, task, tokenizer)
-        except ValueError as error:  # a row that the chat template refuses
-            yield str(error)
+        except BadRows as error:  # rows that the chat template refuses
+            yield from error.problems
             return
     for examples, unfit in zip((task.train, task.heldout), found, strict=True):
         if unfit and config.task.on_unfit_rows == "refuse":
-            drops = f"to drop {len(unfit)} of {len(examples)} rows"
+            drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
             yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
         elif unfit and len(unfit) == len(examples):
             yield f"{first_unfit(examples, unfit)}; no row fits, so they cannot be dropped"
-
-
-def _has_number(answer: str) -> bool:
-    try:
-        last_number(Prompt(0, "", [], answer), "")
-    except ValueError:
-        return False
-    return True

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks.assets import check_weights, policy_tokenizer
+from titan_rl.preflight.checks.assets import policy_tokenizer
+from titan_rl.preflight.checks.weights import check_weights
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
@@ -44,7 +45,7 @@ def _check_folder(config: Config, shape: ModelShape, role: str, folder: str, why
         return
     misfit = (found.head == "value") != (role == "reward_model") and role != "critic"
     new_head = role == "critic" and found.head == "lm"
-    yield from check_weights(Path(folder), key, None if misfit or new_head else found)
+    yield from check_weights(Path(folder), key, None if misfit else found, head=not new_head)
     if misfit:
         wanted = "a reward model (*ForSequenceClassification)" if role == "reward_model" else "a language model"
         yield f"{key}: expected {wanted}, found another kind of model in {folder}"

@@ -11,9 +11,6 @@ def check_titan_keys(config: Config) -> Iterator[str]:
     if freq < least:
         active = f"profiler_warmup + profiler_active = {least}"
         yield f"profiling.profile_freq: expected at least {active}, found {freq}"
-    for key in ("beta1", "beta2"):
-        if (beta := getattr(config.optimizer, key)) >= 1:
-            yield f"optimizer.{key}: expected a value below 1, found {beta:g}"
     for target in config.override.imports:
         module = target.rpartition(".")[0]
         try:

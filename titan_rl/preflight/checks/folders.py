@@ -1,0 +1,80 @@
+"""Checks of where a run writes: its dump folder, and the folders in it that keys name."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path, PurePosixPath
+
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
+
+OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
+OWN_FILES += ("summary.json", "timeline.json", ".lock")
+OWN = ("hf", "model", *OWN_FILES)
+INNER = ("checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder")
+INNER += ("profiling.save_memory_snapshot_folder",)
+
+
+def check_folders(config: Config) -> Iterator[str]:
+    yield from _check_inner(config)
+    name = config.job.dump_folder
+    if not name.strip():
+        yield f"job.dump_folder: expected the name of a folder, found {as_toml(name)}"
+        return
+    try:
+        folder = Path(name).absolute()
+        if found := _unwritable(folder):
+            yield f"job.dump_folder: expected a folder that can be written, found {found}"
+            return
+        inner = [folder / attrgetter(key)(config) for key in INNER]
+        if wrong := next((path for path in (folder / "hf", folder / "model", *inner) if _is_file(path)), None):
+            yield f"job.dump_folder: expected a folder at {wrong}, found a file"
+        if wrong := next((path for path in (folder / name for name in OWN_FILES) if path.is_dir()), None):
+            yield f"job.dump_folder: expected a file at {wrong}, found a folder"
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links
+        yield f"job.dump_folder: expected the name of a folder, found {as_toml(name[:80])} ({error})"
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.lexists(path) and not path.is_dir()
+
+
+def _unwritable(folder: Path) -> str:
+    """Return why files cannot be written to a folder that may not exist yet, or ""."""
+    for part in (*reversed(folder.parents), folder):
+        if len(os.fsencode(part.name)) > 255:
+            return f"a name of {len(os.fsencode(part.name))} bytes in {str(folder)[:40]}..., of at most 255"
+        if _is_file(part):
+            return f"a link that leads to no folder at {part}" if part.is_symlink() else f"a file at {part}"
+        if not os.path.lexists(part):
+            break
+    if len(os.fsencode(folder)) > 3500:  # the longest file of a run needs the rest of 4096
+        return f"a path of {len(os.fsencode(folder))} bytes, of at most 3500"
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".titan_rl-", dir=there) as probe:
+            (Path(probe) / "file").write_bytes(b"x")
+    except OSError as error:
+        return f"{there}: {error.strerror or error}"
+    return ""
+
+
+def _check_inner(config: Config) -> Iterator[str]:
+    """Check that keys name folders of their own in the dump folder."""
+    taken: dict[str, PurePosixPath] = {}
+    for key in INNER:
+        name = attrgetter(key)(config)
+        path = PurePosixPath(name)
+        expected = "the name of a folder inside job.dump_folder"
+        if not path.parts or not name.strip() or path.is_absolute() or ".." in path.parts:
+            yield f"{key}: expected {expected}, found {as_toml(name)}"
+        elif any(len(part.encode(errors="surrogateescape")) > 255 for part in path.parts) or len(name) > 500:
+            yield f"{key}: expected {expected} of at most 255 bytes each, found {as_toml(name[:80])}..."
+        elif path.parts[0] in OWN:
+            yield f"{key}: expected {expected}, found {as_toml(name)}, which the run writes itself"
+        elif other := next((k for k, p in taken.items() if p == path or p in path.parents or path in p.parents), None):
+            found = f"found {as_toml(name)} and {other} = {as_toml(str(taken[other]))}"
+            yield f"{key}: expected {expected} apart from that of {other}, {found}"
+        else:
+            taken[key] = path

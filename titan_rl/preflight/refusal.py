@@ -1,0 +1,45 @@
+"""Refuses a run: one line per problem, exit code 2, no traceback."""
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn, ParamSpec, TypeVar
+
+from rich.console import Console
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def refuse(source: str, problems: Sequence[str]) -> NoReturn:
+    """Print one unwrapped line per problem, so that logs and editors show each of them whole, and exit."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    console.print(f"titan_rl: {count} in {printable(source) or 'the command line'}", style="bold red")
+    for problem in problems:
+        console.print(f"  - {printable(' '.join(problem.splitlines()))}", style="red")
+    raise SystemExit(2)
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would act on, or could not show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def refusing(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse a run if checking it fails in a way that no check foresaw: name the error, and where it was raised. Our
+    own errors pass."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            if type(error).__module__.startswith("titan_rl."):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            found = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            refuse("", [f"expected input that can be checked, found {found}"])
+
+    return checked

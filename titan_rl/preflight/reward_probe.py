@@ -1,0 +1,108 @@
+"""Calls a user's reward function once before the run relies on it, in a process of its own.
+
+    probe (this process) -> name, first row -> attempt (child) -> a line that says what is wrong, or nothing
+
+Whatever the function or its module does (exit, hang, even while it holds the interpreter's lock, crash) ends only the
+child, and is one line.
+"""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from titan_rl.tasks.rewards import Reward, reward_for
+from titan_rl.wire.types import Prompt
+
+PROBE_SECONDS = 30
+"""Until a module must be imported, and its function must have returned."""
+CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_probe import attempt; attempt({folder!r})"
+"""The child finds modules where this process does, and nothing else."""
+
+
+def probe(name: str, prompt: Prompt | None) -> Iterator[str]:
+    """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
+        asked.write_bytes(pickle.dumps((name, prompt)))
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        late = False
+        try:
+            child.wait(3 * PROBE_SECONDS)  # the child itself ends earlier, unless its clock is stopped
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with what it started itself
+            child.wait()
+        lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+        last = lines[-1] if lines else "importing"
+        what = f"{name!r} to be imported" if last == "importing" else f"{name!r} to return a number for the first row"
+        if last not in ("importing", "calling"):
+            yield from filter(None, [last])
+        elif late or (stuck.exists() and stuck.stat().st_size):
+            at = re.search(r'File "(.*)", line (\d+)', stuck.read_text() if stuck.exists() else "")
+            place = f" at {at[1]}:{at[2]}" if at else ""
+            yield f"task.reward: expected {what} within {PROBE_SECONDS} s, found it still running{place}"
+        else:
+            yield f"task.reward: expected {what}, found that it ends the process with exit code {child.returncode}"
+
+
+def attempt(folder: str) -> None:
+    """Do it, as the child: write each stage, and then the verdict."""
+    import faulthandler
+
+    where = Path(folder)
+    name, prompt = pickle.loads((where / "asked").read_bytes())
+    with (where / "told").open("w") as told, (where / "stuck").open("w") as stuck:
+
+        def tell(line: str) -> None:
+            print(json.dumps(line), file=told, flush=True)
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback_later(PROBE_SECONDS, file=stuck, exit=True)
+
+        tell("importing")
+        verdict, reward = _imported(name)
+        if reward is not None and prompt is not None:
+            tell("calling")
+            verdict = _called(name, reward, prompt)
+        tell(verdict)
+    os._exit(0)  # not to wait for its threads
+
+
+def _imported(name: str) -> tuple[str, Reward | None]:
+    try:
+        return "", reward_for(name)
+    except BaseException as error:  # importing the user's module runs it
+        said = str(error)
+        if isinstance(error, TypeError | ValueError) and said.startswith("task.reward"):
+            return said, None
+        return f'task.reward: expected "{name}" to import, found {_raised(error)}', None
+
+
+def _called(name: str, reward: Reward, prompt: Prompt) -> str:
+    try:
+        reward(prompt, prompt.answer)
+    except BaseException as error:
+        said = str(error)
+        if said.startswith("task.reward"):
+            return said
+        return f"task.reward: expected {name!r} to score the first row, found {_raised(error)}"
+    return ""
+
+
+def _raised(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
