@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
-from titan_rl.record.ledger import Ledger
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, scores_of
 from titan_rl.rollout.sampling import StreamSettings
@@ -99,7 +99,8 @@ class Controller:
             score = await self.evaluate() if self.evaluates(n) else None
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
-            self.report.step(n, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
+            dropped, backlog = stream.dropped, stream.backlog
+            stream.logged(n, self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog))
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
             return StepDone(stream.cut, partial(stream.saved, n), hopeless)
 
@@ -180,6 +181,7 @@ class Controller:
         asked = self.stop.saves()
         if asked or last or due or self.learner.failed_saves > 0 or ends:
             state = json.dumps((done.on_save or done.state)())
+            self.report.to_disk()
             if await self.learner.save(step, state, last=last or ends, on_disk=asked):
                 await self.stop.saved(step)
         if done.hopeless is not None:
@@ -253,8 +255,8 @@ class Controller:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
-        ledger = Ledger(self.setup.folder)
-        ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
+        ledger, bounds = Ledger(self.setup.folder, self.run.terminal.warn), bounds_of(self.config)
+        ledger.begun(start, cut.get("next", 0), cut.get("open", ()), attempt=self.attempt, bounds=bounds)
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
