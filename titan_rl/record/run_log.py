@@ -112,8 +112,8 @@ class RunLog(SelfClosing):
             write_whole(self.folder / "summary.json", json.dumps(strict(summary), indent=2) + "\n")
 
     def close(self) -> None:
-        with suppress(OSError):
-            for curves in self._curves.values():
+        for curves in self._curves.values():
+            with suppress(OSError):
                 curves.close()
         for part in (self._metrics, self._rollouts):
             part.close()
