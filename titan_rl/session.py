@@ -55,7 +55,12 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 control.offer(scale=Scale(setup, meshes.generators).answer)
             resume = setup.resume
             with RunLog(
-                folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
+                folder,
+                setup.name,
+                config,
+                resume_step=resume.kept_rl,
+                cold_start_step=resume.kept_cold_start,
+                warn=terminal.warn,
             ) as log:
                 heldout = len(setup.heldout.prompts)
                 report = Report(setup.name, config, folder, terminal, log, clock, heldout=heldout)

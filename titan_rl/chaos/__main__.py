@@ -180,7 +180,7 @@ class Chaos:
                 if run.process.returncode == USAGE:
                     raise SystemExit(USAGE)
             if count:
-                self.findings.audits = audits(run, self._config, shared, left)
+                self.findings.audits = audits(run, shared, left)
             elif failed:
                 ended = f"the run without faults failed: exit code {run.process.returncode}"
             return ended
