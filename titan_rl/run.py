@@ -94,6 +94,8 @@ def resume_hint(setup: "Setup") -> str:
 
 def entry() -> None:
     """Exit without waiting for threads or workers: worker processes die with the controller."""
+    if os.path.isdir(".") and os.getcwd() not in sys.path:  # a reward's module, which `python -m` finds there too
+        sys.path.append(os.getcwd())
     try:
         code = main()
     except SystemExit:

@@ -31,7 +31,7 @@ def probe(name: str, prompt: Prompt | None) -> Iterator[str]:
     """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer."""
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
-        asked.write_bytes(pickle.dumps((name, prompt)))
+        asked.write_bytes(pickle.dumps((name, prompt, PROBE_SECONDS)))
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)],
             stdin=subprocess.DEVNULL,
@@ -66,13 +66,13 @@ def attempt(folder: str) -> None:
     import faulthandler
 
     where = Path(folder)
-    name, prompt = pickle.loads((where / "asked").read_bytes())
+    name, prompt, seconds = pickle.loads((where / "asked").read_bytes())
     with (where / "told").open("w") as told, (where / "stuck").open("w") as stuck:
 
         def tell(line: str) -> None:
             print(json.dumps(line), file=told, flush=True)
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback_later(PROBE_SECONDS, file=stuck, exit=True)
+            faulthandler.dump_traceback_later(seconds, file=stuck, exit=True)
 
         tell("importing")
         verdict, reward = _imported(name)

@@ -219,15 +219,19 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
         if not derived and (type(config.get(key)) is not int or not 1 <= config[key] <= MOST):
-            yield refused(key, f"an integer from 1 to {MOST}", config.get(key))
+            yield refused(key, "a positive integer", config.get(key))
     if not _positive(eps := config.get("rms_norm_eps")) or eps >= 1:
         yield refused("rms_norm_eps", "a number above 0 and below 1", eps)
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
+            yield refused(key, "float32, bfloat16, float16 or float64", config[key])
     if config.get("hidden_act", "silu") != "silu":
         yield refused("hidden_act", '"silu"', config["hidden_act"])
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             yield refused(key, "false", config[key])
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or "sliding_attention" in layers:
         yield refused("layer_types", "full attention only", config["layer_types"])
     for key in ("num_experts", "num_local_experts"):
         if config.get(key):
