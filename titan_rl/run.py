@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,8 +94,9 @@ def resume_hint(setup: "Setup") -> str:
 
 def entry() -> None:
     """Exit without waiting for threads or workers: worker processes die with the controller."""
-    if os.path.isdir(".") and os.getcwd() not in sys.path:  # a reward's module, which `python -m` finds there too
-        sys.path.append(os.getcwd())
+    with suppress(FileNotFoundError):  # the current folder was removed
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # where a reward's module is, which `python -m` finds too
     try:
         code = main()
     except SystemExit:
