@@ -122,6 +122,8 @@ FLAGS: list[tuple[str, str]] = [
     ("--eval.size 5000", "eval.size: expected at most 2000"),
     ("--override.imports no_such.f", "override.imports: expected"),
     ("--override.imports ..x.f", "override.imports: expected"),
+    ("--override.imports os.path.join", "override.imports: expected 'os.path.join' to be registered with @override"),
+    ("--override.imports os.path2.join", "override.imports: expected 'os.path2.join' to import"),
     ("--task.name jsonl", 'task.path: expected a JSONL file for task.name = "jsonl", found ""'),
     ("--task.name jsonl --task.path {world}", "task.path: expected a JSONL file, found a folder"),
     ("--task.name jsonl --task.path /dev/zero", "task.path: expected a JSONL file, found no regular file"),

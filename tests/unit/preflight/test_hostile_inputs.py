@@ -26,7 +26,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 2)
     (tmp_path / "small.toml").write_text('[hosts]\ndevice = "cpu"\n')
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -79,7 +78,9 @@ def test_a_data_set(refused: Any, world: Path, rows: bytes, flags: str, message:
 
 
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
-def test_a_reward(refused: Any, world: Path, source: str, message: str) -> None:
+def test_a_reward(refused: Any, world: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str) -> None:
+    if "within 2 s" in message:
+        monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 2)
     (world / "judge.py").write_text(source)
     refused(message, "--task.reward=judge:f")
 
