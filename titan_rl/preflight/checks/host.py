@@ -10,6 +10,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
 CPU_SLOTS = 16
+PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_SIZE = 32
@@ -45,7 +46,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield "compile.enable: expected false on a CPU, found true"
     if config.profiling.enable_memory_snapshot:
         yield "profiling.enable_memory_snapshot: expected false on a CPU, found true"
-    yield from _check_capacity(config, shape, generators)
+    yield from _check_capacity(config, shape, generators, total)
     if not generators:
         return
     if generator.kv_cache_memory_mb == 0:
@@ -66,12 +67,15 @@ def host_memory() -> int:
     return found
 
 
-def _check_capacity(config: Config, shape: ModelShape | None, generators: int) -> Iterator[str]:
+def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
     """Check that the models of a CPU run fit this host's memory, and its threads the cores."""
     threads, cores = config.hosts.threads, os.cpu_count() or 1
     if threads > (most := max(16, 4 * cores)):
         yield f"hosts.threads: expected at most {most} on a host of {cores} cores, found {threads}"
-    memory, cache = host_memory(), config.generator.kv_cache_memory_mb * generators << 20
+    memory = host_memory()
+    if processes > (most := max(16, memory // PROCESS_BYTES)):
+        yield f"hosts.slots: expected at most {most} processes in this host's {memory >> 30} GiB, found {processes}"
+    cache = config.generator.kv_cache_memory_mb * generators << 20
     most = memory // 2**20 // max(1, generators)
     if cache > memory:
         found = f"found {config.generator.kv_cache_memory_mb}"
