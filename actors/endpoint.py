@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -91,4 +91,5 @@ def without_lines(prefix: bytes) -> Iterator[None]:
             held.seek(0)
             for line in held:
                 if not line.startswith(prefix):
-                    os.write(2, line)
+                    with suppress(OSError):  # stderr may be a pipe without a reader
+                        os.write(2, line)

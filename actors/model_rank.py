@@ -80,8 +80,16 @@ class ModelRank(Actor):
             self._model.phase.save(step, controller, on_disk=on_disk)
 
     @verb
+    async def wait_for_saving(self) -> None:
+        self._model.phase.wait_for_saving()
+
+    @verb
     async def snapshot(self, part: SnapshotPart, step: int, controller: str) -> int:
         return self._model.phase.snapshot(step, controller, part)
+
+    @verb
+    async def unsound(self) -> list[str]:
+        return self._model.unsound()
 
     @verb
     async def export(self, folder: str) -> None:

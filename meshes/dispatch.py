@@ -12,6 +12,7 @@ from functools import partial
 from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load, Move, Routing
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused
 from titan_rl.wire.types import Completion, Request
 
@@ -75,7 +76,7 @@ class Dispatch:
         afterwards. A replica that does not give back its samples within `seconds` is lost."""
         self._switching = True
         try:
-            async with asyncio.timeout(seconds):
+            async with deadline(seconds):
                 while owing := [replica for replica in self._replicas.values() if replica.owes]:
                     await asyncio.gather(*(replica.repay() for replica in owing))
         except TimeoutError:

@@ -19,6 +19,7 @@ from monarch.actor import ActorError
 
 from titan_rl.meshes import deaths, stalls
 from titan_rl.meshes.stalls import Wait
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RankFailed, RunError
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
         with deaths.cancelled_by_death(actor, answer) as call:
             try:
                 # Not wait_for: in Python 3.11 it loses a cancellation if the answer arrives in the same tick.
-                async with asyncio.timeout(seconds):
+                async with deadline(seconds):
                     return await answer
             except asyncio.CancelledError:
                 if call.death is None or (task is not None and task.cancelling()):

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from monarch.actor import HostMesh
-from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.vllm.engine import EngineInfo, EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
@@ -69,9 +68,10 @@ class GeneratorMesh:
 
             name = f"generator{replica}"
             environment = {**ENV, **env}
-            procs = await spawn(host, name=name, shape={"tp": tp}, kind="generator", env=environment, env_of=extra)
-            if tp > 1:
-                await asyncio.wait_for(setup_torch_elastic_env_async(procs), policy.init_seconds)
+            shape = {"tp": tp}
+            procs = await spawn(
+                host, name=name, shape=shape, kind="generator", env=environment, env_of=extra, group=tp > 1
+            )
             return Replica(
                 replica,
                 name,

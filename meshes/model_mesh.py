@@ -1,7 +1,7 @@
 """A mesh of ranks that hold one TorchTitan model: axes (dp, tp), in TorchTitan's rank order.
 
 trainer                             the policy: every verb
-critic                              begin_phase, scores, step, save, snapshot; first load_weights
+critic                              begin_phase, scores, step, save, wait_for_saving, snapshot; first load_weights
 reference, teacher, reward_model    load_weights and scores: a frozen role never begins a phase
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 from monarch.actor import HostMesh
-from monarch.spmd import setup_torch_elastic_env_async
 
 from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.spawn import end, spawn
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import Snapshot
@@ -25,6 +25,8 @@ from titan_rl.wire.spans import Recorded
 from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
 from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import Offer
+
+NAMED = 3  # parameters in an error
 
 
 class ModelMesh:
@@ -47,8 +49,7 @@ class ModelMesh:
         self._warm.clear()
         shape = {"dp": self.dp, "tp": self.tp}
         kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
-        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env)
-        await asyncio.wait_for(setup_torch_elastic_env_async(self._procs), self._init_seconds)
+        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env, group=True)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
         self._ranks = {label(self.name, point): actors.slice(**point) for point in points}
@@ -96,11 +97,22 @@ class ModelMesh:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
         await self._all("save", step, controller, on_disk)
 
+    async def wait_for_saving(self) -> None:
+        """Return when the last checkpoint is on disk, or raise if it failed."""
+        await self._all("wait_for_saving")
+
     async def snapshot(self, snapshot: Snapshot) -> list[int]:
         """Let every rank begin to copy its state into its part; return the bytes of each."""
         return await self._scatter("snapshot", snapshot.parts(self.name), snapshot.step, snapshot.controller)
 
     async def export(self, folder: str) -> None:
+        """Write the weights as Hugging Face safetensors; raise if some are not finite."""
+        if names := sorted({name for found in await self._all("unsound") for name in found}):
+            raise RunError(
+                f"the {self.name}'s weights are not finite: {', '.join(names[:NAMED])}{' ...' * (len(names) > NAMED)}",
+                f"Nothing was written to {folder}. Resume from a checkpoint before they were ruined, with a smaller "
+                "learning rate, or start from scratch with --job.fresh.",
+            )
         await self._all("export", folder)
 
     async def shards(self) -> list[list[Shard]]:

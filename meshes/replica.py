@@ -7,6 +7,7 @@ relieve ── withdraw ──> engine ──> gave
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import ProcMesh
@@ -215,7 +216,8 @@ class Replica:
                 if request.refused:
                     answer.set_exception(RequestRefused(f"request {request.id}: {request.refused}"))
                 else:
-                    answer.set_result(request.completions)
+                    found = request.completions
+                    answer.set_result([c if c.finite else replace(c, replica=self.name) for c in found])
             asyncio.get_running_loop().call_soon(heard, news.report)  # after the callbacks of these results
 
     async def _withdraw_samples(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:

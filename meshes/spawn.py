@@ -4,6 +4,7 @@ import asyncio
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import product
@@ -12,6 +13,7 @@ from pathlib import Path
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import HostMesh, ProcMesh
 
+from titan_rl.actors.meeting import MEETING
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
 from titan_rl.meshes.zygotes import OFF, VARIABLE, WORKER_ENV, Kind, warn_cold
@@ -37,27 +39,48 @@ async def spawn(
     kind: Kind | None = None,
     env: Mapping[str, str] | None = None,
     env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
+    group: bool = False,
 ) -> ProcMesh:
     """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. `env_of` adds what
-    differs by point (a GPU, for example)."""
+    differs by point (a GPU, for example); `group` adds what torch.distributed needs to make them one process group."""
     zygote = await zygote_of(kind) if kind else ""
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     expected = deaths.follow([label(name, point) for point in points])
+    members = process_group(len(points)) if group else [{} for _ in points]
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = {axis: point[axis] for axis in shape}
         own = {**expected[label(name, at)], "TITAN_RL_CONTROLLER": str(os.getpid())}
         if zygote:
             own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        own = {**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **own}
+        own = {**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **members[points.index(at)], **own}
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 
     def begin() -> None:  # in the new process, before any actor
+        import ctypes
         import os
+        import signal
+
+        from titan_rl.wire.streams import outlive_readers
 
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only, which then stops the others
+        libc = ctypes.CDLL(None)  # signal.signal() is for main threads
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so do signals to every process of a job
+            libc.signal(number, int(signal.SIG_IGN))
+        outlive_readers()
 
     return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
+
+
+def process_group(size: int) -> list[dict[str, str]]:
+    """Return what torchrun would set in the processes of a group on this host. They meet in a file, not at a port."""
+    meeting, path = tempfile.mkstemp(prefix="ranks-", dir=os.environ.get("TMPDIR"))
+    os.close(meeting)
+    return [
+        {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), MEETING: path}
+        for n in range(size)
+    ]
 
 
 async def zygote_of(kind: Kind) -> str:

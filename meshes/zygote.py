@@ -64,7 +64,8 @@ in time, or are set by vLLM in any process that imports it: the tests' own, say.
 ROOM = "TITAN_RL_ROOM"  # padding of the zygote's environment, which a rank's own is written over
 REQUEST_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+NAMESPACES = {"user": 0x10000000, "net": 0x40000000}  # that a run may have of its own, in the order to enter them
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,15 @@ def main() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller's; its death ends this and the ranks
+        signal.signal(number, signal.SIG_IGN)
     # A rank writes over the block of memory that these strings are in, so the C library has to hold them elsewhere.
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
     _set_environment(own)
     preload(kind)
     gc.freeze()  # a collection in a rank would copy every page it looks at
     request, shim = Zygote(listener, own).serve()
+    enter_namespaces(shim)
     become(request, own)
     with shim:
         shim.sendall(f"pid {os.getpid()}\n".encode())
@@ -223,10 +227,29 @@ class Zygote:
 
 def _is_ours(connection: socket.socket) -> bool:
     """Whether the caller is the same user, in the same pid namespace: elsewhere a rank's pid would mean nothing."""
-    form = "3i"  # pid (0: invisible from here), uid, gid
-    sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
-    pid, user, _ = struct.unpack(form, sent)
+    pid, user = _caller(connection)
     return pid > 0 and user == os.getuid()
+
+
+def _caller(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid (0: invisible from here) and the user of the process at the other end."""
+    form = "3i"
+    pid, user, _ = struct.unpack(
+        form, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
+    )
+    return pid, user
+
+
+def enter_namespaces(shim: socket.socket) -> None:
+    """Move this fork to where its shim is: a zygote may be older than the run's network, or serve several runs."""
+    pid, _ = _caller(shim)
+    for name, flag in NAMESPACES.items():
+        theirs = f"/proc/{pid}/ns/{name}"
+        if os.path.samefile(theirs, f"/proc/self/ns/{name}"):
+            continue
+        with open(theirs, "rb") as namespace:
+            if _libc.setns(namespace.fileno(), flag) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {theirs}: {os.strerror(ctypes.get_errno())}")
 
 
 def unfit(request: Request, own: dict[bytes, bytes]) -> str:

@@ -23,6 +23,8 @@ libc = ctypes.CDLL(None)
 def main() -> None:
     if posix.getpgrp() != posix.getpid():
         posix.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):  # so do signals to every process of a job
+        _signal.signal(number, _signal.SIG_IGN)
     libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
     environment = dict(posix.environ)
     life_and_name, report, controller = (environment.pop(key) for key in (SHIM, REPORT, CONTROLLER))

@@ -27,6 +27,8 @@ ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own e
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # processes share the cores; two OpenMP teams that spin on them are extremely slow
     "OMP_WAIT_POLICY": "PASSIVE",
+    "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one host: no other one reaches them
+    "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a run never downloads
     "PYTHONUNBUFFERED": "1",

@@ -12,15 +12,13 @@ admitted only once the generators hold the weights that the last step made. `lag
 a lag, generators sample and take weights while the trainers step.
 """
 
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
-from titan_rl.record.ledger import Ledger
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, scores_of
 from titan_rl.rollout.sampling import StreamSettings
@@ -28,25 +26,15 @@ from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.train.health import Health, Rewind
+from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
-from titan_rl.wire.errors import RunError
+from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Group, PhaseName, Sample, SyncStats
 
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """What a finished step leaves to be kept."""
-
-    state: Callable[[], dict[str, Any]]  # the controller's part of a snapshot
-    on_save: Callable[[], dict[str, Any]] | None = None  # of a checkpoint, where that is another one
-    hopeless: RunError | None = None  # why the run cannot continue after this step
-    enough: bool = False  # no further steps are needed
 
 
 class Controller:
@@ -67,6 +55,7 @@ class Controller:
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
         self.resume, self.attempt, self.began = resume, attempt, began
+        self.loop = StepLoop(run, learner, resume)
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
@@ -75,6 +64,8 @@ class Controller:
         if not self.stop.requested:
             await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
+            if (unsound := self.health.at_the_end()) is not None:
+                raise unsound
             with self.run.terminal.phase("export to hf/"):
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
@@ -85,28 +76,41 @@ class Controller:
         prompts = await self.begin("rl", start, kept)
         stream = self.stream(prompts, start, kept)
 
-        async def step(n: int) -> StepDone:
+        async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
                 judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
                 part, judged = with_advantages(part, judged, algorithm)
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]
-            stats = await learner.update()  # -> trainers, critic
             groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
-            stream.trained(n, groups)
+            return groups, samples
+
+        async def serve(n: int) -> tuple[SyncStats, float | None]:
             sync = await self.publish(n, stream)  # trainers -> generators
-            score = await self.evaluate() if self.evaluates(n) else None
+            return sync, await self.evaluate() if self.evaluates(n) else None
+
+        async def step(n: int) -> StepDone | None:
+            gathered = await self.stop.in_time(gather(n))
+            if gathered is None or (stats := await self.loop.train(learner.update())) is None:  # -> trainers, critic
+                return None
+            groups, samples = gathered
+            stream.trained(n, groups)
+            served = await self.stop.in_time(serve(n))
+            sync, score = served or (SyncStats(n), None)
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
-            self.report.step(n, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
+            dropped, backlog = stream.dropped, stream.backlog
+            stream.logged(n, self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog))
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
-            return StepDone(stream.cut, partial(stream.saved, n), hopeless)
+            unmeasured = {} if served else {UNMEASURED: self.evaluates(n)}
+            return StepDone(stream.cut() | unmeasured, partial(stream.saved, n), hopeless)
 
         async with aclosing(stream):
             stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
-            await self.loop("rl", start, last, step)
-        await self.sync_settled()
+            await self.loop.make_steps("rl", start, last, step, StepDone(kept, partial(stream.saved, start)))
+        if not self.stop.requested:
+            await self.sync_settled()
 
     async def fit(self) -> None:
         """Train on the data set's own answers: sft, dpo, ipo and reward_model."""
@@ -114,18 +118,22 @@ class Controller:
         start, kept = await self.learner.resume("rl", self.resume)
         examples = await self.begin("rl", start, kept)
 
-        async def step(n: int) -> StepDone:
-            samples = await self.learner.judge(self.examples(examples, kind, training.global_batch_size))
-            stats = await self.learner.step([samples])
-            score = None
-            if self.evaluates(n):
-                await self.sync(n)
-                score = await self.evaluate()
+        async def measure(n: int) -> float | None:
+            await self.sync(n)
+            return await self.evaluate()
+
+        async def step(n: int) -> StepDone | None:
+            batch = self.examples(examples, kind, training.global_batch_size)
+            samples = await self.stop.in_time(self.learner.judge(batch))
+            if samples is None or (stats := await self.loop.train(self.learner.step([samples]))) is None:
+                return None
+            score = await self.stop.in_time(measure(n)) if self.evaluates(n) else None
             self.report.fitted(n, stats, score)
-            return StepDone(examples.state_dict, hopeless=self.health.after(n, stats))
+            unmeasured = {UNMEASURED: self.evaluates(n)} if self.stop.given_up and score is None else {}
+            return StepDone(examples.state_dict() | unmeasured, hopeless=self.health.after(n, stats))
 
         with self.report.fitting(self.config.algorithm.name, start, training.steps):
-            await self.loop("rl", start, training.steps, step)
+            await self.loop.make_steps("rl", start, training.steps, step, StepDone(kept))
 
     async def cold_start(self) -> None:
         """Train on the task's own answers before RL: sampling needs something to find."""
@@ -134,15 +142,23 @@ class Controller:
         if kept.get("enough"):
             return
         examples = await self.begin("cold_start", start, kept)
+        if kept.get(UNMEASURED) and await self.practice() >= cold.stop_at:
+            return
 
-        async def step(n: int) -> StepDone:
-            stats = await self.learner.supervise(self.examples(examples, "supervised", cold.batch_size))
+        async def step(n: int) -> StepDone | None:
+            batch = self.examples(examples, "supervised", cold.batch_size)
+            if (stats := await self.loop.train(self.learner.supervise(batch))) is None:
+                return None
             self.report.cold_start(n, stats)
-            enough = bool(cold.stop_at) and n % cold.stop_interval == 0 and await self.practice() >= cold.stop_at
-            return StepDone(partial(dict, examples.state_dict() | {"enough": enough}), enough=enough)
+            measures = bool(cold.stop_at) and n % cold.stop_interval == 0
+            score = await self.stop.in_time(self.practice()) if measures else 0.0
+            enough = measures and score is not None and score >= cold.stop_at
+            unmeasured = {UNMEASURED: True} if score is None else {}
+            state = examples.state_dict() | {"enough": enough} | unmeasured
+            return StepDone(state, hopeless=self.health.after(n, stats, phase="cold_start"), enough=enough)
 
         with self.report.fitting("cold start", start, cold.steps):
-            await self.loop("cold_start", start, cold.steps, step)
+            await self.loop.make_steps("cold_start", start, cold.steps, step, StepDone(kept))
 
     # -- the skeleton of all three --------------------------------------------------------------------------------
 
@@ -157,33 +173,12 @@ class Controller:
         await self.sync(start if phase == "rl" else BEFORE_RL)
         self.began(start)
         at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
-        if at_an_end and (score := await self.evaluate()) is not None:
+        if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (score := await self.evaluate()) is not None:
             if phase == "rl":
                 self.report.eval(start, score)
             else:
                 self.report.before_cold_start(score)
         return source
-
-    async def loop(self, phase: PhaseName, start: int, last: int, step: Callable[[int], Awaitable[StepDone]]) -> None:
-        """Make the steps after `start`, and keep what each leaves, until the last one or a stop."""
-        interval = self.config.cold_start.interval if phase == "cold_start" else self.config.checkpoint.interval
-        for n in self.stop.steps(start + 1, last, phase):
-            done = await step(n)
-            await self.keep(n, done, last=n == last or done.enough, due=n % interval == 0)
-            if done.enough:
-                break
-
-    async def keep(self, step: int, done: StepDone, *, last: bool, due: bool) -> None:
-        """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here."""
-        await self.learner.snapshot(step, lambda: json.dumps(done.state()))
-        ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
-        asked = self.stop.saves()
-        if asked or last or due or self.learner.failed_saves > 0 or ends:
-            state = json.dumps((done.on_save or done.state)())
-            if await self.learner.save(step, state, last=last or ends, on_disk=asked):
-                await self.stop.saved(step)
-        if done.hopeless is not None:
-            raise done.hopeless
 
     # -- verbs of the steps ---------------------------------------------------------------------------------------
 
@@ -253,8 +248,8 @@ class Controller:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
-        ledger = Ledger(self.setup.folder)
-        ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
+        ledger, bounds = Ledger(self.setup.folder, self.run.terminal.warn), bounds_of(self.config)
+        ledger.begun(start, cut.get("next", 0), cut.get("open", ()), attempt=self.attempt, bounds=bounds)
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:

@@ -1,16 +1,20 @@
 """Sets the controller's environment before Monarch is imported, which reads it at import."""
 
-import getpass
+import fcntl
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
 }
+PREFIX, LOCK = "titan_rl-", "in-use"
+# A socket's path has 107 bytes. Monarch's are TMPDIR/titan_rl-4194304-XXXXXXXX/.tmpXXXXXX/xxxxxxxxxxx.
+LONGEST_TMPDIR = 107 - 49
 
 
 def prepare_environment(detect_seconds: float = 2.0) -> None:
@@ -22,22 +26,55 @@ def prepare_environment(detect_seconds: float = 2.0) -> None:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Give the run a TMPDIR of its own, named after the controller's pid, and remove it at the end. Monarch leaves
-    socket directories there when a process dies; the next run removes what a killed controller left behind."""
-    base = Path(tempfile.gettempdir())
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(base / f"torchinductor_{getpass.getuser()}"))  # outlives a run
-    for left in base.glob("titan_rl-*"):
-        owner = left.name.removeprefix("titan_rl-")
-        if owner.isdigit() and (int(owner) == os.getpid() or not Path(f"/proc/{owner}").exists()):
-            shutil.rmtree(left, ignore_errors=True)
-    folder = base / f"titan_rl-{os.getpid()}"
-    folder.mkdir(mode=0o700)  # fails if another user owns that name: ours was removed above
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)
-    try:
-        yield folder
-    finally:
-        os.environ.pop("TMPDIR")
-        if before is not None:
-            os.environ["TMPDIR"] = before
-        shutil.rmtree(folder, ignore_errors=True)
+    """Give the run a TMPDIR of its own that only its user can open, and remove it at the end. Monarch leaves socket
+    directories there when a process dies; the next run removes what a killed controller left behind."""
+    base = short_enough(Path(tempfile.gettempdir()))
+    remove_abandoned(base)
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
+    with open(folder / LOCK, "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
+        own = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compile_cache(base, folder)}
+        before = {name: os.environ.get(name) for name in own}
+        os.environ.update(own)
+        try:
+            yield folder
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def short_enough(base: Path) -> Path:
+    """Return a folder for temporary files whose name leaves room for those of sockets below it."""
+    if len(os.fsencode(base)) <= LONGEST_TMPDIR:
+        return base
+    for other in (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
+        if other and len(os.fsencode(other)) <= LONGEST_TMPDIR and os.access(other, os.W_OK | os.X_OK):
+            print(f"TMPDIR={base} is too long for the names of sockets; the run's are in {other}", file=sys.stderr)
+            return Path(other)
+    print(f"titan_rl: TMPDIR: expected at most {LONGEST_TMPDIR} bytes, found {base}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove the folders that killed controllers of this user left behind: those that no process has locked."""
+    for left in base.glob(f"{PREFIX}*"):
+        with suppress(OSError), open(left / LOCK, "rb") as lock:
+            if left.stat().st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def compile_cache(base: Path, folder: Path) -> str:
+    """Return where compiled code is kept, which outlives a run. In a folder of temporary files another user may have
+    taken the name, to have their code executed: then this run compiles for itself."""
+    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return given
+    shared = base / f"torchinductor_{os.getuid()}"
+    with suppress(FileExistsError):
+        shared.mkdir(mode=0o700)
+    found = shared.lstat()
+    ours = found.st_uid == os.getuid() and not shared.is_symlink() and not found.st_mode & 0o022
+    return str(shared if ours else folder / "torchinductor")

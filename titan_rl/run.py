@@ -3,70 +3,121 @@
 Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by Ctrl-C.
 """
 
-import asyncio
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
+from titan_rl.wire.streams import outlive_readers
 
 if TYPE_CHECKING:  # imported while the zygotes import too
+    from titan_rl.preflight.cli import Invocation
     from titan_rl.preflight.setup import Setup
     from titan_rl.record.terminal import Terminal
 
 FINISHED, FAILED, STOPPED = 0, 1, 130
+OPTED_OUT = 'hosts.isolation is "off"'
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    with ExitStack() as stack:
-        zygotes = None
-        if not {"--dry-run", "--help", "-h"} & set(argv):
-            zygotes = stack.enter_context(serving(stack.enter_context(socket_folder())))
-            if not NVIDIA.exists():
-                zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
-        return check_and_run(argv, zygotes)
+    if {"--dry-run", "--help", "-h"} & set(argv):
+        return check_and_run(argv, None)
+    with socket_folder() as folder, serving(folder) as zygotes:
+        if not NVIDIA.exists():
+            zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+        exposed = OPTED_OUT if isolation_of(argv) == "off" else isolation.isolate()
+        return check_and_run(argv, zygotes, exposed)
 
 
-def check_and_run(argv: Sequence[str], zygotes: Zygotes | None) -> int:
-    from titan_rl.preflight.cli import parse
-    from titan_rl.preflight.describe import describe
-    from titan_rl.preflight.setup import prepare
+def isolation_of(argv: Sequence[str]) -> str:
+    """Return hosts.isolation before anything is checked: only a process with one thread can be isolated. A config that
+    cannot be read is refused later."""
+    from titan_rl.config import toml
+
+    given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    own = given.get("--hosts.isolation")
+    try:
+        return toml.load(
+            toml.find(given.get("--config", "")), [("hosts.isolation", own)] if own else []
+        ).hosts.isolation
+    except toml.ConfigError:
+        return "auto"
+
+
+def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
+    """`exposed`: why other users reach the sockets of this process. Without zygotes, it is a dry run."""
+    from titan_rl.preflight.cli import parse, refuse
+    from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
+    from titan_rl.wire.errors import RunError
+
+    invocation, terminal = parse(argv), Terminal()
+    isolated = invocation.config.hosts.isolation
+    if zygotes is None:
+        exposed = OPTED_OUT if isolated == "off" else isolation.refusal()
+    if exposed and isolated == "require":
+        expected = "hosts.isolation: expected a kernel that can isolate the run"
+        refuse(invocation.config_name, [f"{expected}, found: {exposed}"])
+    if exposed:
+        invocation = replace(invocation, warnings=(*invocation.warnings, isolation.warning(exposed)))
+    try:
+        return check_folder_and_run(invocation, terminal, zygotes)
+    except FolderRefused as error:
+        refuse(invocation.config_name, [str(error)])
+    except RunError as error:
+        terminal.error(str(error), error.details)
+        return FAILED
+
+
+def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes: Zygotes | None) -> int:
+    """Check everything while this process alone uses the run's folder; move or write there only after that."""
+    from titan_rl.preflight.describe import describe
+    from titan_rl.preflight.setup import prepare, settle
+    from titan_rl.record.run_folder import check_folder
+    from titan_rl.record.run_lock import RunLock
     from titan_rl.wire.gpus import visible_gpus
 
-    invocation = parse(argv)
     config = invocation.config
-    terminal = Terminal()
     device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
-    if zygotes is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            setup = prepare(invocation.config_name, config, device=device, scratch=Path(scratch))
+    check_folder(config.job)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if zygotes is None:
+            setup = prepare(invocation.config_name, config, device=device, scratch=scratch)
             terminal.plan(describe(setup, invocation.warnings))
-        terminal.note("dry run: everything was checked, nothing was started")
-        return FINISHED
-    # None on CUDA: an import may initialize it, and then no process may fork.
-    kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
-    zygotes.keep(kinds, threads=config.hosts.threads)
-    setup = prepare(invocation.config_name, config, device=device)
-    terminal.plan(describe(setup, invocation.warnings))
-    if setup.finished:
-        terminal.note(
-            f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
-        )
-        return FINISHED
-    return run(setup, terminal)
+            terminal.note("dry run: everything was checked, nothing was started")
+            return FINISHED
+        lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
+        # None on CUDA: an import may initialize it, and then no process may fork.
+        kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
+        zygotes.keep(kinds, threads=config.hosts.threads)
+        setup = prepare(invocation.config_name, config, device=device, scratch=scratch)
+        if not setup.finished:
+            setup = settle(setup, lock)
+        terminal.plan(describe(setup, invocation.warnings))
+        if setup.finished:
+            terminal.note(
+                f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
+            )
+            return FINISHED
+        return run(setup, terminal)
 
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
     prepare_environment(setup.config.fault.detect_seconds)
+    import asyncio  # late: a Ctrl-C during the first imports prints a traceback
+
     from titan_rl.session import session
     from titan_rl.wire.errors import RunError
 
@@ -78,6 +129,9 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
         return FAILED
     except asyncio.CancelledError:
         finished = False
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the run has ended; what is left to do is to say so
     if not finished:
         terminal.note(f"stopped; {resume_hint(setup)}")
         return STOPPED
@@ -85,15 +139,24 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
 
 
 def resume_hint(setup: "Setup") -> str:
-    from titan_rl.record.run_folder import Resume
+    from titan_rl.record.run_folder import sound_resume
+    from titan_rl.wire.errors import RunError
 
-    if at := str(Resume.find(setup.folder, setup.config)):
+    try:
+        at = str(sound_resume(setup.folder, setup.config, dry=True)[0])
+    except RunError as error:
+        return str(error)
+    if at:
         return f"the same command resumes from {at} in {setup.folder}"
     return "no checkpoint was written yet: the same command starts over"
 
 
 def entry() -> None:
     """Exit without waiting for threads or workers: worker processes die with the controller."""
+    outlive_readers()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, signal.default_int_handler)
     with suppress(FileNotFoundError):  # the current folder was removed
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # where a reward's module is, which `python -m` finds too

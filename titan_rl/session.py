@@ -31,12 +31,14 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     task = asyncio.current_task()
     assert task is not None
     config, folder, clock = setup.config, setup.folder, Clock()
-    stop = Stop(task, clock, terminal)
+    stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
     control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     incidents = Incidents(folder, config.fault, terminal.warn)
-    status = Status(stop, incidents)
+    status = Status(stop, incidents, saves=config.checkpoint.enable)
     control.question(status=status.answer)
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
+    if not config.checkpoint.enable:
+        control.withhold("checkpoint", "pause", why="expected checkpoint.enable = true, found false: nothing is saved")
     try:
         async with (
             control,
@@ -53,7 +55,12 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 control.offer(scale=Scale(setup, meshes.generators).answer)
             resume = setup.resume
             with RunLog(
-                folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
+                folder,
+                setup.name,
+                config,
+                resume_step=resume.kept_rl,
+                cold_start_step=resume.kept_cold_start,
+                warn=terminal.warn,
             ) as log:
                 heldout = len(setup.heldout.prompts)
                 report = Report(setup.name, config, folder, terminal, log, clock, heldout=heldout)
@@ -69,6 +76,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                     await controller.drive()
 
                 await recovery.drive(attempt)
+                stop.end()
                 report.done(finished=not stop.requested)
         return not stop.requested
     finally:

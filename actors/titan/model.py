@@ -34,6 +34,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
+from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.titan import heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
@@ -81,6 +82,7 @@ class TitanModel:
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)
         self.titan = titan_config(config, parallelism)
+        meet_in_file()
         world_size = dist_utils.init_distributed(self.titan.comm, base_folder=config.job.dump_folder)
         self.dims = ParallelDims.from_config(self.titan.parallelism, world_size)
         dist_utils.set_spmd_backend(self.titan.parallelism.spmd_backend)

@@ -29,6 +29,7 @@ from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
 from titan_rl.actors.titan.spec import adapter
 from titan_rl.actors.titan.state_copy import StateCopy
+from titan_rl.actors.titan.summed_writer import SummedCheckpoints
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import span
@@ -86,14 +87,15 @@ class Phase:
         self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
         self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
-        self._checkpoints = CheckpointManager.Config(
-            enable=config.checkpoint.enable,
-            folder=folder,
-            interval=1,  # the controller decides when
-            keep_latest_k=0,  # the controller purges: it knows all models
-            last_save_model_only=False,
-            async_mode=config.checkpoint.async_mode,
-        ).build(
+        self._checkpoints = SummedCheckpoints(
+            CheckpointManager.Config(
+                enable=config.checkpoint.enable,
+                folder=folder,
+                interval=1,  # the controller decides when
+                keep_latest_k=0,  # the controller purges: it knows all models
+                last_save_model_only=False,
+                async_mode=config.checkpoint.async_mode,
+            ),
             dataloader=None,
             model_parts=[model.model],
             optimizers=self._optimizers,

@@ -6,8 +6,9 @@ RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
 """
 
 import numpy as np
+import torch
 
-from titan_rl.actors.titan.model import FrozenWeights, TitanModel, shared_keys
+from titan_rl.actors.titan.model import FrozenWeights, TitanModel, local, shared_keys
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, ParallelismSection
@@ -94,6 +95,10 @@ class RoleModel(TitanModel):
         self.write(folder)
         if self._phase is not None:
             self._phase.wait_for_saving()
+
+    def unsound(self) -> list[str]:
+        """Return the parameters of which this rank has a value that is not finite."""
+        return [name for name, p in self.model.named_parameters() if not bool(torch.isfinite(local(p)).all())]
 
     def close(self) -> None:
         if self._phase is not None:

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import without_gc
+from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
 from titan_rl.config.sections import GeneratorSection
+from titan_rl.wire import failpoints
 from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ class Engine:
             if on_cpu:
                 vllm_cpu.patch()
             _import_model(settings.model_dir)
+        meet_in_file()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
@@ -140,7 +143,7 @@ class Engine:
         self.check(requests)
         for request in requests:
             try:
-                if problem := self._problem(request):
+                if problem := "refused on order" if failpoints.hit("admit") else self._problem(request):
                     raise ValueError(problem)
                 self._add(request)
             except self._refusals as error:

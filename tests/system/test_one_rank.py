@@ -20,6 +20,7 @@ from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config import sections as c
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.checkpoint_sums import SUMS, damage
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.types import Sample
 
@@ -169,14 +170,22 @@ for n in range(1, 5):
     step(model)
     model.phase.save(n, "{}")
 model.close()
-tell(steps=sorted(path.parent.name for path in (folder / "checkpoint").glob("step-*/.metadata")))
+steps = sorted(path.parent for path in (folder / "checkpoint").glob("step-*/.metadata"))
+sums = [json.loads((step / SUMS).read_text())["files"] for step in steps]
+wrong = [damage(step, read=True) for step in steps]
+others = [{path.name for path in step.iterdir()} - {SUMS, *files} for step, files in zip(steps, sums)]
+tell(steps=[step.name for step in steps], wrong=wrong, others=[sorted(names) for names in others], files=list(sums[0]))
 """
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_rank_deletes_no_checkpoint(mode: str, tmp_path: Path) -> None:
+def test_a_rank_deletes_no_checkpoint_and_sums_every_file(mode: str, tmp_path: Path) -> None:
     """Which of them may go depends on the other models' as well: the controller decides."""
-    assert told(KEPT, tmp_path, mode) == [{"steps": ["step-1", "step-2", "step-3", "step-4"]}]
+    (found,) = told(KEPT, tmp_path, mode)
+    assert found["steps"] == ["step-1", "step-2", "step-3", "step-4"]
+    assert found["files"] == ["__0_0.distcp", ".metadata"]
+    assert found["wrong"] == [""] * 4
+    assert found["others"] == [[]] * 4
 
 
 FULL = """

@@ -87,6 +87,9 @@ class FaultSection:
     prompt."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
+    stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
+    """Time to stop in after SIGINT, SIGTERM or SIGHUP. The current step is finished and saved if there is time for
+    both; otherwise the step before it is saved. Keep it a few seconds below what a scheduler waits before it kills."""
     straggler_factor: float = bounds(2.0, gt=1, le=1e6)
     """Report a replica or rank as a straggler when it takes this many times its peers' median."""
     straggler_steps: int = bounds(5, ge=0, le=10**9)
@@ -151,6 +154,9 @@ class HostsSection:
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
+    isolation: Literal["auto", "require", "off"] = "auto"
+    """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
+    the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
     threads: int = bounds(1, ge=1, le=1024)
     """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
     cores."""

@@ -40,6 +40,7 @@ class Control:
         self._announcement, self._path, self._announce = folder / ANNOUNCEMENT, path, announce
         self._commands: dict[str, Command] = {}
         self._questions: set[str] = set()
+        self._withheld: dict[str, str] = {}
         self._asked: set[asyncio.Task[Any]] = set()
         self._connections: set[asyncio.Task[Any]] = set()
 
@@ -51,6 +52,10 @@ class Control:
         """Add commands that change nothing and are not announced."""
         self.offer(**commands)
         self._questions |= set(commands)
+
+    def withhold(self, *names: str, why: str) -> None:
+        """Refuse these commands by name."""
+        self._withheld |= dict.fromkeys(names, why)
 
     async def __aenter__(self) -> Self:
         listener = socket.socket(socket.AF_UNIX)
@@ -115,6 +120,8 @@ class Control:
         command = self._commands.get(name)
         if command is None:
             raise RequestRefused(f"unknown command {name!r}; available now: {', '.join(self._commands)}")
+        if name in self._withheld:
+            raise RequestRefused(f"{name}: {self._withheld[name]}")
         signature = inspect.signature(command)
         try:
             signature.bind(**arguments)

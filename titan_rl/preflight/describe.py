@@ -33,7 +33,7 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         if changed := ", ".join(changed_keys(setup)):
             facts.append(("changed", changed))
     meshes += roles(setup)
-    return RunPlan(setup.name, config.job.description, meshes, facts, [*warnings, *setup.dropped])
+    return RunPlan(setup.name, config.job.description, meshes, facts, [*warnings, *setup.dropped, *setup.resume_notes])
 
 
 def changed_keys(setup: Setup) -> list[str]:

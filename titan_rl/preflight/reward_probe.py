@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from titan_rl.isolation import outside
 from titan_rl.tasks.rewards import Reward, reward_for
 from titan_rl.wire.types import Prompt
 
@@ -34,13 +35,9 @@ def probe(name: str, prompt: Prompt | None, key: str = "task.reward") -> Iterato
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
         asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS)))
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
         late = False
         try:
             child.wait(3 * PROBE_SECONDS + 30)  # the child itself ends earlier, unless its clock is stopped

@@ -9,7 +9,8 @@ from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.record.run_folder import Resume, aside
+from titan_rl.record.run_folder import Resume, check_folder, sound_resume
+from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
@@ -48,6 +49,7 @@ class Setup:
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
     reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
+    resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
     @property
     def policy(self) -> Policy:
@@ -61,14 +63,13 @@ class Setup:
 
 
 @refusing
-def prepare(name: str, config: Config, *, device: str, scratch: Path | None = None) -> Setup:
-    """Resolve a checked config. With a `scratch` folder for model files (dry run), do not touch the dump folder."""
+def prepare(name: str, config: Config, *, device: str, scratch: Path) -> Setup:
+    """Resolve a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
+    check_folder(config.job)
     folder = Path(config.job.dump_folder).absolute()
-    if scratch is None and config.job.fresh and folder.exists():
-        folder.rename(aside(folder))
     seed = config.debug.seed
     algorithm = config.algorithm
-    policy = policy_of(config, scratch or folder / "model")
+    policy = policy_of(config, scratch)
     tokenizer = policy.tokenizer
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
@@ -78,6 +79,8 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
     rule = config.task.eval_reward or config.task.reward
     thread, seconds = SideThread(), config.rollout.timeout_seconds
     measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
+
+    resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
@@ -95,7 +98,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         heldout=problems(task.heldout),
         practice=problems(practice_examples(task, config)),
         device=device,
-        resume=Resume(None, None) if config.job.fresh else Resume.find(folder, config),
+        resume=resume,
         role_shapes={
             name: shape_of_folder(role.hf_assets_path, f"{name}.hf_assets_path")
             for name, role in config.roles.items()
@@ -103,7 +106,23 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path | None = No
         },
         reward_thread=thread,
         dropped=tuple(dropped),
+        resume_notes=tuple(notes),
     )
+
+
+def settle(setup: Setup, lock: RunLock) -> Setup:
+    """Begin to use the folder of a checked run, whose lock this process holds: move an old run aside if job.fresh asks
+    for it, or decide by the bytes of the checkpoints where to resume. Write the model folder."""
+    config, folder = setup.config, setup.folder
+    if config.job.fresh:
+        lock.move_old_run()
+    else:
+        resume, notes = sound_resume(folder, config)
+        setup = replace(setup, resume=resume, resume_notes=tuple(notes))
+    if config.model.hf_assets_path:
+        return setup
+    write_model_folder(folder / "model", setup.shape)
+    return replace(setup, model_folder=folder / "model", tokenizer=TextTokenizer.load(folder / "model"))
 
 
 def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped: list[str]) -> Task:
@@ -145,6 +164,7 @@ def practice_examples(task: Task, config: Config) -> list[Example]:
 
 def write_model_folder(folder: Path, shape: ModelShape) -> None:
     """Write a Hugging Face model folder without weights: what vLLM needs to build the model."""
+    (folder / "config.json").unlink(missing_ok=True)  # a killed process may have left half of one
     characters.build(folder)
     tokenizer = TextTokenizer.load(folder)
     config = shape.hf_config(bos=tokenizer.bos, eos=tokenizer.eos, pad=tokenizer.pad)

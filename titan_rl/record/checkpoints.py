@@ -3,9 +3,10 @@
     checkpoint/step-20              the policy after RL step 20, its optimizer, the controller's state
     checkpoint/critic/step-20       the critic after the same step
     checkpoint/cold_start/step-40   the policy during its cold start
+    checkpoint/damaged-20.1         a step whose files have changed since; a run never touches it again
 
-A step counts if every trained model has it whole. DCP writes .metadata last, so a folder without it is a save that did
-not finish.
+A step is whole if every trained model has it whole. DCP writes .metadata last, so a folder without it is a save that
+did not finish. A step counts if it is whole and its files have the sizes that they were written with.
 """
 
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.sections import Config
+from titan_rl.wire.checkpoint_sums import METADATA, SUMS, damage
 from titan_rl.wire.types import PhaseName
 
 
@@ -32,19 +34,40 @@ class Checkpoints:
         return cls((policy, policy / "critic") if config.algorithm.needs_critic else (policy,))
 
     def whole_steps(self) -> list[int]:
-        """Return the steps from which a run can resume, oldest first."""
-        steps = ({step for step, path in _steps(folder) if (path / ".metadata").exists()} for folder in self.folders)
+        """Return the steps that were saved to the end, oldest first."""
+        steps = ({step for step, path in _steps(folder) if (path / METADATA).exists()} for folder in self.folders)
         return sorted(set.intersection(*steps))
 
-    def purge(self, keep: int, writing: int) -> None:
-        """Delete all but the newest `keep` whole steps and the one that may still be being `writing`. What one model
-        has and another does not is no step to resume from, and goes too."""
-        kept = {writing, *self.whole_steps()[-keep:]}
+    def newest(self, *, read: bool = False) -> tuple[int | None, dict[int, str]]:
+        """Return the newest step that counts, and what is wrong with each whole step after it. Sizes are compared, or
+        all bytes are `read`."""
+        damaged: dict[int, str] = {}
+        for step in reversed(self.whole_steps()):
+            if not (why := self.damage(step, read=read)):
+                return step, damaged
+            damaged[step] = why
+        return None, damaged
+
+    def damage(self, step: int, *, read: bool = False) -> str:
+        """Say what is wrong with a whole step, and in which folder; "" if nothing is."""
+        found = ((folder / f"step-{step}", damage(folder / f"step-{step}", read=read)) for folder in self.folders)
+        return next((f"{path}: {why}" for path, why in found if why), "")
+
+    def without_sums(self, step: int) -> bool:
+        """Return True if a step's bytes cannot be compared: an earlier version wrote it."""
+        return not all((folder / f"step-{step}" / SUMS).exists() for folder in self.folders)
+
+    def purge(self, keep: int, writing: int | None = None) -> None:
+        """Delete every step that is not whole, except the one being written now. Then delete all steps older than the
+        newest `keep` that count; 0 keeps all. A step of one model without the other's is not whole."""
+        whole = self.whole_steps()
+        kept = [step for step in whole if not self.damage(step)][-keep:] if keep else []
+        oldest = kept[0] if len(kept) == keep > 0 else 0
         for step, path in self.paths():
-            if step in kept:
+            if step == writing or (step in whole and step >= oldest):
                 continue
             with suppress(OSError):
-                (path / ".metadata").unlink(missing_ok=True)  # first: a step that is half deleted does not count
+                (path / METADATA).unlink(missing_ok=True)  # first: a step that is half deleted does not count
                 shutil.rmtree(path)
 
     def paths(self) -> list[tuple[int, Path]]:

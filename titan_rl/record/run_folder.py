@@ -1,12 +1,18 @@
 """What a run finds in its folder: checkpoints to resume from, and free names for what is moved aside."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, JobSection
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
+
+
+class FolderRefused(Exception):
+    """A run folder that cannot be used; str() names the key, what was expected and what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +26,11 @@ class Resume:
 
     @classmethod
     def find(cls, folder: Path, config: Config, snapshot: Snapshot | None = None) -> "Resume":
-        """Look at the checkpoints on disk, and at the newest snapshot of this process, which counts if it is newer."""
+        """Look at the checkpoints on disk, and at the newest snapshot of this process, which counts if it is newer.
+        Only the sizes of files are compared."""
 
         def newest(phase: PhaseName) -> int | None:
-            return max(Checkpoints.of(folder, config, phase).whole_steps(), default=None)
+            return Checkpoints.of(folder, config, phase).newest()[0]
 
         on_disk = cls(newest("rl"), newest("cold_start"))
         if snapshot is None or snapshot.step <= on_disk.state(snapshot.phase)[0]:
@@ -60,6 +67,74 @@ class Resume:
         if self.cold_start is not None:
             return f"cold start step {self.cold_start}"
         return ""
+
+
+def sound_resume(
+    folder: Path, config: Config, snapshot: Snapshot | None = None, *, dry: bool = False
+) -> tuple[Resume, list[str]]:
+    """Decide where a run resumes. Read the checkpoint's bytes first: a damaged one is renamed to damaged-N.1, and the
+    one before it is used. Return the decision and what the user should know. If every checkpoint of a phase is
+    damaged, raise: a run that was trained must not start from the beginning unnoticed. A `dry` call compares only the
+    sizes of files, and renames nothing."""
+    resume = Resume.find(folder, config, snapshot)
+    phase: PhaseName = "rl" if Checkpoints.of(folder, config).whole_steps() else "cold_start"
+    if resume.snapshot is not None:
+        return resume, []
+    checkpoints = Checkpoints.of(folder, config, phase)
+    sound, damaged = checkpoints.newest(read=not dry)
+    if damaged and sound is None and (snapshot is None or snapshot.phase != phase):
+        raise RunError(
+            f"every checkpoint in {checkpoints.folders[0]} is damaged",
+            "\n".join([*damaged.values(), "Restore one of them, or start from scratch with --job.fresh."]),
+        )
+    notes: list[str] = []
+    for step, why in damaged.items():
+        used = "a snapshot" if sound is None else f"that of step {sound}"
+        moved = "" if dry else f"; it was renamed to {_set_aside(checkpoints, step)}"
+        notes.append(f"the checkpoint of step {step} is damaged, and {used} is used instead: {why}{moved}")
+    if damaged:
+        before: dict[str, int | None] = {phase: sound}
+        resume = replace(resume, **before) if dry else Resume.find(folder, config, snapshot)
+    if sound is not None and resume.snapshot is None and checkpoints.without_sums(sound):
+        notes.append(f"the checkpoint of step {sound} has no checksums: its bytes cannot be checked")
+    return resume, notes
+
+
+def _set_aside(checkpoints: Checkpoints, step: int) -> str:
+    """Rename a step's folders, of all models, to names that nothing takes for a step."""
+    names = []
+    for folder in reversed(checkpoints.folders):
+        (folder / f"step-{step}").rename(moved := aside(folder / f"damaged-{step}"))
+        names.append(moved.name)
+    return names[-1]
+
+
+def check_folder(job: JobSection) -> None:
+    """Raise if this is no folder for a run, or if job.fresh cannot or must not rename it."""
+    if not job.dump_folder.strip():
+        raise FolderRefused(f"job.dump_folder: expected the name of a folder, found {job.dump_folder!r}")
+    target, here = Path(job.dump_folder).resolve(), Path.cwd()
+    why = ""
+    if target in (here, *here.parents):
+        why = f"{target}, which {'is the current folder' if target == here else 'holds the current folder'}"
+    elif os.path.ismount(target):
+        why = f"the mount point {target}: use a folder inside it"
+    if job.fresh and why:
+        raise FolderRefused(f"job.fresh: expected a job.dump_folder that can be renamed, found {why}")
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename an old run's folder and create an empty one in its place. Return the old one's new name. A link stays: the
+    folder that it leads to is renamed."""
+    target = folder.resolve()
+    moved = aside(target)
+    try:
+        target.rename(moved)
+        target.mkdir()
+    except OSError as error:
+        why = f"found {target}: {error.strerror}"
+        raise FolderRefused(f"job.fresh: expected a job.dump_folder that can be renamed, {why}") from None
+    return moved
 
 
 def aside(folder: Path) -> Path:

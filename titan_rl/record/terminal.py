@@ -5,6 +5,7 @@ else, and with TERM=dumb or CI set, plain lines say the same. Errors go to stder
 """
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -334,4 +335,7 @@ def open_console(file: TextIO) -> Console:
     quiet = {"file": file, "markup": False, "emoji": False, "highlight": False}
     if not file.isatty() or os.environ.get("TERM") in ("dumb", "unknown") or os.environ.get("CI"):
         return Console(**quiet, force_terminal=False, color_system=None, width=PLAIN_WIDTH)
-    return Console(**quiet)
+    console = Console(**quiet)
+    if console.width < 1:  # COLUMNS=0
+        console.width = shutil.get_terminal_size().columns
+    return console

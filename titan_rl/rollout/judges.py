@@ -1,5 +1,6 @@
 """Judges a group's completions by a reward model on its mesh. Reward functions: tasks/reward_thread.py."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -8,6 +9,7 @@ import numpy as np
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config
 from titan_rl.tasks.prompts import to_judge
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Batch, Completion, Judge, Prompt, Sample
 
 
@@ -46,4 +48,6 @@ def scores_of(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> list[f
 
 def accuracy(scores: Sequence[float]) -> float:
     """Return the share of (chosen, rejected) pairs whose chosen member scores higher."""
+    if bad := sum(not math.isfinite(score) for score in scores):
+        raise RunError(f"{bad} of {len(scores)} evaluated scores are not finite: the weights are ruined")
     return float(np.mean(np.asarray(scores[0::2]) > np.asarray(scores[1::2])))

@@ -1,6 +1,5 @@
 """Turns a prompt into a judged group: samples it, decodes it, scores it."""
 
-import asyncio
 import math
 import traceback
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Self
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
 from titan_rl.wire.seeds import sample_seed
 from titan_rl.wire.spans import span
@@ -118,7 +118,7 @@ class GroupSampler:
         self._running += 1
         try:
             with span("sample", lane="groups", id=prompt.id):
-                async with asyncio.timeout(seconds):
+                async with deadline(seconds):
                     return await self._generators.generate(request)
         except TimeoutError:
             raise DeadlinePassed(

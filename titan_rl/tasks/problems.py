@@ -1,6 +1,7 @@
 """Measures the greedy score on a fixed set of problems. On the held-out set, it is the evaluation score of the run."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -27,16 +28,20 @@ class Problems:
         that cannot be sampled or judged counts as 0; `warn` is called with their number."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
         failures: list[Exception] = []
+        unsound: list[str] = []
         turn = asyncio.Lock()  # one answer at a time: training judges its groups in between
 
         async def one(prompt: Prompt) -> float:
             request = Request(f"greedy-{prompt.id}", prompt.tokens, [0], greedy)
             try:
                 (completion,) = await generators.generate(request)
+                unsound.extend([] if completion.finite else [f"problem {prompt.id}, by {completion.replica}"])
                 async with turn:
                     if sum(isinstance(failure, RewardHung) for failure in failures) >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
                     (reward,) = await self.judge(prompt, [completion], [self.decode(completion.tokens)])
+                if not math.isfinite(reward):
+                    raise ValueError(f"expected a finite reward, found {reward}")
             except Exception as error:
                 if isinstance(error, RunError) and not isinstance(error, RequestRefused):
                     raise  # of a mesh
@@ -45,6 +50,11 @@ class Problems:
             return reward
 
         score = fmean(await asyncio.gather(*map(one, self.prompts)))
+        if unsound:
+            what = f"{len(unsound)} of {len(self.prompts)} evaluated answers have log-probs that are not finite"
+            if len(unsound) == len(self.prompts):
+                raise RunError(f"{what}: the weights are ruined", f"The first: {unsound[0]}.")
+            warn(f"{what}; the first: {unsound[0]}")
         if failures:
             count = f"{len(failures)} of {len(self.prompts)} evaluated answers had no reward and count as 0"
             warn(f"{count}; the first: {type(failures[0]).__name__}: {failures[0]}")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
+from titan_rl.isolation import start_outside
 from titan_rl.tasks.rewards import BUILT_IN, Reward
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.types import Completion, Judge, Prompt
 
 T = TypeVar("T")
@@ -44,15 +46,18 @@ class SideThread:
 
             if self._calls is None:
                 self._calls = SimpleQueue()
-                threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True).start()
+                start_outside(threading.Thread(target=_serve, args=(self._calls,), name="reward", daemon=True))
             self._calls.put(call)
-            done, _ = await asyncio.wait([answer], timeout=seconds)
-            if not done:
-                answer.cancel()
+            try:
+                async with deadline(seconds):
+                    value = await answer
+            except TimeoutError:
                 self._calls.put(None)  # lets the thread end when its call does, if ever
                 self._calls = None
-                raise RewardHung(f"the reward function did not return within {seconds:g} s (rollout.timeout_seconds)")
-            if isinstance(value := answer.result(), _Raised):
+                raise RewardHung(
+                    f"the reward function did not return within {seconds:g} s (rollout.timeout_seconds)"
+                ) from None
+            if isinstance(value, _Raised):
                 raise value.error if isinstance(value.error, Exception) else RuntimeError(repr(value.error))
             return value
 

@@ -1,21 +1,28 @@
-"""Ends a run that no longer makes progress: steps in a row with nothing to learn or without a finite gradient. Reports
-ranks that are slower than their peers."""
+"""Ends a run that no longer makes progress: steps in a row with nothing to learn, or with numbers that are not finite.
+Reports ranks that are slower than their peers."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.batch.experience import dead
 from titan_rl.config.sections import Config
 from titan_rl.train.stragglers import Stragglers
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import EngineStats, Group, Sample, StepStats
+from titan_rl.wire.types import EngineStats, Group, PhaseName, Sample, StepStats
+
+REMEDY = "A smaller learning rate, float32 instead of bfloat16, or rewards without extremes may help."
 
 
 class Rewind(RunError):
     """Asks to undo the latest steps and to continue from before them."""
 
-    def __init__(self, headline: str, details: str, *, before: int) -> None:
+    def __init__(self, headline: str, details: str, *, before: int, phase: PhaseName = "rl") -> None:
         super().__init__(headline, details)
-        self.before = before  # the first step to undo
+        self.before, self.phase = before, phase  # the first step to undo
+
+
+class Ruined(RunError):
+    """The weights are no good, so no checkpoint of them may replace an older one."""
 
 
 class Health:
@@ -26,7 +33,8 @@ class Health:
         self._replicas = Stragglers(fault.straggler_factor, fault.straggler_steps)
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
         self._rolls_back = config.fault.on_bad_steps == "rollback"
-        self._dead = self._bad = 0
+        self._dead = self._bad = self._unsound = 0  # steps in a row
+        self._last = ""  # what was not finite in the last step
 
     def after(
         self,
@@ -35,23 +43,35 @@ class Health:
         groups: Sequence[Group] = (),
         samples: Sequence[Sample] = (),
         engines: Mapping[str, EngineStats] | None = None,
+        phase: PhaseName = "rl",
     ) -> RunError | None:
         """Return why the run cannot continue after this step, or None."""
         paces = {name: e.seconds / e.steps for name, e in (engines or {}).items() if e.steps}
         for straggler in [*self._ranks.seen(step, stats.ranks), *self._replicas.seen(step, paces)]:
             self._warn(straggler)
+        unsound, all_of_them = _unsound_samples(groups)
+        if unsound:
+            self._warn(f"step {step}: {unsound}; nothing is learnt from these tokens")
+        finite_loss = math.isfinite(stats.loss)
+        bad = stats.skipped > 0 or not finite_loss or not math.isfinite(stats.grad_norm)
+        self._last = (
+            f"its loss was {stats.loss:g}, its gradient's norm {stats.grad_norm:g}"
+            if bad
+            else unsound
+            if all_of_them
+            else ""
+        )
         self._dead = self._dead + 1 if samples and dead(samples) else 0
-        self._bad = self._bad + 1 if stats.skipped else 0
-        if 0 < self._most_bad <= self._bad:
-            what = f"{self._bad} steps in a row had a gradient that is not finite"
-            if self._rolls_back:
-                return Rewind(what, 'fault.on_bad_steps = "rollback" rewinds the run.', before=step - self._bad + 1)
-            return RunError(
-                what,
-                "Their updates were skipped, so the weights are still good; a checkpoint was saved. A smaller "
-                "optimizer.lr, float32 instead of bfloat16, or rewards without extremes may help. "
-                "fault.max_bad_steps sets the limit.",
+        self._bad = self._bad + 1 if bad else 0
+        self._unsound = self._unsound + 1 if unsound else 0
+        if 0 < self._most_bad <= self._unsound:
+            return Ruined(
+                f"step {step}: {unsound}",
+                f"{self._unsound} steps in a row were like that. No checkpoint was saved after them. The weights are "
+                f"ruined, or the replica computes wrongly. {REMEDY} fault.max_bad_steps sets the limit.",
             )
+        if 0 < self._most_bad <= self._bad:
+            return self._bad_steps(step, finite_loss, phase)
         if 0 < self._most_dead <= self._dead:
             return RunError(
                 f"{self._dead} steps in a row had no learning signal: the rewards within every group were equal",
@@ -60,3 +80,44 @@ class Health:
                 "such groups.",
             )
         return None
+
+    def at_the_end(self) -> RunError | None:
+        """Return why a run that made its last step has not succeeded, or None."""
+        if not self._last:
+            return None
+        return Ruined(f"the last step was not sound: {self._last}", f"Nothing was exported to hf/. {REMEDY}")
+
+    def _bad_steps(self, step: int, finite_loss: bool, phase: PhaseName) -> RunError:
+        what = f"{self._bad} steps in a row had a {'gradient' if finite_loss else 'loss'} that is not finite"
+        if self._rolls_back:
+            before = step - self._bad + 1
+            return Rewind(what, 'fault.on_bad_steps = "rollback" rewinds the run.', before=before, phase=phase)
+        limit = f"{REMEDY} fault.max_bad_steps sets the limit."
+        if finite_loss:
+            return RunError(
+                what,
+                f"Their updates were skipped: the weights are those after step {step - self._bad}, and their loss is "
+                f"finite. A checkpoint was saved. {limit}",
+            )
+        first = f"step {step - self._bad + 1} of the {'cold start' if phase == 'cold_start' else 'run'}"
+        return Ruined(
+            what, f"The weights that {first} began with are ruined: no checkpoint was saved after this. {limit}"
+        )
+
+
+def _unsound_samples(groups: Sequence[Group]) -> tuple[str, bool]:
+    """Return which sampled tokens have a log-prob that is not finite, or "", and whether all of them have."""
+    bad = total = 0
+    first = ""
+    for group in groups:
+        for sample, rollout in enumerate(group.rollouts):
+            for completion in (turn.completion for turn in rollout.turns):
+                total += len(completion.logprobs)
+                if not completion.finite:
+                    bad += sum(not math.isfinite(p) for p in completion.logprobs)
+                    first = (
+                        first or f"sample {sample} of prompt {group.prompt.id}, by {completion.replica or 'unknown'}"
+                    )
+    if not bad:
+        return "", False
+    return f"{bad} of {total} sampled tokens have a log-prob that is not finite, first in {first}", bad == total

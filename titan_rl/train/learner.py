@@ -7,7 +7,9 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -146,32 +148,60 @@ class Learner:
         on_disk = on_disk or last
         try:
             with self._clock("save"):
-                if self._meshes.critic is not None and self._phase == "rl":
-                    await self._meshes.critic.save(step, on_disk=on_disk)
-                await self._meshes.trainers.save(step, controller, on_disk=on_disk)
+                await self._last_saves_written()
+                await self._purge()
+                await asyncio.to_thread(self._lines_to_disk)
+                for mesh in self._saved_meshes:
+                    await mesh.save(step, controller if mesh is self._meshes.trainers else "{}", on_disk=on_disk)
         except RankFailed as error:
             self.failed_saves += 1
             if not error.kind:
                 raise  # it died
+            with suppress(RankFailed):
+                await self._last_saves_written()
+            await self._purge()
             if last or self.failed_saves > self._config.fault.max_failed_saves:
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
             why = error.details.strip().rpartition("\n")[2][:WHY]
             self._incidents.note(
                 f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
             )
-            await self._purge(step)
             return False
         self.failed_saves = 0
         await self._purge(step)
         return True
 
-    async def _purge(self, step: int) -> None:
-        """Delete old checkpoints, of all trained models alike. TorchTitan's own purge knows one model: it would delete
-        the critic's half of a step that the policy has, and count checkpoints that are not whole."""
-        keep = self._config.checkpoint.keep_latest_k
-        if self._config.checkpoint.enable and keep:
+    @property
+    def _saved_meshes(self) -> list[ModelMesh]:
+        """The meshes whose checkpoints make a step, in the order of saving."""
+        trainers, critic = self._meshes.trainers, self._meshes.critic
+        return [critic, trainers] if critic is not None and self._phase == "rl" else [trainers]
+
+    async def _last_saves_written(self) -> None:
+        """Wait until no checkpoint is being written. Raise if one has failed since it was begun."""
+        if self._config.checkpoint.async_mode != "disabled":
+            results = await asyncio.gather(*(m.wait_for_saving() for m in self._saved_meshes), return_exceptions=True)
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
+
+    def _lines_to_disk(self) -> None:
+        """Make the lines of all steps so far as durable as the checkpoint that counts them."""
+        for name in ("metrics.jsonl", "rollouts.jsonl"):
+            try:
+                with (self._setup.folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            except FileNotFoundError:
+                continue  # nothing to lose
+            except OSError as error:
+                raise RankFailed(f"{name} cannot be written", str(error), kind=type(error).__name__) from None
+
+    async def _purge(self, writing: int | None = None) -> None:
+        """Delete half-written and old checkpoints, of all trained models alike. TorchTitan's own purge knows one model:
+        it would delete the critic's half of a step that the policy has, and count checkpoints that are not whole."""
+        if self._config.checkpoint.enable:
             checkpoints = Checkpoints.of(self._setup.folder, self._config, self._phase)
-            await asyncio.to_thread(checkpoints.purge, keep, step)
+            await asyncio.to_thread(checkpoints.purge, self._config.checkpoint.keep_latest_k, writing)
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm

@@ -8,16 +8,19 @@ made again; in a synchronous run they give the same losses. Generators stay, and
 generator replica is healed by its own mesh and never gets here.)
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.incidents import ROLLBACK, Incident
-from titan_rl.record.run_folder import Resume, aside
+from titan_rl.record.run_folder import Resume, aside, sound_resume
 from titan_rl.train.health import Rewind
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankDied, RunError
+from titan_rl.wire.types import PhaseName
 
 
 class Recovery:
@@ -44,7 +47,8 @@ class Recovery:
                     await self._run.watch.drive(self._mend())
                     mending = False
                 self.attempt += 1
-                await self._run.watch.drive(attempt(self.resume))
+                resume = await self._run.watch.drive(self._sound_resume())
+                await self._run.watch.drive(attempt(resume))
                 return
             except RunError as error:
                 try:
@@ -54,6 +58,21 @@ class Recovery:
                         self._run.incidents.given_up(incident, "the run ends")
                     raise
                 mending = True
+
+    async def _sound_resume(self) -> Resume:
+        """Where this attempt resumes. The first does as was decided before any process was spawned."""
+        run = self._run
+        if self.attempt == 1:
+            return run.setup.resume
+        if run.config.checkpoint.async_mode != "disabled":
+            for mesh in (run.meshes.trainers, run.meshes.critic):
+                with suppress(RunError):  # it failed, or these ranks are new
+                    if mesh is not None:
+                        await mesh.wait_for_saving()  # else a step might become whole after the decision
+        resume, notes = await asyncio.to_thread(sound_resume, run.setup.folder, run.config, run.snapshots.newest())
+        for note in notes:
+            run.incidents.note(note)
+        return resume
 
     def began(self, step: int) -> None:
         """Note that an attempt resumed after `step` with everything up."""
@@ -73,14 +92,14 @@ class Recovery:
         self._open.append(self._run.incidents.lost(role, error))
 
         if isinstance(error, Rewind):
-            self._undo(error.before)
+            self._undo(error.before, error.phase)
         if mesh is not None:
             self._lost.add(mesh)
 
-    def _undo(self, step: int) -> None:
-        """Hide the checkpoints of `step` and later, from this run and from one that resumes it."""
+    def _undo(self, step: int, phase: PhaseName) -> None:
+        """Hide the checkpoints of `step` and later of a phase, from this run and from one that resumes it."""
         self._run.snapshots.forget(but=self._run.snapshots.newest(before=step))
-        for later, path in Checkpoints.of(self._run.setup.folder, self._run.config).paths():
+        for later, path in Checkpoints.of(self._run.setup.folder, self._run.config, phase).paths():
             if later >= step:
                 path.rename(aside(path.with_name(f"undone-{later}")))
 

@@ -1,15 +1,17 @@
 """Receives requests from outside (signals, ctl) and lets the loop act on them between two steps.
 
-Ctrl-C is a normal way to stop: the current step is finished and saved if it ends within the grace; a second Ctrl-C
-stops at once. ctl.py asks for the same without a time limit, and for checkpoints and pauses. A paused run is a saved
-run: it can be stopped or killed without loss.
+A signal is a normal way to stop. The current step is finished and saved if there is time for both within the grace;
+otherwise it is given up, and the step before it is saved. A second signal stops at once. ctl.py asks for the same
+without a time limit, and for checkpoints and pauses. A paused run is a saved run: it can be stopped or killed without
+loss.
 """
 
 import asyncio
+import math
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
 
 from titan_rl.control.server import RequestRefused
 from titan_rl.record.terminal import Terminal
@@ -17,26 +19,35 @@ from titan_rl.wire.clock import Clock
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import PhaseName
 
-GRACE_SECONDS = 5.0  # for the current step after a Ctrl-C; saving and shutting down take extra time
+T = TypeVar("T")
+
+SAME_SECONDS = 0.25  # signals closer than this are one request: a wrapper forwards the signal that the terminal sent
 
 
 class Stop:
-    """Signals and requests, as the loop sees them: `for step in steps(...)`, `saves()`, `saved(step)`."""
+    """Signals and requests, as the loop sees them: `for step in steps(...)`, `in_time(work)`, `saves()`,
+    `saved(step)`."""
 
-    def __init__(self, task: asyncio.Task[Any], clock: Clock, terminal: Terminal) -> None:
+    def __init__(self, task: asyncio.Task[Any], clock: Clock, terminal: Terminal, grace: float = 25.0) -> None:
+        """After the first signal, `task` has saved and ended within `grace` seconds, if saving is fast enough."""
         self.requested = False
+        self.save_seconds: float | None = None  # of the last save
+        self.given_up = False  # the grace is over, except for what a save needs
         self._task, self._clock, self._terminal = task, clock, terminal
         self._go = asyncio.Event()  # cleared while a pause is requested or in effect
         self._go.set()
         self._asked: list[asyncio.Future[None]] = []  # resolved by the next save
-        self._stepping = self._saving = self._leaving = self._paused = self._signalled = False
+        self._stepping = self._leaving = self._paused = self._ended = False
+        self._grace, self._signalled, self._deadline = grace, math.inf, math.inf  # times of the loop
+        self._part: asyncio.Task[Any] | None = None  # of the current step, which may be given up
         self._phase: PhaseName | None = None
         self.step = 0  # the current step, or the last one
         self._last = 0
         self._saved: int | None = None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+                self._loop.add_signal_handler(number, self._on_signal, number)
 
     # -- called by the loop -----------------------------------------------------------------------------------
 
@@ -44,22 +55,40 @@ class Stop:
         """Yield the steps of a loop, which calls `saves()` at the end of each, and `saved()` if it did save."""
         if phase != self._phase:
             self._phase, self._saved = phase, None
-        self._last, self._stepping, self._saving = last, True, False
+        self._last, self._stepping = last, True
         try:
             for step in range(first, last + 1):
                 self.step = step
                 with span("step", step=step):
                     yield step
-                self._saving = False
                 if self._leaving:
                     return
         finally:
             self._stepping = False
 
+    async def in_time(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Await a part of a step. Return None if a signal's grace is over first: the part is cancelled."""
+        if self.given_up:
+            work.close()
+            return None
+        part = self._part = asyncio.ensure_future(work)
+        try:
+            return await part
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if not self.given_up or (caller is not None and caller.cancelling()):
+                raise
+            return None
+        finally:
+            self._part = None
+
+    def leaves_time(self, seconds: float) -> bool:
+        """Return True if work of so many seconds would not be given up if it began now."""
+        return self._loop.time() + seconds <= self._deadline
+
     def saves(self) -> bool:
         """Return True if a request waits for this step to be on disk. Later requests wait for the next save."""
-        self._saving = self.requested or not self._go.is_set() or bool(self._asked)
-        return self._saving
+        return self.requested or not self._go.is_set() or bool(self._asked)
 
     async def saved(self, step: int) -> None:
         """Note that the step is on disk: answer the requests that waited for it, wait here while paused, and let the
@@ -131,14 +160,31 @@ class Stop:
         if not self._stepping:
             self._task.cancel()
 
+    def end(self) -> None:
+        """Note that nothing is left to stop: later signals have no effect."""
+        self._ended = True
+
     def _on_signal(self, number: int) -> None:
-        if self._signalled:
-            os._exit(128 + number)  # worker processes die with the controller
-        self._signalled = True
-        if self._stepping:
-            asyncio.get_running_loop().call_later(GRACE_SECONDS, self._give_up)
+        now = self._loop.time()
+        if self._signalled < math.inf:
+            if number != signal.SIGHUP and now - self._signalled > SAME_SECONDS:
+                os._exit(128 + number)  # worker processes die with the controller
+            return
+        if self._ended:
+            return
+        self._signalled = now
+        if self._stepping and not self._paused:
+            # A save may be slower than the last one; of the first, nothing is known.
+            save = self._grace / 5 if self.save_seconds is None else 1.5 * self.save_seconds + 0.5
+            self._deadline = now + self._grace - min(save, self._grace / 2)
+            self._loop.call_at(self._deadline, self._give_up)
+            self._terminal.note(
+                f"{signal.Signals(number).name}: step {self.step} is finished and saved if that takes less than "
+                f"{self._grace:g} s, else the step before it is saved; a second signal stops at once"
+            )
         self._request()
 
     def _give_up(self) -> None:
-        if not (self._saving or self._leaving):
-            self._task.cancel()
+        self.given_up = True
+        if self._part is not None:
+            self._part.cancel()

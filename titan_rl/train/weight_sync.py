@@ -23,6 +23,7 @@ from titan_rl.meshes.healing import REFUSED
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.wire.clock import Clock
+from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
@@ -60,7 +61,7 @@ class Slots:
         readers = self._readers[slot]
         seconds = max([seconds, *(reading.seconds for reading in readers.values())])
         try:
-            async with asyncio.timeout(seconds):
+            async with deadline(seconds):
                 while readers:
                     self._left.clear()
                     await self._left.wait()

@@ -7,6 +7,7 @@ Carriers are frozen; derived values are properties. Nothing here imports torch: 
 and the controller never needs a tensor.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -82,6 +83,11 @@ class Completion:
     logprobs: list[float]  # of the sampled token, at the sampling temperature
     versions: list[int]  # the policy version that sampled the token
     finish: Finish
+    replica: str = ""  # that answered, if one of the log-probs is not finite
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(sum(self.logprobs))
 
 
 Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]

@@ -161,6 +161,19 @@ def test_the_run_is_told_of_commands_and_not_of_questions(tmp_path: Path, socket
     assert announced == ["asked to add a=1 b=2"]
 
 
+def test_a_withheld_command_is_refused_by_name_and_not_announced(tmp_path: Path, sockets: Path) -> None:
+    announced: list[str] = []
+
+    async def run() -> list[dict[str, Any]]:
+        async with serving(tmp_path, sockets, announced.append) as control:
+            control.withhold("add", "never", why="expected checkpoint.enable = true, found false")
+            return [await say(sockets / "control", request(name)) for name in ("add", "never", "refuse")]
+
+    why = "expected checkpoint.enable = true, found false"
+    assert asyncio.run(run()) == [{"error": f"add: {why}"}, {"error": f"never: {why}"}, {"error": "not now"}]
+    assert announced == ["asked to refuse"]
+
+
 def test_only_its_user_reaches_it_and_nothing_stays(tmp_path: Path, sockets: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path / "run", sockets):

@@ -89,12 +89,11 @@ def test_a_torch_of_which_a_file_is_missing_is_named(tmp_path: Path) -> None:
     assert not report["ok"]
 
 
-def test_a_long_tmpdir_is_an_error(tmp_path: Path) -> None:
+def test_a_long_tmpdir_is_a_warning(tmp_path: Path) -> None:
     folder = tmp_path / ("t" * 80)
     folder.mkdir()
     done = doctor(TMPDIR=str(folder))
-    assert done.returncode == 1
-    assert "expected at most 67" in " ".join(done.stdout.split())
+    assert "expected at most 58" in " ".join(done.stdout.split())
     assert list(folder.iterdir()) == []
 
 

@@ -87,12 +87,27 @@ def test_a_shim_ends_as_its_rank_ends(nursery: Nursery, zygote: bool) -> None:
         ("import sys; sys.exit(7)", 7, "ended with exit code 7"),
         ("raise RuntimeError", 1, "ended with exit code 1"),
         ("import os; os.kill(os.getpid(), 9)", -9, "was killed by signal 9"),
-        ("import os; os.kill(os.getpid(), 15)", -15, "was killed by signal 15"),
+        ("import os; os.kill(os.getpid(), 12)", -12, "was killed by signal 12"),
+        ("import os; [os.kill(os.getpid(), n) for n in (1, 2, 15)]", 0, "ended with exit code 0"),
         ("import os; os.abort()", -6, "was killed by signal 6"),
         ("pass", 0, "ended with exit code 0"),
     ]:
         assert nursery.start_rank(does).wait(60) == code
         assert ended() == how
+
+
+def test_what_asks_the_controller_to_stop_ends_no_other_process(nursery: Nursery) -> None:
+    """systemd, Slurm and a closing terminal send it to every process of a job."""
+    zygote = nursery.start_zygote()
+    shim = nursery.start_rank(SLEEP)
+    rank = born()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for pid in (zygote.pid, shim.pid, rank):
+            os.kill(pid, number)
+    assert nursery.start_rank("import sys; sys.exit(7)").wait(60) == 7  # the zygote still forks
+    assert not gone(rank)
+    shim.kill()
+    until(lambda: gone(rank))
 
 
 @pytest.mark.parametrize("zygote", [True, False])

@@ -105,7 +105,7 @@ def test_a_resumed_run_says_which_keys_are_no_longer_the_same(
 ) -> None:
     dump = tmp_path / "dump"
     (dump / "checkpoint" / "step-3").mkdir(parents=True)
-    (dump / "checkpoint" / "step-3" / ".metadata").touch()
+    (dump / "checkpoint" / "step-3" / ".metadata").write_text("whole")
     run = ["--config", "grpo_llama", "--dry-run", "--job.dump_folder", str(dump)]
     (dump / "config.toml").write_text(to_toml(load(find("grpo_llama"))))
 

@@ -155,6 +155,17 @@ def test_an_open_console_is_live_only_on_a_capable_terminal(monkeypatch: pytest.
     os.close(reader)
 
 
+def test_a_terminal_of_no_columns_is_printed_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COLUMNS", "0"), ("TERM", "xterm-256color"), ("CI", "")):
+        monkeypatch.setenv(name, value)
+    reader, writer = os.openpty()  # of 0 columns, too
+    with open(writer, "w") as tty:
+        terminal = Terminal(open_console(tty))
+        terminal.note("a note that is 40 characters long, or so")
+        assert "a note that is 40 characters long, or so" in os.read(reader, 1000).decode()
+    os.close(reader)
+
+
 def test_a_locale_without_the_characters_costs_characters_only() -> None:
     raw = io.BytesIO()
     terminal = Terminal(open_console(io.TextIOWrapper(raw, encoding="ascii")))

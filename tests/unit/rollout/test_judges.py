@@ -12,6 +12,7 @@ from titan_rl.batch.packing import pack, unpack
 from titan_rl.rollout.judges import accuracy, scores_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.reward_thread import by_rule
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Completion, Prompt
 
 PAD = 99
@@ -45,3 +46,8 @@ def test_a_score_is_the_value_where_the_last_token_was_read(
 )
 def test_accuracy_is_the_share_of_pairs_whose_chosen_member_scores_higher(scores: list[float], share: float) -> None:
     assert accuracy(scores) == share
+
+
+def test_scores_that_are_not_finite_have_no_accuracy() -> None:
+    with pytest.raises(RunError, match="1 of 4 evaluated scores are not finite"):
+        accuracy([1.0, 0.0, float("nan"), 2.0])

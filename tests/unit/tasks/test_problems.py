@@ -1,6 +1,7 @@
 """Evaluations whose reward raises, is slow or hangs."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import pytest
 
 from titan_rl.tasks.problems import MOST_HUNG, Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
-from titan_rl.wire.errors import RankDied, RequestRefused
+from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.types import Completion, Prompt, Request, Sampling
 
 PROMPTS = [Prompt(i, "x", [1, 2], str(i % 4)) for i in range(8)]
@@ -18,8 +19,8 @@ PROMPTS = [Prompt(i, "x", [1, 2], str(i % 4)) for i in range(8)]
 class Engines:
     """Answers problem k with token k % 4; refuses what a test tells it to."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self, error: Exception | None = None, unsound: int = 0) -> None:
+        self.error, self.unsound = error, unsound
 
     async def generate(self, request: Request) -> list[Completion]:
         await asyncio.sleep(0)
@@ -27,7 +28,7 @@ class Engines:
         assert request.sampling.temperature == 0
         if id == 5 and self.error is not None:
             raise self.error
-        return [Completion([id % 4], [0.0], [0], "stop")]
+        return [Completion([id % 4], [math.nan if id < self.unsound else 0.0], [0], "stop", "generator1")]
 
 
 def score(
@@ -68,6 +69,24 @@ def test_a_reward_that_raises_counts_as_nothing_and_is_counted() -> None:
     assert warnings == [
         "2 of 8 evaluated answers had no reward and count as 0; the first: ZeroDivisionError: division by zero"
     ]
+
+
+def test_a_reward_that_is_not_finite_counts_as_nothing_and_is_counted() -> None:
+    mean, warnings, _ = score(lambda prompt, text: math.nan if prompt.id < 2 else 1.0)
+    assert mean == 0.75
+    assert warnings == [
+        "2 of 8 evaluated answers had no reward and count as 0; the first: ValueError: expected a finite reward, "
+        "found nan"
+    ]
+
+
+def test_an_evaluation_of_ruined_weights_ends_the_run() -> None:
+    mean, warnings, _ = score(lambda prompt, text: 1.0, engines=Engines(unsound=2))
+    assert mean == 1.0
+    what = "2 of 8 evaluated answers have log-probs that are not finite"
+    assert warnings == [f"{what}; the first: problem 0, by generator1"]
+    with pytest.raises(RunError, match="8 of 8 evaluated answers have log-probs that are not finite"):
+        score(lambda prompt, text: 1.0, engines=Engines(unsound=8))
 
 
 def test_a_slow_reward_does_not_stop_the_loop() -> None:

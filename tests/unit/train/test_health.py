@@ -1,12 +1,14 @@
 """When a run that makes no progress ends, and what it says."""
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from titan_rl.config.sections import Config, FaultSection
-from titan_rl.train.health import Health, Rewind
-from titan_rl.wire.types import StepStats
+from titan_rl.train.health import Health, Rewind, Ruined
+from titan_rl.wire.types import Completion, Group, Prompt, Rollout, StepStats, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 
@@ -23,3 +25,69 @@ def test_three_steps_in_a_row_without_a_finite_gradient_end_a_run_or_rewind_it(r
     else:
         assert "fault.max_bad_steps" in getattr(error, "details", "")
     assert isinstance(error, Rewind) == (reaction == "rollback")
+
+
+def sampled(*logprobs: float, replica: str = "") -> Group:
+    prompt = Prompt(7, "1+1=", [1], "2")
+    good = Completion([5], [-0.5], [0], "stop")
+    bad = Completion([5] * len(logprobs), list(logprobs), [0] * len(logprobs), "stop", replica)
+    return Group(prompt, [Rollout([Turn([1], each)], "2", 1.0) for each in (good, bad)])
+
+
+def health(warned: list[str] | None = None, **fault: Any) -> Health:
+    return Health(Config(fault=FaultSection(**fault)), (warned if warned is not None else []).append)
+
+
+def test_weights_are_called_ruined_where_the_loss_is_not_finite_and_are_not_saved() -> None:
+    """Skipped updates leave the weights as they were, which says nothing about how they were."""
+    watched = health(max_bad_steps=2)
+    broken = replace(STEP, loss=math.nan, grad_norm=math.nan, skipped=1)
+    assert watched.after(4, broken, phase="cold_start") is None
+    error = watched.after(5, broken, phase="cold_start")
+    assert isinstance(error, Ruined)
+    assert "loss that is not finite" in str(error)
+    assert "step 4 of the cold start began with are ruined" in error.details
+    assert "good" not in error.details
+
+    watched = health(max_bad_steps=2)
+    overflow = replace(STEP, grad_norm=math.inf, skipped=1)
+    assert watched.after(4, overflow) is None
+    error = watched.after(5, overflow)
+    assert not isinstance(error, Ruined)
+    assert error is not None
+    assert "the weights are those after step 3" in error.details
+
+
+@pytest.mark.parametrize("bad", [{"loss": math.nan}, {"grad_norm": math.inf}, {"skipped": 1}])
+def test_a_run_whose_last_step_is_not_finite_has_not_succeeded(bad: dict[str, Any]) -> None:
+    watched = health()
+    assert watched.after(1, replace(STEP, **bad)) is None
+    error = watched.at_the_end()
+    assert error is not None
+    assert "the last step was not sound" in str(error)
+    assert watched.after(2, STEP) is None
+    assert watched.at_the_end() is None
+
+
+def test_sampling_logprobs_that_are_not_finite_are_named_by_replica_and_rollout() -> None:
+    warned: list[str] = []
+    watched = health(warned, max_bad_steps=2)
+    group = sampled(-1.0, math.nan, -math.inf, replica="generator1")
+    assert watched.after(1, STEP, [group]) is None
+    what = "2 of 4 sampled tokens have a log-prob that is not finite, first in sample 1 of prompt 7, by generator1"
+    assert warned == [f"step 1: {what}; nothing is learnt from these tokens"]
+    assert watched.at_the_end() is None, "the other tokens were sound"
+    assert watched.after(2, STEP, [sampled(-1.0)]) is None
+    assert watched.after(3, STEP, [group]) is None
+    error = watched.after(4, STEP, [group])
+    assert isinstance(error, Ruined)
+    assert what in str(error)
+
+
+def test_a_run_that_ends_without_one_finite_logprob_has_not_succeeded() -> None:
+    watched = health()
+    nothing = replace(sampled(), rollouts=sampled(math.nan, replica="generator0").rollouts[1:])
+    assert watched.after(1, replace(STEP, loss=0.0, grad_norm=0.0), [nothing]) is None
+    error = watched.at_the_end()
+    assert error is not None
+    assert "1 of 1 sampled tokens" in str(error)

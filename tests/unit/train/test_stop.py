@@ -23,14 +23,16 @@ from titan_rl.train.stop import Stop
 from titan_rl.record.terminal import Terminal
 
 async def main():
-    stop = Stop(asyncio.current_task(), Clock(), Terminal())
+    stop = Stop(asyncio.current_task(), Clock(), Terminal(), grace=float(sys.argv[3]))
     print("up", flush=True)
     if sys.argv[1] == "starting":
         await asyncio.sleep(60)
     if sys.argv[1] == "pausing":
         pausing = asyncio.create_task(stop.pause())
     for step in stop.steps(1, 1000):
-        await asyncio.sleep(float(sys.argv[2]))
+        if await stop.in_time(asyncio.sleep(float(sys.argv[2]), "done")) is None:
+            print("step", step, "given up", flush=True)
+            break
         saving = stop.saves()
         print("step", step, "saved" if saving else "", flush=True)
         if saving:
@@ -44,16 +46,30 @@ except asyncio.CancelledError:
 """
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+def start(does: str, seconds: float, *, grace: float = 25, hup: Any = signal.SIG_DFL) -> subprocess.Popen[str]:
+    """Start a loop whose steps take `seconds`, with this disposition of SIGHUP."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, does, str(seconds), str(grace)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, hup),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def wait_for_line(process: subprocess.Popen[str], begin: str) -> None:
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line.strip().startswith(begin):
+            return
+    raise AssertionError(f"no line that begins with {begin!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_step_in_hand_is_saved(number: int) -> None:
-    process = start("stepping", "0.2")
+    process = start("stepping", 0.2)
     time.sleep(0.5)
     os.kill(process.pid, number)
     out, _ = process.communicate(timeout=30)
@@ -63,31 +79,44 @@ def test_the_step_in_hand_is_saved(number: int) -> None:
     assert sum(line.endswith("saved") for line in lines) == 1
 
 
-def test_a_step_that_does_not_end_is_given_up() -> None:
-    process = start("stepping", "60")
+def test_a_step_that_does_not_end_is_given_up_and_nothing_else() -> None:
+    process = start("stepping", 60, grace=5)
     began = time.monotonic()
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=50)
-    assert out == "cancelled\n"
-    assert 4 < time.monotonic() - began < 40, "the grace, and not the step of 60 s"
+    assert out.splitlines()[1:] == ["step 1 given up", "left"]
+    assert 3.5 < time.monotonic() - began < 40, "the grace without what a first save needs, and not the step of 60 s"
+
+
+def test_nohup_is_respected_and_signals_that_come_together_are_one() -> None:
+    process = start("stepping", 1, hup=signal.SIG_IGN)
+    os.kill(process.pid, signal.SIGHUP)
+    wait_for_line(process, "step 1")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a terminal, and a wrapper that forwards its signals
+        os.kill(process.pid, number)
+    wait_for_line(process, "SIG")
+    os.kill(process.pid, signal.SIGHUP)
+    assert process.communicate(timeout=30)[0].splitlines() == ["step 2 saved", "left"]
+    assert process.returncode == 0
 
 
 def test_before_the_first_step_nothing_is_waited_for() -> None:
-    process = start("starting", "0")
+    process = start("starting", 0)
     os.kill(process.pid, signal.SIGINT)
     assert process.communicate(timeout=30)[0] == "cancelled\n", "it would sleep for 60 s"
 
 
 def test_twice_is_at_once() -> None:
-    process = start("stepping", "60")
+    process = start("stepping", 60)
     os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.2)
+    wait_for_line(process, "SIGINT: step 1 is finished and saved if that takes less than 25 s")
+    time.sleep(0.5)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=30) == 128 + signal.SIGINT, "after the grace, the code would be 0"
 
 
 def test_ctrl_c_ends_a_pause_at_once_at_the_step_that_was_saved() -> None:
-    process = start("pausing", "0.1")
+    process = start("pausing", 0.1)
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=30)  # a pause has no end of its own; after the grace, it would be cancelled
@@ -97,8 +126,8 @@ def test_ctrl_c_ends_a_pause_at_once_at_the_step_that_was_saved() -> None:
 class Loop:
     """Ten steps beside what the test asks; a save fails as often as `failing` says."""
 
-    def __init__(self, steps: int = 10, seconds: float = 0.02, failing: int = 0) -> None:
-        self.steps, self.seconds, self.failing = steps, seconds, failing
+    def __init__(self, steps: int = 10, seconds: float = 0.02, failing: int = 0, grace: float = 25.0) -> None:
+        self.steps, self.seconds, self.failing, self.grace = steps, seconds, failing, grace
         self.trained: list[int] = []
         self.saved: list[int] = []
         self.clock = Clock()
@@ -116,7 +145,7 @@ class Loop:
     async def _run(self, told: asyncio.Future[Stop]) -> None:
         task = asyncio.current_task()
         assert task is not None
-        stop = Stop(task, self.clock, Terminal())
+        stop = Stop(task, self.clock, Terminal(), self.grace)
         told.set_result(stop)
         for step in stop.steps(1, self.steps):
             await asyncio.sleep(self.seconds)
@@ -210,11 +239,40 @@ def test_a_paused_loop_that_is_stopped_saves_nothing_more() -> None:
     assert loop.trained == loop.saved == [1]
 
 
-def test_a_stop_that_is_asked_for_has_more_patience_than_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_rl.train.stop.GRACE_SECONDS", 0.05)
-    loop = Loop(seconds=0.3)
+def test_a_stop_that_is_asked_for_has_more_patience_than_ctrl_c() -> None:
+    loop = Loop(seconds=0.3, grace=0)
     loop.beside(lambda stop: stop.leave())
     assert loop.saved == [1]
+
+
+@pytest.mark.parametrize(("last_save", "left"), [(None, 20.0), (1.0, 23.0), (100.0, 12.5)])
+def test_the_time_for_a_save_is_kept_free(last_save: float | None, left: float) -> None:
+    """Before any save a fifth of the grace, then half as much again as the last one took, but never more than half."""
+
+    async def asks(stop: Stop) -> None:
+        stop.save_seconds = last_save
+        assert stop.leaves_time(1e9)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert stop.leaves_time(left - 2)
+        assert not stop.leaves_time(left + 0.01)
+
+    Loop(steps=2, seconds=0.3).beside(asks)
+
+
+def test_what_begins_after_the_grace_is_given_up_at_once_and_a_death_is_no_stop() -> None:
+    async def asks(stop: Stop) -> None:
+        task = asyncio.create_task(stop.in_time(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        task.cancel()  # as the watch does when a rank dies
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.05)
+        assert stop.given_up
+        assert await stop.in_time(asyncio.sleep(60, "never")) is None
+
+    Loop(steps=2, seconds=0.3, grace=0).beside(asks)
 
 
 def test_a_loop_that_fails_can_be_begun_again() -> None:

@@ -1,0 +1,95 @@
+"""TorchTitan's checkpoints, written with checksums (wire/checkpoint_sums.py).
+
+each rank    write_data: sums its file while it writes it ──┐ gathered with DCP's own results
+rank 0       finish: .metadata.tmp, checksums.json, and only then .metadata
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import futures
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools.utils import GarbageCollection
+
+from titan_rl.actors.titan.private import FileWriter
+from titan_rl.wire.checkpoint_sums import METADATA, FileSum, SummedFile, write_sums
+
+
+class WrittenParts(list[WriteResult]):
+    """What a rank wrote, as DCP gathers it, with the sums of its files."""
+
+    sums: dict[str, FileSum]
+
+
+class SummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summed = SummedFile(stream)
+            yield summed
+        self.sums[Path(path).name] = summed.sum
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Move .metadata into place, which makes the checkpoint count."""
+        self.sums[METADATA] = self.sums.pop(Path(path).name)
+        write_sums(Path(path).parent, self.sums)
+        super().rename(path, new_path)
+
+
+class SummedWriter(FileWriter):
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.fs = self._files = SummedFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> futures.Future[list[WriteResult]]:
+        parts = WrittenParts(super().write_data(plan, planner).value())
+        parts.sums = self._files.sums
+        written: futures.Future[list[WriteResult]] = futures.Future()
+        written.set_result(parts)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for parts in results:
+            assert isinstance(parts, WrittenParts)
+            self._files.sums |= parts.sums
+        super().finish(metadata, results)
+
+
+class SummedCheckpoints(CheckpointManager):
+    """TorchTitan's manager with our writer. The controller decides when to save, what to load and what to delete."""
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        writer, saving = SummedWriter(checkpoint_id), None
+        if async_mode == AsyncMode.ASYNC:
+            saving = async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        elif async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            saving = async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        else:
+            save(state_dict, storage_writer=writer)
+        if enable_garbage_collection:
+            GarbageCollection.collect("after a checkpoint")
+        return saving

@@ -1,0 +1,143 @@
+"""What other users of the machine reach of a run, which is nothing; and what the run still reaches."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.running import Run, Runs
+
+ATTACK = """
+import json, os, socket, sys
+names, reached = json.load(sys.stdin), []
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+for family, address in names:
+    with socket.socket(getattr(socket, family)) as attacker:
+        attacker.settimeout(2)
+        try:
+            attacker.connect(tuple(address) if isinstance(address, list) else address)
+            reached.append(address)
+        except OSError:
+            pass
+print(json.dumps(reached))
+"""
+Address = tuple[str, str | tuple[str, int]]
+
+
+def reached(addresses: list[Address]) -> list[str]:
+    """Return those that another user can connect to; a test run that is not root can try it as its own user only."""
+    command = [sys.executable, "-I", "-S", "-c", ATTACK]
+    done = subprocess.run(command, input=json.dumps(addresses), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def listening(pid: int) -> list[Address]:
+    """Return every socket in the network of this process that listens, or takes datagrams."""
+    found: list[Address] = []
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        listens = int(fields[3], 16) & 0x10000 or fields[4] == "0002"
+        if len(fields) == 8 and listens:
+            found.append(("AF_UNIX", fields[7].replace("@", "\0", 1) if fields[7][0] == "@" else fields[7]))
+    hosts = {
+        address.address
+        for each in psutil.net_if_addrs().values()
+        for address in each
+        if address.family == socket.AF_INET
+    }
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state = line.split()[:4]
+            if state == "0A" or name.startswith("udp"):
+                port = int(local.rpartition(":")[2], 16)
+                found += [("AF_INET", (host, port)) for host in sorted(hosts)]
+    return found
+
+
+def own_paths(run: Run) -> list[Address]:
+    """Return the paths at which this run's sockets are."""
+    folders = Path(os.environ.get("TMPDIR", "/tmp")).glob(f"titan_rl-{run.process.pid}-*")
+    return [("AF_UNIX", str(path)) for folder in folders for path in folder.rglob("*") if path.is_socket()]
+
+
+def test_no_other_user_reaches_a_socket_of_a_run_and_its_reward_reaches_the_network(runs: Runs, tmp_path: Path) -> None:
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    with server.accept()[0] as connection:
+                        connection.sendall(connection.recv(64))
+                except OSError:  # closed
+                    return
+                asked.set()
+
+        threading.Thread(target=answer, daemon=True).start()
+        os.environ["REWARD_SERVER"] = str(server.getsockname()[1])
+        try:
+            run = runs.start(
+                tmp_path / "run",
+                training__steps=500,
+                task__reward="asking_reward:digits",
+                parallelism__data_parallel_shard_degree=2,
+                hosts__isolation="require",
+            )
+        finally:
+            del os.environ["REWARD_SERVER"]
+        run.wait_for_step(1)
+        assert asked.is_set()
+
+        pids = [run.process.pid, *run.workers().values()]
+        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+        assert len(networks) == 1, "ranks that are forked elsewhere enter the run's network"
+        assert networks != {os.readlink("/proc/self/ns/net")}
+        sockets = [*listening(run.process.pid), *own_paths(run)]
+        names = [address for family, address in sockets if family == "AF_UNIX"]
+        assert sum(name[0] == "\0" for name in names) >= 2, "Monarch's"
+        assert sum(name[0] == "/" for name in names) >= 4, "Monarch's, and the control socket"
+        ports = {address for family, address in sockets if family == "AF_INET"}
+        assert ports, "gloo's"
+        files = Path(f"/proc/{run.process.pid}/net/tcp").read_text().split("\n")[1:]
+        assert {line.split()[1].rpartition(":")[0] for line in files if line} == {"0100007F"}, "all on loopback"
+        if os.getuid() == 0:
+            assert reached(sockets) == []
+        else:  # this user may open the run's folder
+            assert reached([(family, address) for family, address in sockets if address[0] != "/"]) == []
+
+
+HOST = """
+from monarch.actor import this_host
+this_host()
+print("up", flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.xfail(strict=True, reason="Monarch 0.7.0 listens on abstract sockets and asks nobody who they are")
+def test_monarch_refuses_other_users_by_itself() -> None:
+    """What a run needs a network of its own for. docs/security.md says how Monarch could close it."""
+    command = [sys.executable, "-c", HOST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "up\n"
+        inodes = {os.readlink(path) for path in Path(f"/proc/{host.pid}/fd").iterdir()}
+        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+        own = [
+            fields[7] for fields in lines if f"socket:[{fields[6]}]" in inodes and fields[7:] and fields[7][0] == "@"
+        ]
+        host_reached = reached([("AF_UNIX", name.replace("@", "\0", 1)) for name in set(own)])
+        host.kill()
+    assert own
+    assert host_reached == []

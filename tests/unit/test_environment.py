@@ -1,0 +1,95 @@
+"""The run's folder for sockets: short enough, nobody else's, kept while its run lives, removed when that was killed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_rl.environment import LONGEST_TMPDIR, socket_folder
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, tempfile
+from titan_rl.environment import socket_folder
+with socket_folder() as folder:
+    print(folder, flush=True)
+    input()
+"""
+NEW_PIDS = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="base-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def holder(base: Path, *prefix: str, **env: str) -> "subprocess.Popen[str]":
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(base), **env}
+    command = [*prefix, sys.executable, "-c", HOLD]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def folder_of(process: "subprocess.Popen[str]") -> Path:
+    assert process.stdout is not None
+    return Path(process.stdout.readline().strip())
+
+
+def test_a_killed_runs_folder_is_removed_by_the_next_and_a_living_ones_is_not(short: Path) -> None:
+    with holder(short) as alive, holder(short) as killed:
+        kept, left = folder_of(alive), folder_of(killed)
+        killed.kill()
+        killed.wait()
+        with socket_folder() as own:
+            assert own.stat().st_mode & 0o777 == 0o700
+            assert sorted(short.glob("titan_rl-*")) == sorted([kept, own])
+            assert not left.exists()
+        alive.communicate("\n", timeout=30)
+    assert list(short.glob("titan_rl-*")) == []
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NEW_PIDS, "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs a pid namespace",
+)
+def test_runs_in_two_containers_that_share_tmp_keep_their_folders(short: Path) -> None:
+    """Each has the same pid, and sees no process of the other."""
+    with holder(short, *NEW_PIDS) as one, holder(short, *NEW_PIDS) as other:
+        folders = {folder_of(one), folder_of(other)}
+        assert len(folders) == 2
+        assert all(folder.is_dir() for folder in folders)
+        one.communicate("\n", timeout=30)
+        other.communicate("\n", timeout=30)
+
+
+def test_a_long_tmpdir_is_not_used(
+    short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tempfile
+
+    long = short / ("t" * LONGEST_TMPDIR)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    with socket_folder() as folder:
+        assert folder.parent == short
+    assert f"TMPDIR={long} is too long" in capsys.readouterr().err
+
+
+def test_a_user_without_a_name_and_another_users_compile_cache(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 123456)  # in no /etc/passwd, and not the owner of what is made here
+    with socket_folder() as folder:
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "torchinductor"), "whoever owns the shared one"
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    with socket_folder():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(short / f"torchinductor_{os.getuid()}")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

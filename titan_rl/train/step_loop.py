@@ -1,0 +1,113 @@
+"""The loop that all phases share: makes their steps, and keeps what each leaves in memory and on disk.
+
+    step n ── parts that a stop may give up ── update ── parts that a stop may cut short ── snapshot, checkpoint
+
+After a signal there is a step to save whatever happens: n once its update is made, n - 1 until then. So an update that
+would not end in time is not begun.
+"""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.record.run_folder import Resume
+from titan_rl.train.health import Rewind, Ruined
+from titan_rl.train.learner import Learner
+from titan_rl.train.run_parts import RunParts
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.types import PhaseName, StepStats
+
+UNMEASURED = "unmeasured"  # in a saved state: a stop cut the evaluation short, and the resumed run repeats it
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What a finished step leaves to be kept."""
+
+    state: dict[str, Any]  # the controller's part of a snapshot or checkpoint
+    on_save: Callable[[], Any] = lambda: None  # called before a checkpoint is written
+    hopeless: RunError | None = None  # why the run cannot continue after this step
+    enough: bool = False  # no further steps are needed
+
+
+class StepLoop:
+    """Makes the steps of one attempt."""
+
+    def __init__(self, run: RunParts, learner: Learner, resume: Resume) -> None:
+        self._config, self._stop, self._learner, self._resume = run.config, run.stop, learner, resume
+        self._report = run.report
+        self._train_seconds = 0.0  # of the last update
+        self._torn = False  # an update was given up, so the trainers are at no step
+        self._on_disk: int | None = None  # the newest step that is
+
+    async def make_steps(
+        self,
+        phase: PhaseName,
+        start: int,
+        last: int,
+        step: Callable[[int], Awaitable[StepDone | None]],
+        before: StepDone,
+    ) -> None:
+        """Make the steps after `start`, and keep what each leaves, until the last one or a stop. `before` is what step
+        `start` left. A step that returns None was given up: then the one before it is on disk when this returns."""
+        interval = self._config.cold_start.interval if phase == "cold_start" else self._config.checkpoint.interval
+        self._on_disk = start if self._resume.state(phase)[1] is None else None
+        for n in self._stop.steps(start + 1, last, phase):
+            done = await step(n)
+            if done is None:
+                await self._fall_back(n - 1, before)
+                return
+            await self._keep(n, done, last=n == last or done.enough, due=n % interval == 0)
+            before = done
+            if done.enough:
+                break
+
+    async def train(self, update: Coroutine[Any, Any, StepStats]) -> StepStats | None:
+        """Make a step's update. Return None if a stop leaves no time for it: if that is foreseeable before it begins,
+        because the step before can be saved only while the trainers are at it."""
+        if not self._stop.leaves_time(self._train_seconds):
+            update.close()
+            return None
+        began, self._torn = time.perf_counter(), True
+        stats = await self._stop.in_time(update)
+        if stats is not None:
+            self._train_seconds, self._torn = time.perf_counter() - began, False
+        return stats
+
+    async def _keep(self, step: int, done: StepDone, *, last: bool, due: bool) -> None:
+        """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here;
+        ruined weights are not kept."""
+        if isinstance(done.hopeless, Ruined):
+            raise done.hopeless
+        if not self._stop.requested:
+            await self._learner.snapshot(step, lambda: json.dumps(done.state))
+        ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
+        asked = self._stop.saves()
+        if asked or last or due or self._learner.failed_saves > 0 or ends:
+            await self._save(step, done, last=last or ends, asked=asked)
+        if done.hopeless is not None:
+            raise done.hopeless
+
+    async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> None:
+        done.on_save()
+        self._report.to_disk()
+        began = time.perf_counter()
+        if await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
+            self._stop.save_seconds = time.perf_counter() - began
+            if last or asked or self._config.checkpoint.async_mode == "disabled":
+                self._on_disk = step
+            await self._stop.saved(step)
+
+    async def _fall_back(self, step: int, done: StepDone) -> None:
+        """Save the last finished step, because the one after it was given up."""
+        if self._torn:
+            raise RunError(
+                f"step {step + 1} was still being trained when fault.stop_grace_seconds was over",
+                f"Steps after the last checkpoint are lost: trainers cannot be saved during an update. Raise "
+                f"fault.stop_grace_seconds, which is {self._config.fault.stop_grace_seconds:g}, above the time of two "
+                f"updates; the last one took {self._train_seconds:.1f} s.",
+            )
+        if self._on_disk != step:
+            await self._save(step, done, last=True, asked=True)
