@@ -70,7 +70,7 @@ def host_memory() -> int:
 def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
     """Check that the models of a CPU run fit this host's memory, and its threads the cores."""
     threads, cores = config.hosts.threads, os.cpu_count() or 1
-    if threads > (most := max(16, 4 * cores)):
+    if threads > (most := max(4, 2 * cores)):
         yield f"hosts.threads: expected at most {most} on a host of {cores} cores, found {threads}"
     memory = host_memory()
     if processes > (most := max(16, memory // PROCESS_BYTES)):
