@@ -35,10 +35,11 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import heads, private, titan_cpu
+from titan_rl.actors.titan import flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
 from titan_rl.config.sections import Config
+from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
 
@@ -77,7 +78,9 @@ class TitanModel:
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.config = config
         self.shape = shape
+        require_planned_device(torch.cuda.is_available())
         titan_cpu.use_cpu()
+        flash_attention.use_installed()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)

@@ -200,15 +200,15 @@ class Engine:
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def sleep(self) -> None:
-        """Stop sampling until the next `set_version`. On a GPU, move the weights to the host and free the KV cache."""
+        """Stop sampling until the next `set_version`. On a GPU, move the weights to the host and free the KV cache.
+        Unfinished samples continue after it; vLLM's default would abort them without an answer."""
         self.asleep = True
-        if self._offloads:
-            self._llm.sleep(level=1)
+        self._llm.sleep(level=1 if self._offloads else 0, mode="keep")
 
     def wake(self) -> None:
         """Bring back the parameters' memory, so that it can be written."""
-        if self.asleep and self._offloads:
-            self._llm.wake_up()
+        if self.asleep:
+            self._llm.wake_up(None if self._offloads else ["scheduling"])
         self.asleep = False
 
     def suspend(self) -> None:

@@ -121,6 +121,24 @@ def check_a_new_version_goes_on_with_a_samples_random_stream(engine: Engine) -> 
     assert [c.tokens for c in finish(engine)["a"]] == [c.tokens for c in undisturbed]
 
 
+def check_unfinished_samples_outlast_sleep(engine: Engine) -> None:
+    """As a new version in between does: the keys and values are computed again."""
+    asked = Request("asleep", CONTEXT, list(range(4)), Sampling(12))
+    engine.add([asked])
+    for _ in range(4):
+        engine.step()
+    engine.set_version(7)
+    undisturbed = finish(engine)["asleep"]
+    engine.add([asked])
+    for _ in range(4):
+        engine.step()
+    engine.sleep()
+    assert engine.busy
+    engine.wake()
+    engine.set_version(7)
+    assert finish(engine)["asleep"] == undisturbed
+
+
 def check_siblings_read_their_prompt_from_the_prefix_cache(engine: Engine) -> None:
     before = engine.stats()
     run(engine, Request("a", list(range(40)), list(range(8)), Sampling(4)))

@@ -25,6 +25,7 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
 from titan_rl.wire.vllm_params import verify_complete
 
@@ -149,9 +150,14 @@ def _first_gpu(setup: Setup, replica: int) -> int:
 
 
 def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
-    """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads."""
-    gpus = ",".join(str(i) for i in range(first, first + count)) if setup.device == "cuda" else ""
-    return {"CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
+    """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads. Only
+    GPUs that this process was given are dealt: the others may be another user's."""
+    gpus = visible_devices()[first : first + count] if setup.device == "cuda" else []
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "OMP_NUM_THREADS": str(setup.config.hosts.threads),
+        PLANNED: setup.device,
+    }
 
 
 async def shutdown() -> None:

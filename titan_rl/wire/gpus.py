@@ -1,22 +1,40 @@
-"""Counts GPUs without importing torch."""
+"""Finds GPUs without importing torch."""
 
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+PLANNED = "TITAN_RL_DEVICE"  # "cpu" or "cuda": in the environment of every rank
+
 
 def visible_gpus() -> int:
-    """Count the NVIDIA GPUs that CUDA would show to this process, without importing torch."""
+    """Count the NVIDIA GPUs that CUDA would show to this process."""
+    return len(visible_devices())
+
+
+def visible_devices() -> list[str]:
+    """Return the names, indices or UUIDs, by which CUDA_VISIBLE_DEVICES may give these GPUs to other processes."""
     present = _present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
-    for count, device in enumerate(map(str.strip, visible.split(","))):
+        return [str(index) for index in range(present)]
+    found = list[str]()
+    for device in map(str.strip, visible.split(",")):
         known = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
         if not (present and known):
-            return count  # CUDA stops reading at the first entry that is not a device
-    return visible.count(",") + 1
+            break  # CUDA stops reading at the first entry that is not a device
+        found.append(device)
+    return found
+
+
+def require_planned_device(cuda_is_available: bool) -> None:
+    """Raise if this process was started for a GPU and torch finds none: it would go on on the CPU, without a word."""
+    if os.environ.get(PLANNED) == "cuda" and not cuda_is_available:
+        raise RuntimeError(
+            "expected a GPU, because the run was planned for CUDA, found none that torch can use: its driver may be too "
+            'old for torch (python -m titan_rl.doctor); hosts.device = "cpu" runs on the CPU'
+        )
 
 
 def _present_gpus() -> int:

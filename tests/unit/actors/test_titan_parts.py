@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.observability.structured_logger import log_trace_span
 
 from titan_rl.actors.titan import heads, titan_cpu
@@ -162,3 +163,20 @@ def test_weights_fill_one_file_after_the_other() -> None:
     state = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     assert file_numbers(state, 100) == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4, "f": 4}
     assert set(file_numbers(state, 1000).values()) == {1}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_attention_can_be_built_on_any_gpu_with_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capability: tuple[int, int]
+) -> None:
+    """Faked: the GPU. FlashAttention 3 and 4 are in no extra of ours."""
+    from titan_rl.actors.titan import flash_attention
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    flash_attention.use_installed()
+    with caplog.at_level("WARNING"):
+        VarlenAttention(VarlenAttention.Config())
+    assert ("is not installed: using torch's FlashAttention 2" in caplog.text) == (capability >= (9, 0))
+    monkeypatch.setattr(flash_attention, "_found", lambda module: True)
+    assert flash_attention.installed() == {8: None, 9: "FA3", 10: "FA4"}[capability[0]]
