@@ -128,7 +128,7 @@ def check_unfinished_samples_outlast_sleep(engine: Engine) -> None:
     for _ in range(4):
         engine.step()
     engine.set_version(7)
-    undisturbed = finish(engine)["asleep"]
+    undisturbed = [c.tokens for c in finish(engine)["asleep"]]
     engine.add([asked])
     for _ in range(4):
         engine.step()
@@ -136,7 +136,7 @@ def check_unfinished_samples_outlast_sleep(engine: Engine) -> None:
     assert engine.busy
     engine.wake()
     engine.set_version(7)
-    assert finish(engine)["asleep"] == undisturbed
+    assert [c.tokens for c in finish(engine)["asleep"]] == undisturbed
 
 
 def check_siblings_read_their_prompt_from_the_prefix_cache(engine: Engine) -> None:

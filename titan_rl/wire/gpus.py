@@ -32,8 +32,8 @@ def require_planned_device(cuda_is_available: bool) -> None:
     """Raise if this process was started for a GPU and torch finds none: it would go on on the CPU, without a word."""
     if os.environ.get(PLANNED) == "cuda" and not cuda_is_available:
         raise RuntimeError(
-            "expected a GPU, because the run was planned for CUDA, found none that torch can use: its driver may be too "
-            'old for torch (python -m titan_rl.doctor); hosts.device = "cpu" runs on the CPU'
+            "expected a GPU, because the run was planned for CUDA, found none that torch can use: the driver may be "
+            'too old for torch (python -m titan_rl.doctor); hosts.device = "cpu" runs on the CPU'
         )
 
 
