@@ -1,4 +1,4 @@
-"""`python -m titan_rl.audit RUN`: check that a run lost, repeated or reordered nothing.
+"""`python -m titan_rl.audit RUN`: check that a run lost, repeated or reordered nothing, and that its files agree.
 
 Exit codes: 0 no problem, 1 problems, which are printed, 2 bad usage.
 """

@@ -61,6 +61,6 @@ def _leaked(shared: set[Path]) -> set[Path]:
     new = shared_memory() - shared
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
-            text = maps.read_text()
+            text = maps.read_text(encoding="utf-8", errors="replace")
             new = {path for path in new if str(path) not in text}
     return {path for path in new if path.exists()}

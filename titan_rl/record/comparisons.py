@@ -147,20 +147,28 @@ def _expected_metrics(history: History, step: int) -> dict[str, float]:
     return expected
 
 
-def config_problems(folder: Path, history: History, config: Config) -> Iterator[str]:
-    """Compare the bounds in config.toml with those that the ledger says are in force."""
-    if history.start.bounds is None:
-        return
+def unbegun_step(folder: Path, history: History) -> float:
+    """Return where a process resumed that has written config.toml and cut the logs there, but is not in the ledger: it
+    is starting, or it was killed then. Infinity if there is none."""
     started = [
-        found.get("time")
+        found
         for _, _, found in _objects(folder / METRICS, METRIC_KEYS)
         if isinstance(found, dict) and found["kind"] == "startup"
     ]
-    if started and isinstance(started[-1], float) and started[-1] > history.start.time:
-        return  # a process wrote config.toml, and ended before it began
+    time = started[-1].get("time") if started else None
+    return started[-1]["step"] if isinstance(time, float) and time > history.start.time else math.inf
+
+
+def config_problems(folder: Path, history: History, config: Config) -> Iterator[str]:
+    """Compare config.toml with what the ledger says is in force."""
+    start = history.start
+    if start.bounds is None or history.cut < math.inf:
+        return
     for key, value in bounds_of(config).items():
-        if value != history.start.bounds[key]:
-            yield f"config.toml: {key} is {value}, {history.start.bounds[key]} was in force by the ledger"
+        if value != start.bounds[key]:
+            yield f"config.toml: {key} is {value}, {start.bounds[key]} was in force by the ledger"
+    if start.config is not None and zlib.crc32((folder / "config.toml").read_bytes()) != start.config:
+        yield "config.toml: it is not the file that the run wrote: its checksum differs"
 
 
 def disk_problems(folder: Path, history: History, config: Config) -> Iterator[str]:
@@ -187,7 +195,9 @@ def disk_problems(folder: Path, history: History, config: Config) -> Iterator[st
 def _written(history: History, step: int) -> bool:
     """Return True if the ledger proves that the other files have the step: a process can end between the two."""
     trained = history.steps.get(step)
-    return trained is not None and (step < history.last or trained.saved or trained.logged is not None)
+    if trained is None or step > history.cut:
+        return False
+    return step < history.last or trained.saved or trained.logged is not None
 
 
 def _checksum_problems(history: History, name: str, which: int, checksums: Mapping[int, int]) -> Iterator[str]:

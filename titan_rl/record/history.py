@@ -4,12 +4,13 @@ Whatever is in the files, the result is a list of findings.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load
-from titan_rl.record.comparisons import config_problems, disk_problems, metric_problems, rollout_problems
+from titan_rl.record.comparisons import config_problems, disk_problems, metric_problems, rollout_problems, unbegun_step
 from titan_rl.record.ledger import NAME, bounds_of
 from titan_rl.record.replay import History, Start
 
@@ -28,6 +29,8 @@ def audit(folder: Path) -> tuple[list[str], str]:
         config = load(folder / "config.toml")
     except (ConfigError, OSError, ValueError) as error:
         problems.append(f"config.toml: {error}")
+    with suppress(OSError):
+        history.cut = unbegun_step(folder, history)
     checks = [bound_problems(history, config), rollout_problems(folder, history), metric_problems(folder, history)]
     if config is not None:
         checks += [config_problems(folder, history, config), disk_problems(folder, history, config)]

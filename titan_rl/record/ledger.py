@@ -9,9 +9,9 @@ Packing has no event: a step packs exactly the prompts that it trains. Replicas 
 be split and may move, and the run's timeline shows which replica sampled when. `failed` counts the attempts at judging
 a group.
 
-`begun` records the bounds that are in force from there on. `sampled` has a digest of each sample as the engine returned
-it, and `logged` the checksums of the step's lines in metrics.jsonl and rollouts.jsonl, so that these files can be
-compared with the ledger. Ledgers of earlier versions have none of the three.
+`begun` records the bounds that are in force from there on, and the checksum of config.toml. `sampled` has a digest of
+each sample as the engine returned it, and `logged` the checksums of the step's lines in metrics.jsonl and
+rollouts.jsonl, so that these files can be compared with the ledger. Ledgers of earlier versions have none of these.
 
 Each line is one event, `CRC-32 JSON`; the JSON includes the line's number. This is not a database: appending needs no
 lock and no second file, and a person can grep the file. The events of a step are on disk before its checkpoint is
@@ -69,7 +69,11 @@ class Ledger(SelfClosing):
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
         of this process."""
-        more = {} if bounds is None else {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
+        more: dict[str, Any] = {}
+        if bounds is not None:
+            more = {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
+            if (config := self._path.with_name("config.toml")).exists():
+                more["config"] = zlib.crc32(config.read_bytes())
         self._append("begun", step=step, next=next, open=list(open), **more)
         self._file.flush()
         lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)

@@ -30,7 +30,7 @@ def git_commit(root: Path = CHECKOUT) -> str:
 
 
 def machine() -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE)
     return {
         "cpu": model[1] if model else platform.machine(),

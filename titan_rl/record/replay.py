@@ -18,6 +18,7 @@ class Start:
     step: int = 0  # the last one done before
     bounds: Mapping[str, int] | None = None  # in force from here on; None: a ledger of an earlier version
     time: float = math.inf
+    config: int | None = None  # checksum of config.toml
     digests: bool = False  # of samples
 
 
@@ -74,6 +75,7 @@ class History:
     steps: dict[int, TrainedStep] = field(default_factory=dict)  # in order, without those that the run undid
     starts: list[Start] = field(default_factory=list)
     last: int = 0  # step
+    cut: float = math.inf  # the other files may lack later steps: a process that is not in the ledger removed them
     reached: int = 0  # the highest step of all, with those that the run undid
     saved: set[int] = field(default_factory=set)  # every step that a checkpoint was begun for
     problems: list[str] = field(default_factory=list)
@@ -153,7 +155,7 @@ class History:
                 self._say(f"the run resumes after step {step} without prompt {id}, which was unfinished")
             if gone:
                 self.lives[id] = Life(-1, life.attempts)
-        self.starts.append(Start(step, event.get("bounds"), event.get("time", math.inf)))
+        self.starts.append(Start(step, event.get("bounds"), event.get("time", math.inf), event.get("config")))
         self.steps = {n: kept for n, kept in self.steps.items() if n <= step}
         self.last, self._next, self._open, self._replaced = step, cut, deque(sorted(unfinished)), []
 
@@ -320,5 +322,6 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "attempt": _is_int,
     "time": _is_number,
     "bounds": _is_bounds,
+    "config": _is_int,
     "digests": _is_list(_is_int),
 }

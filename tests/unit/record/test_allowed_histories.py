@@ -98,6 +98,15 @@ def test_a_run_that_is_killed(run: WrittenRun, step: int, moment: str) -> None:
     clean(run, 9)
 
 
+def test_a_run_that_is_killed_twice_and_the_second_time_before_it_begins(run: WrittenRun) -> None:
+    """It has cut the logs at its checkpoint, and the ledger does not say so yet."""
+    run.life(config(), kill=(5, "trained"))
+    run.life(config(interval=1), kill=(4, "starting"))
+    assert audit(run.folder)[0] == []
+    run.life(config())
+    clean(run)
+
+
 @pytest.mark.parametrize("interval", [1, 2, 0])
 def test_a_run_that_rewinds_within_its_process(run: WrittenRun, interval: int) -> None:
     run.life(config(lag=1, interval=3, snapshot_interval=interval), rewind=5)

@@ -50,6 +50,10 @@ def cut_everywhere(folder: Path) -> None:
 
 OTHER: dict[str, tuple[Change, str]] = {
     "config.toml with a larger lag": (raise_bound, "config.toml: rollout.lag is 99, 0 was in force by the ledger"),
+    "config.toml with another seed": (
+        raw("config.toml", lambda whole: whole.replace(b"seed = 0", b"seed = 1")),
+        "config.toml: it is not the file that the run wrote",
+    ),
     "a stale prompt under a raised lag": (
         both(raise_bound, ledger(lambda e: of(e, event="sampled", prompt=6).update(versions=[0, 0]))),
         "prompt 6 was 3 steps old at step 4, the bound is 0",
