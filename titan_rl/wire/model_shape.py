@@ -52,7 +52,7 @@ HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that 
     (("attention_dropout", "initializer_range"), (int, float), "a number"),
 )
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-MOST = 2**30  # of any size: far above every model
+MOST, MOST_LAYERS = 2**30, 1000  # far above every model
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -228,10 +228,12 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
             yield refused("num_labels", "1, as a reward is one number", labels)
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
-        if not derived and (type(config.get(key)) is not int or not 1 <= config[key] <= MOST):
+        if not derived and (type(config.get(key)) is not int or config[key] < 1):
             yield refused(key, "a positive integer", config.get(key))
-    if not _positive(eps := config.get("rms_norm_eps")) or eps >= 1:
-        yield refused("rms_norm_eps", "a number above 0 and below 1", eps)
+        elif not derived and config[key] > (most := MOST_LAYERS if key == "num_hidden_layers" else MOST):
+            yield refused(key, f"at most {most}", config[key])
+    if not _positive(config.get("rms_norm_eps")) or config["rms_norm_eps"] >= 1:
+        yield refused("rms_norm_eps", "a number above 0 and below 1", config.get("rms_norm_eps"))
     for key in ("dtype", "torch_dtype"):
         if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
             yield refused(key, "float32, bfloat16, float16 or float64", config[key])
@@ -264,5 +266,7 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
         yield refused("rope_parameters", f"rope_type {' or '.join(facts.rope_types)} for all layers", rope)
     elif rope["rope_type"] == "llama3" and not all(_positive(rope.get(name)) for name in LLAMA3_SCALING):
         yield refused("rope_parameters", f"numbers above 0 for {', '.join(LLAMA3_SCALING)}", rope)
+    elif rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        yield refused("rope_parameters", "a low_freq_factor below the high_freq_factor", rope)
     if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield refused("partial_rotary_factor", "1.0", factor)
