@@ -70,6 +70,7 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
     (lines(GOOD, GOOD | {"answer": "1" * 500}), "--cold_start.steps 1", "train.jsonl:2: expected at most"),
     (lines(GOOD, GOOD | {"answer": " "}), "--cold_start.steps 1", "cold_start.steps: expected 0, because"),
     (lines(GOOD | {"answer": "two"}), "--task.reward last_number", "task.reward: expected a number in the answer of"),
+    (lines(GOOD | {"answer": "1" * 9999}), "--task.reward last_number", "found one of 1000 digits or more"),
     (lines(GOOD), "--eval.size 8", "task.eval_path: expected a JSONL file for eval.size = 8"),
     (lines(GOOD), "--task.answer_key solution", "train.jsonl:1: expected task.answer_key = 'solution'"),
     (lines(GOOD), "--algorithm.name dpo", "train.jsonl:1: expected task.chosen_key = 'chosen'"),
@@ -140,8 +141,10 @@ def _text(name: str, text: str | bytes) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-def _weights(*names: str, dtype: str = "F32", **sizes: tuple[int, ...]) -> Callable[[Path], None]:
-    kept = {name: size for name, size in SHAPE.hf_tensors().items() if name not in names} | sizes
+def _weights(
+    *names: str, dtype: str = "F32", sizes: dict[str, tuple[int, ...]] | None = None
+) -> Callable[[Path], None]:
+    kept = {name: size for name, size in SHAPE.hf_tensors().items() if name not in names} | (sizes or {})
     return lambda folder: write_header(folder / "model.safetensors", kept, dtype)
 
 
@@ -159,8 +162,8 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors in"),
     (_weights("model.norm.weight"), "found no model.norm.weight"),
     (_weights("lm_head.weight"), "expected lm_head.weight in the weights of"),
-    (_weights(**{"model.norm.weight": (7,)}), "found [7] of model.norm.weight (not [128])"),
-    (_weights(**{"lm_head.weight": (128, 64)}), "found [128, 64] of lm_head.weight (not [64, 128])"),
+    (_weights(sizes={"model.norm.weight": (7,)}), "found [7] of model.norm.weight (not [128])"),
+    (_weights(sizes={"lm_head.weight": (128, 64)}), "found [128, 64] of lm_head.weight (not [64, 128])"),
     (_weights(dtype="I16"), "found I16 of model.embed_tokens.weight"),
     (
         lambda f: write_hf(f, replace(SHAPE, n_layers=2)) and edit(f / "config.json", num_hidden_layers=4),
@@ -187,7 +190,8 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (_with(model_type="gpt2"), 'model_type: expected llama or qwen3, found "gpt2"'),
     (_with(hidden_size="128"), "hidden_size: expected a positive integer"),
     (_with(hidden_size=-1), "hidden_size: expected a positive integer"),
-    (_with(hidden_size=10**30), "hidden_size: expected a positive integer"),
+    (_with(hidden_size=10**30), "hidden_size: expected at most"),
+    (_with(num_hidden_layers=10**8), "num_hidden_layers: expected at most 1000, found 100000000"),
     (_with(rms_norm_eps=1), "rms_norm_eps: expected a number above 0 and below 1, found 1"),
     (_with(rms_norm_eps=float("nan")), "rms_norm_eps: expected"),
     (_with(rope_parameters={"rope_type": "default", "rope_theta": "x"}), "rope_theta: expected a number"),

@@ -7,7 +7,8 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def refuse(source: str, problems: Sequence[str]) -> NoReturn:

@@ -118,7 +118,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
     if line.startswith("\ufeff"):
         raise ValueError(f"{where}: expected UTF-8 without a byte order mark, found one")
     try:
-        line.isascii() or line.encode()
+        line.encode()
     except UnicodeEncodeError as error:
         byte = ord(line[error.start]) - 0xDC00
         place = f"byte 0x{byte:02x} after {error.start} characters"

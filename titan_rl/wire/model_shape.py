@@ -52,7 +52,7 @@ HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that 
     (("attention_dropout", "initializer_range"), (int, float), "a number"),
 )
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-MOST = 2**30  # of any size: far above every model
+MOST, MOST_LAYERS = 2**30, 1000  # far above every model
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -208,61 +208,69 @@ def _positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
 
+def _refused(key: str, expected: str, found: Any) -> str:
+    return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
+
+
 def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is missing, and what trainer and generator cannot both run."""
-
-    def refused(key: str, expected: str, found: Any) -> str:
-        return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
-
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        yield refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
+        yield _refused("model_type", " or ".join(FAMILIES), config.get("model_type"))
         return
     facts = FACTS[family]
     known = list(facts.architectures.values())
     if config.get("architectures") not in [[name] for name in known]:
-        yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
+        yield _refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
     elif config["architectures"] == [facts.architectures["value"]]:
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # transformers' default is 2
         if labels != 1:
-            yield refused("num_labels", "1, as a reward is one number", labels)
+            yield _refused("num_labels", "1, as a reward is one number", labels)
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
-        if not derived and (type(config.get(key)) is not int or not 1 <= config[key] <= MOST):
-            yield refused(key, "a positive integer", config.get(key))
-    if not _positive(eps := config.get("rms_norm_eps")) or eps >= 1:
-        yield refused("rms_norm_eps", "a number above 0 and below 1", eps)
+        if not derived and (type(config.get(key)) is not int or config[key] < 1):
+            yield _refused(key, "a positive integer", config.get(key))
+        elif not derived and config[key] > (most := MOST_LAYERS if key == "num_hidden_layers" else MOST):
+            yield _refused(key, f"at most {most}", config[key])
+    if not _positive(config.get("rms_norm_eps")) or config["rms_norm_eps"] >= 1:
+        yield _refused("rms_norm_eps", "a number above 0 and below 1", config.get("rms_norm_eps"))
     for key in ("dtype", "torch_dtype"):
         if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
-            yield refused(key, "float32, bfloat16, float16 or float64", config[key])
+            yield _refused(key, "float32, bfloat16, float16 or float64", config[key])
     if config.get("hidden_act", "silu") != "silu":
-        yield refused("hidden_act", '"silu"', config["hidden_act"])
+        yield _refused("hidden_act", '"silu"', config["hidden_act"])
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
-            yield refused(key, "false", config[key])
+            yield _refused(key, "false", config[key])
     for keys, types, expected in HF_TYPES:
         for key in keys:
             if config.get(key) is not None and type(config[key]) not in types:
-                yield refused(key, expected, config[key])
+                yield _refused(key, expected, config[key])
     layers = config.get("layer_types") or []
     if not isinstance(layers, list) or "sliding_attention" in layers:
-        yield refused("layer_types", "full attention only", config["layer_types"])
+        yield _refused("layer_types", "full attention only", config["layer_types"])
     for key in ("num_experts", "num_local_experts"):
         if config.get(key):
-            yield refused(key, "a dense model", config[key])
+            yield _refused(key, "a dense model", config[key])
     if config.get("quantization_config"):
-        yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
+        yield _refused("quantization_config", "weights that are not quantized", config["quantization_config"])
 
+    yield from _unsupported_rope(config, facts)
+
+
+def _unsupported_rope(config: Mapping[str, Any], facts: FamilyFacts) -> Iterator[str]:
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(key) or {}, dict):
-            yield refused(key, "an object", config[key])
+            yield _refused(key, "an object", config[key])
             return
     rope = _rope(config)
     if not _positive(rope["rope_theta"]):
-        yield refused("rope_theta", "a number above 0", rope["rope_theta"])
+        yield _refused("rope_theta", "a number above 0", rope["rope_theta"])
     if rope["rope_type"] not in facts.rope_types or any(isinstance(value, dict) for value in rope.values()):
-        yield refused("rope_parameters", f"rope_type {' or '.join(facts.rope_types)} for all layers", rope)
+        yield _refused("rope_parameters", f"rope_type {' or '.join(facts.rope_types)} for all layers", rope)
     elif rope["rope_type"] == "llama3" and not all(_positive(rope.get(name)) for name in LLAMA3_SCALING):
-        yield refused("rope_parameters", f"numbers above 0 for {', '.join(LLAMA3_SCALING)}", rope)
+        yield _refused("rope_parameters", f"numbers above 0 for {', '.join(LLAMA3_SCALING)}", rope)
+    elif rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        yield _refused("rope_parameters", "a low_freq_factor below the high_freq_factor", rope)
     if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        yield refused("partial_rotary_factor", "1.0", factor)
+        yield _refused("partial_rotary_factor", "1.0", factor)

@@ -40,8 +40,8 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     if key.type is float:
         low = key.ge if key.gt is None else key.gt
         high = key.le if key.lt is None else key.lt
-        strictly = {"exclude_min": key.gt is not None, "exclude_max": key.lt is not None}
-        return st.floats(low, high, **strictly, allow_nan=False, allow_infinity=False)
+        above, below = key.gt is not None, key.lt is not None
+        return st.floats(low, high, exclude_min=above, exclude_max=below, allow_nan=False, allow_infinity=False)
     return st.booleans() if key.type is bool else texts
 
 
