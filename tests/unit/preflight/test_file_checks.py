@@ -21,7 +21,10 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
         (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
         (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
         (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama or qwen3, found "gpt2"'),
-        (lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)), "a vocab_size of at least the tokenizer's 52"),
+        (
+            lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)),
+            "a vocab_size of at least the tokenizer's 52",
+        ),
         (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors"),
         (lambda f: (f / "tokenizer.json").unlink(), "model.hf_assets_path: expected a tokenizer"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "model.hf_assets_path: expected a tokenizer"),
