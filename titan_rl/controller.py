@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
-from titan_rl.record.ledger import Ledger
+from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, scores_of
 from titan_rl.rollout.sampling import StreamSettings
@@ -100,7 +100,8 @@ class Controller:
             sync, score = served or (SyncStats(n), None)
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
-            self.report.step(n, groups, stats, sync, score, dropped=stream.dropped, backlog=stream.backlog)
+            dropped, backlog = stream.dropped, stream.backlog
+            stream.logged(n, self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog))
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
             unmeasured = {} if served else {UNMEASURED: self.evaluates(n)}
             return StepDone(stream.cut() | unmeasured, partial(stream.saved, n), hopeless)
@@ -247,8 +248,8 @@ class Controller:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
-        ledger = Ledger(self.setup.folder)
-        ledger.begun(start, cut.get("next", 0), cut.get("open", ()))
+        ledger, bounds = Ledger(self.setup.folder, self.run.terminal.warn), bounds_of(self.config)
+        ledger.begun(start, cut.get("next", 0), cut.get("open", ()), attempt=self.attempt, bounds=bounds)
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:

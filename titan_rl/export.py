@@ -23,6 +23,7 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
 from titan_rl.train.hf_folder import new_folder, write_assets
+from titan_rl.wire.checkpoint_sums import damage
 from titan_rl.wire.seeds import derive
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -130,6 +131,8 @@ def _checkpoint(checkpoints: Path, step: str | None, critic: bool) -> tuple[str,
 
 def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
     """Write the folder, prove it, and only then give it its name. Return a line that says so."""
+    if why := damage(source.folder, read=True):
+        raise ExportRefused(f"{source.folder} is damaged: {why}", FAILED)
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from transformers.utils import logging

@@ -16,14 +16,18 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar, cast
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 CAP_SYS_ADMIN = 21
+
+T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _outsider: "SimpleQueue[threading.Thread] | None" = None  # what the thread that stays in the host's network is to start
@@ -87,6 +91,25 @@ def start_outside(thread: threading.Thread) -> None:
         thread.start()
     else:
         _outsider.put(thread)
+
+
+def outside(function: Callable[[], T]) -> T:
+    """Call a function where the host's network is, and return what it returns."""
+    if _outsider is None:
+        return function()
+    answer: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            answer.put((function(), None))
+        except BaseException as error:  # a sys.exit in user code, say
+            answer.put((None, error))
+
+    start_outside(threading.Thread(target=call, daemon=True))
+    value, error = answer.get()
+    if error is not None:
+        raise error
+    return cast(T, value)
 
 
 def _start_threads(threads: "SimpleQueue[threading.Thread]") -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +157,9 @@ def entry() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
             signal.signal(number, signal.default_int_handler)
+    with suppress(FileNotFoundError):  # the current folder was removed
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # where a reward's module is, which `python -m` finds too
     try:
         code = main()
     except SystemExit:

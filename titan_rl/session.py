@@ -34,7 +34,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     stop = Stop(task, clock, terminal, config.fault.stop_grace_seconds)
     control = Control(folder, Path(os.environ["TMPDIR"]) / "control", announce=terminal.note)
     incidents = Incidents(folder, config.fault, terminal.warn)
-    status = Status(stop, incidents)
+    status = Status(stop, incidents, saves=config.checkpoint.enable)
     control.question(status=status.answer)
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
     if not config.checkpoint.enable:
@@ -55,7 +55,12 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 control.offer(scale=Scale(setup, meshes.generators).answer)
             resume = setup.resume
             with RunLog(
-                folder, setup.name, config, resume_step=resume.kept_rl, cold_start_step=resume.kept_cold_start
+                folder,
+                setup.name,
+                config,
+                resume_step=resume.kept_rl,
+                cold_start_step=resume.kept_cold_start,
+                warn=terminal.warn,
             ) as log:
                 heldout = len(setup.heldout.prompts)
                 report = Report(setup.name, config, folder, terminal, log, clock, heldout=heldout)

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import futures
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
@@ -80,9 +79,9 @@ class SummedCheckpoints(CheckpointManager):
     ) -> Future[Any] | AsyncSaveResponse | None:
         writer, saving = SummedWriter(checkpoint_id), None
         if async_mode == AsyncMode.ASYNC:
-            saving = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            saving = async_save(state_dict, storage_writer=writer, process_group=self.pg)
         elif async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            saving = dcp.async_save(
+            saving = async_save(
                 state_dict,
                 storage_writer=writer,
                 process_group=self.pg,
@@ -90,7 +89,7 @@ class SummedCheckpoints(CheckpointManager):
                 async_stager=self.stager,
             )
         else:
-            dcp.save(state_dict, storage_writer=writer)
+            save(state_dict, storage_writer=writer)
         if enable_garbage_collection:
             GarbageCollection.collect("after a checkpoint")
         return saving

@@ -27,6 +27,7 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
 from titan_rl.config.sections import GeneratorSection
+from titan_rl.wire import failpoints
 from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Engine:
         self.check(requests)
         for request in requests:
             try:
-                if problem := self._problem(request):
+                if problem := "refused on order" if failpoints.hit("admit") else self._problem(request):
                     raise ValueError(problem)
                 self._add(request)
             except self._refusals as error:

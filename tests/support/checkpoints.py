@@ -21,6 +21,7 @@ from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
 from titan_rl.config.toml import to_toml
 from titan_rl.preflight.setup import policy_of
+from titan_rl.wire.checkpoint_sums import SUMS
 from titan_rl.wire.types import RoleName
 
 STEP = 3
@@ -105,6 +106,8 @@ def main(folder: Path) -> None:
     export.write_assets = assets
     data = next((language / "checkpoint" / f"step-{STEP}").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:1000])
+    exported("damaged", language)
+    (data.parent / SUMS).unlink()
     exported("cut", language)
     print(json.dumps(done))
 

@@ -8,9 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.sections import AlgorithmSection, RolloutSection, TaskSection
-from titan_rl.record.history import History
-from titan_rl.record.ledger import Ledger, events
+from titan_rl.config.sections import (
+    AlgorithmSection,
+    CheckpointSection,
+    Config,
+    RolloutSection,
+    TaskSection,
+    TrainingSection,
+)
+from titan_rl.record.history import History, bound_problems
+from titan_rl.record.ledger import Ledger, bounds_of, events
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
@@ -112,11 +119,27 @@ class Failing:
         return await right_if_one(prompt, completions, texts)
 
 
+def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
+    """Write the stream's start into its ledger, as the controller does."""
+    settings = rollouts._settings
+    config = Config(
+        rollout=settings.rollout,
+        algorithm=settings.algorithm,
+        training=TrainingSection(steps=step + settings.groups // settings.rollout.groups_per_step),
+        checkpoint=CheckpointSection(interval=1000),
+    )
+    rollouts._ledger.begun(step, cut.get("next", 0), cut.get("open", ()), bounds=bounds_of(config))
+
+
+def replayed(folder: Path) -> History:
+    """Return what the ledger says, which must contradict neither itself nor the bounds in force."""
+    history = History.of(folder)
+    problems = [*history.problems, *bound_problems(history, None)]
+    assert problems == [], problems
+    return history
+
+
 def told(folder: Path, event: str) -> list[tuple[Any, ...]]:
     """Those lines of the ledger, less their number and name; after an audit of all."""
-    history = History()
-    found = list(events(folder))
-    for line in found:
-        history.read(line)
-    assert history.problems == []
-    return [tuple(line.values())[2:] for line in found if line["event"] == event]
+    replayed(folder)
+    return [tuple(line.values())[2:] for line in events(folder) if line["event"] == event]

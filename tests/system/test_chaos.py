@@ -36,7 +36,7 @@ def test_a_run_comes_through_five_faults(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert found["problems"] == []
     assert all(problems == [] for problems in found["audits"].values())
-    assert len(found["audits"]) == 8
+    assert len(found["audits"]) == 7
     assert sorted(f"{row['fault']}:{row['role']}" for row in found["classes"]) == sorted(FAULTS)
     for outcome in found["faults"]:
         kind, mesh = outcome["fault"]["kind"], outcome["fault"]["victim"].partition("[")[0]

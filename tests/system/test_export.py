@@ -162,6 +162,7 @@ def test_rounding_is_reported(cases: dict[str, Any]) -> None:
             "no_bos",
             r"expected the tokens \[1, 7, .*\] for '0\d\+\d\d=', as in training, from transformers; found \[7, ",
         ),
+        ("damaged", r"step-3 is damaged: __0_0.distcp: expected [\d,]+ bytes, found 1,000"),
         ("cut", r"step-3 cannot be read: EOFError"),
     ],
 )

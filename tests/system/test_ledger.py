@@ -1,6 +1,7 @@
 """Audits of real runs that were killed, and of their ledgers with one thing changed."""
 
 import random
+import resource
 import signal
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from titan_rl.audit import main
 from titan_rl.record.history import audit
 from titan_rl.record.ledger import NAME, Ledger, events
 
+FULL = "full.txt"
 KEYS: dict[str, Any] = {
     "task__reward": "dense_reward:digits",
     "task__eval_reward": "exact",
@@ -28,13 +30,20 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def killed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Its controller was killed three times at random moments, once with the ledger's tail lost; then it finished."""
+    """Its controller was killed twice at random moments, once with the ledger's tail lost; then its disk was full, and
+    then it finished."""
     folder = tmp_path_factory.mktemp("killed") / "run"
     moments = random.Random(5)
     for life in range(3):
         run = runs.start(folder, **KEYS)
         run.wait_for_step(4 + 7 * life)
         time.sleep(moments.uniform(0, 0.3))
+        if life == 2:
+            most = (folder / "rollouts.jsonl").stat().st_size + 100
+            resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (most, most))  # not of its ranks
+            (folder.parent / FULL).write_text(run.finish(60))
+            assert run.code == 1
+            continue
         run.process.send_signal(signal.SIGKILL)
         run.process.wait(20)
         if life == 1:
@@ -51,6 +60,13 @@ def test_a_run_that_was_killed_trains_every_prompt_once(killed: Run) -> None:
     trained = Counter((line["step"], line["prompt_id"]) for line in killed.lines("rollouts.jsonl"))
     assert Counter(step for step, _ in trained) == dict.fromkeys(range(1, 31), 4)
     assert sorted(prompt for _, prompt in trained) == list(range(120))
+
+
+def test_a_full_disk_ends_a_run_by_the_name_of_the_file(killed: Run) -> None:
+    said = (killed.folder.parent / FULL).read_text()
+    assert f"{killed.folder / 'rollouts.jsonl'} cannot be written: File too large" in said
+    assert "the same command resumes from RL step " in said
+    assert "Traceback" not in said
 
 
 def test_the_command_says_so(killed: Run, capsys: pytest.CaptureFixture[str]) -> None:

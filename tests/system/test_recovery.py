@@ -96,10 +96,15 @@ def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(
 
 
 def test_a_critic_resumes_with_the_policy(runs: Runs, undisturbed: Run, tmp_path: Path) -> None:
-    """From the checkpoint in the middle, in a copy of the folder."""
+    """From the checkpoint in the middle, in a copy of the folder: the end of the critic's newest one is missing."""
     folder = shutil.copytree(undisturbed.folder, tmp_path / "run")
-    shutil.rmtree(folder / "checkpoint" / "step-16")
-    parts = runs.finish(folder, "ppo_llama", **ROLES)
+    harmed = folder / "checkpoint/critic/step-16/__0_0.distcp"
+    os.truncate(harmed, harmed.stat().st_size - 1)
+    parts = runs.start(folder, "ppo_llama", **ROLES)
+    out = " ".join(ends_well(parts).split())
+    assert "the checkpoint of step 16 is damaged, and that of step 8 is used instead" in out
+    for model in ("checkpoint", "checkpoint/critic"):
+        assert {path.name for path in (folder / model).glob("*-*")} == {"damaged-16.1", "step-8", "step-16"}, "kept"
     whole, again = (run.lines("metrics.jsonl") for run in (undisturbed, parts))
     assert [line["step"] for line in again] == list(range(1, 17))
     assert again[8]["time"] > whole[-1]["time"], "trained again from step 9 on"

@@ -30,6 +30,7 @@ while not seen:
     pass
 inside = os.popen("readlink /proc/self/ns/net").read().strip()
 others = [line for line in open("/proc/thread-self/net/dev") if ":" in line and "lo:" not in line]
+assert isolation.outside(network) == before
 print(network() != before, seen == [before], inside == network(), others, os.getuid() == user)
 """
 

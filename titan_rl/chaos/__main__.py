@@ -14,14 +14,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from titan_rl.chaos.inflict import Outcome, inflict
-from titan_rl.chaos.schedule import DOCS, KINDS, Fault, cases, problems, role_of, schedule
+from titan_rl.chaos.inflict import inflict
+from titan_rl.chaos.outcome import Outcome
+from titan_rl.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cases, problems, role_of, schedule
 from titan_rl.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.chaos.table import Findings, show, write
 from titan_rl.chaos.verdict import audits, shared_memory, summary
@@ -89,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
         "--pace", metavar="SECONDS", type=seconds, default=0.0, help="minimum duration of a step; default 0"
     )
     parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=seconds,
+        default=0.0,
+        help="inject the faults this far apart, instead of at steps that the seed determines",
+    )
+    parser.add_argument(
         "--patience",
         metavar="SECONDS",
         type=seconds,
@@ -113,6 +123,8 @@ class Chaos:
         self._only = [part for part in options.only.split(",") if part]
         if invocation.config.weight_sync.verify != "live":  # damage would not be detected
             self._only = [part for part in self._only or KINDS if not part.startswith("corrupt")]
+        if options.overlap:  # faults of the controller are faults of everything
+            self._only = [part for part in self._only or KINDS if VICTIMS.get(part.split(":")[0]) != (CONTROLLER,)]
         self._folder = Path(self._config.job.dump_folder).absolute()
         roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
         if found := problems(options.kills, roles, self._config.training.steps, self._only):
@@ -168,7 +180,7 @@ class Chaos:
                 if run.process.returncode == USAGE:
                     raise SystemExit(USAGE)
             if count:
-                self.findings.audits = audits(run, self._config, shared, left)
+                self.findings.audits = audits(run, shared, left)
             elif failed:
                 ended = f"the run without faults failed: exit code {run.process.returncode}"
             return ended
@@ -202,9 +214,12 @@ class Chaos:
     async def _inject_all(self, run: ChaosRun, count: int) -> None:
         every = cases(run.ranks, self._only)
         self._say(f"{count} faults from {len(every)} cases over {self._config.training.steps} steps")
-        last, tasks = 0, list[asyncio.Task[None]]()
+        last, began, tasks = 0, time.monotonic(), list[asyncio.Task[None]]()
         try:
             for fault in schedule(self._options.seed, count, run.ranks, self._config.training.steps, self._only):
+                if every := self._options.every:
+                    await asyncio.sleep(began + (len(tasks) + 1) * every - time.monotonic())
+                    fault = replace(fault, step=0)
                 await run.until(f"step {fault.step}", lambda f=fault, after=last: self._due(run, f, after))
                 await asyncio.sleep(fault.delay)
                 last = run.highest

@@ -1,8 +1,4 @@
-"""How each fault is injected, and when a run counts as recovered from it.
-
-injected ── detected: an incident or a failed save is reported ── recovered: every rank is up and training continues
-         └─ not detected: faults that must heal silently ──────── recovered: the next step is reached
-"""
+"""How each fault of a rank is injected. controller_faults.py has those of the controller."""
 
 import asyncio
 import os
@@ -12,12 +8,12 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan_rl.chaos import controller_faults as controller
+from titan_rl.chaos.outcome import Outcome, check_not_replaced, continued, replaced
 from titan_rl.chaos.schedule import Fault, Kind, role_of
 from titan_rl.chaos.subject import ChaosRun
-from titan_rl.record.incidents import Incident
 from titan_rl.wire.failpoints import FaultOrder, give
 
 BURSTS, BURST, GAP_SECONDS = 3, 0.3, 0.3  # of fault.hang_seconds
@@ -27,21 +23,6 @@ FULL_SECONDS = 1.0  # the disk stays full this long after the failure is detecte
 ROOM = 4096  # bytes that may be written to a file beyond the size of a snapshot, which takes no disk
 DAMAGE = 64  # bytes
 PAGE = 4096  # bytes of stamps before the two slots in a trainer's staging memory (actors/sync/transport.py)
-
-
-@dataclass(slots=True)
-class Outcome:
-    fault: Fault
-    step: int  # current when it was injected
-    alone: bool = True  # faults do not overlap
-    injected: float = field(default_factory=time.time)
-    detected: float | None = None  # seconds after the injection; None if the fault needs no detection
-    recovered: float | None = None  # seconds after the injection
-    blamed: str = ""  # roles that were reported as lost
-    steps: int = 0  # steps repeated
-    samples: int = 0  # samples repeated
-    wrong: list[str] = field(default_factory=list)
-    note: str = ""
 
 
 async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: Outcome) -> None:
@@ -54,6 +35,12 @@ async def inflict(fault: Fault, run: ChaosRun, hang_seconds: float, outcome: Out
         "drop": lambda: _order_fault(run, outcome, "read", FaultOrder("wait", FOREVER)),
         "corrupt": lambda: (_damage_written if fault.role == "generator" else _damage_staged)(run, outcome),
         "disk": lambda: _fill_disk(run, outcome),
+        "poison": lambda: _poison(run, outcome),
+        "crash": lambda: controller.crash(run, outcome),
+        "freeze": lambda: controller.freeze(run, outcome, hang_seconds),
+        "preempt": lambda: controller.preempt(run, outcome),
+        "full": lambda: controller.fill_disk(run, outcome),
+        "second": lambda: controller.start_second(run, outcome),
     }
     await how[fault.kind]()
 
@@ -62,19 +49,19 @@ async def _send_signal(number: signal.Signals, run: ChaosRun, outcome: Outcome) 
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
     os.kill(pid, number)
-    await _replaced(run, outcome, pid)
+    await replaced(run, outcome, pid)
 
 
 async def _order_fault(run: ChaosRun, outcome: Outcome, point: str, order: FaultOrder) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = await _obeyed(run, outcome.fault.victim, point, order)
-    await _replaced(run, outcome, pid)
+    await replaced(run, outcome, pid)
 
 
 async def _slow_down(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> None:
     pid = run.ranks[outcome.fault.victim]
     outcome.injected = time.time()
-    with suppress(ProcessLookupError):  # it was replaced, which _continued reports
+    with suppress(ProcessLookupError):  # it was replaced, which continued reports
         for _ in range(BURSTS):
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -82,14 +69,20 @@ async def _slow_down(run: ChaosRun, outcome: Outcome, hang_seconds: float) -> No
             finally:
                 os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(GAP_SECONDS)
-    await _continued(run, outcome)
+    await continued(run, outcome)
 
 
 async def _damage_written(run: ChaosRun, outcome: Outcome) -> None:
     """Damage weights once as they are written into live parameters: the checksum finds it, and they are read again."""
     outcome.injected = await _obeyed(run, outcome.fault.victim, "put", FaultOrder("damage"))
-    await _continued(run, outcome)
+    await continued(run, outcome)
     outcome.note = outcome.note or "healed by a second fetch"
+
+
+async def _poison(run: ChaosRun, outcome: Outcome) -> None:
+    """Have a generator refuse a request. Its group is dropped and replaced; the replica serves the others."""
+    outcome.injected = await _obeyed(run, outcome.fault.victim, "admit", FaultOrder("damage"))
+    await continued(run, outcome)
 
 
 async def _damage_staged(run: ChaosRun, outcome: Outcome) -> None:
@@ -99,7 +92,7 @@ async def _damage_staged(run: ChaosRun, outcome: Outcome) -> None:
     await asyncio.gather(*(_obeyed(run, rank, "read", held) for rank in readers))
     outcome.injected = time.time()
     _damage_staging(run.ranks[outcome.fault.victim])
-    await _continued(run, outcome)
+    await continued(run, outcome)
     outcome.note = outcome.note or "healed by packing again"
 
 
@@ -131,7 +124,7 @@ async def _fill_disk(run: ChaosRun, outcome: Outcome) -> None:
         outcome.recovered = await until_saved - outcome.injected
         outcome.blamed = outcome.fault.mesh
         outcome.note = f"step {step} was not saved, step {run.saved} was"
-    _check_not_replaced(run, outcome)
+    check_not_replaced(run, outcome)
 
 
 async def _obeyed(run: ChaosRun, rank: str, point: str, order: FaultOrder) -> float:
@@ -144,52 +137,6 @@ async def _obeyed(run: ChaosRun, rank: str, point: str, order: FaultOrder) -> fl
 
     await run.until(f"{rank} to reach {point}", hits)
     return hits()[0]
-
-
-async def _replaced(run: ChaosRun, outcome: Outcome, pid: int) -> None:
-    """Block until the loss is reported, and then until every rank is up and the run continues, the victim in another
-    process than `pid`."""
-    victim, since = outcome.fault.victim, outcome.injected
-    await run.until(f"the loss of {victim} to be reported", lambda: _incidents(run, outcome))
-    outcome.detected = max(0.0, _incidents(run, outcome)[0].time - since)
-
-    def back() -> bool:
-        up = run.healthy if outcome.alone else not any(i.open for i in _incidents(run, outcome)) and victim in run.ranks
-        return up and run.ranks.get(victim, pid) != pid
-
-    await run.until(f"{victim} to be back", back)
-    found = _incidents(run, outcome)
-    outcome.recovered = max(incident.end for incident in found) - since
-    outcome.blamed = ", ".join(dict.fromkeys(incident.role for incident in found))
-    outcome.steps = sum(incident.redone for incident in found)
-    outcome.samples = sum(incident.resampled for incident in found)
-    outcome.wrong += [f"{incident.role} was given up" for incident in found if incident.outcome == "given up"]
-    if outcome.fault.mesh not in [incident.role for incident in found]:
-        outcome.wrong.append(f"{outcome.blamed} was blamed: {found[0].reason}")
-
-
-async def _continued(run: ChaosRun, outcome: Outcome) -> None:
-    """Block until the next step starts, and check that no process was replaced."""
-    step = run.step
-    outcome.recovered = await run.until("the next step", lambda: run.step > step) - outcome.injected
-    _check_not_replaced(run, outcome)
-
-
-def _check_not_replaced(run: ChaosRun, outcome: Outcome) -> None:
-    """Report incidents as wrong, or only as a note if faults overlap: another fault may have caused them."""
-    found = [f"expected that no process is replaced, found: {incident.reason}" for incident in _incidents(run, outcome)]
-    if outcome.alone:
-        outcome.wrong += found
-    elif found:
-        outcome.note = found[0]
-
-
-def _incidents(run: ChaosRun, outcome: Outcome) -> list[Incident]:
-    """Return the incidents that the fault caused: all since its injection. If faults overlap, those of its mesh."""
-    since = outcome.injected
-    if outcome.alone:
-        return [incident for incident in run.incidents if incident.time >= since]
-    return [i for i in run.incidents if i.role == outcome.fault.mesh and (i.open or i.end >= since)]
 
 
 def _damage_staging(pid: int) -> None:

@@ -7,7 +7,9 @@ from typing import Literal, get_args
 
 from titan_rl.wire.seeds import derive
 
-Kind = Literal["kill", "stop", "slow", "error", "drop", "corrupt", "disk"]
+Kind = Literal[
+    "kill", "stop", "slow", "error", "drop", "corrupt", "disk", "poison", "crash", "freeze", "preempt", "full", "second"
+]
 
 DOCS: dict[Kind, str] = {
     "kill": "SIGKILL",
@@ -18,12 +20,26 @@ DOCS: dict[Kind, str] = {
     "corrupt": "generator: weights are damaged once while they are written; trainer: they are damaged in its staging "
     "memory, so that reading again does not help",
     "disk": "a trainer rank cannot write its part of a checkpoint for some seconds",
+    "poison": "a generator refuses one request, as it does one that it cannot sample: no process may be replaced",
+    "crash": "SIGKILL of the controller, and the same command again",
+    "freeze": "SIGSTOP of the controller for longer than fault.hang_seconds: no process may be replaced",
+    "preempt": "SIGTERM to the controller, its process group or every process, and the same command again: no finished "
+    "step may be lost",
+    "full": "the controller can write no file, which ends the run by name, and the same command again",
+    "second": "the same command again while the run lasts, also with --job.fresh: both must be refused",
 }
 KINDS = get_args(Kind)
 
-VICTIMS = {"drop": ("generator",), "corrupt": ("generator", "trainer"), "disk": ("trainer", "critic")}
-"""Roles that a fault can have as victims; other faults can have any."""
+CONTROLLER = "controller"  # a victim like the ranks, but it replaces them
+ENDING: tuple[Kind, ...] = ("crash", "preempt", "full")  # the run ends, and is started again
+VICTIMS: dict[Kind, tuple[str, ...]] = {
+    **{"drop": ("generator",), "corrupt": ("generator", "trainer"), "disk": ("trainer", "critic")},
+    **{"poison": ("generator",), "freeze": (CONTROLLER,), "second": (CONTROLLER,)},
+    **dict.fromkeys(ENDING, (CONTROLLER,)),
+}
+"""Roles that a fault can have as victims; other faults can have any rank."""
 POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
+TARGETS = ("controller", "group", "all")  # of a preemption's signal
 FROZEN_POINTS = ("scores",)
 """Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""
 FIRST, LAST = 0.05, 0.85  # share of the steps: the run must recover from the last fault before it ends
@@ -36,7 +52,7 @@ class Fault:
     victim: str  # "trainer[dp=1 tp=0]"
     step: int  # earliest step
     delay: float  # seconds, within the step
-    point: str = ""  # failpoint of an error
+    point: str = ""  # failpoint of an error, target of a preemption
 
     @property
     def role(self) -> str:
@@ -60,7 +76,13 @@ def role_of(rank: str) -> str:
 def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind, str]]:
     """Return the possible faults of each role, or only those in `only`: "kill" or "kill:trainer"."""
     roles = sorted({role_of(rank) for rank in ranks})
-    every = [(kind, role) for kind in KINDS for role in roles if role in VICTIMS.get(kind, roles)]
+    sharded = any(rank.startswith("generator") and "tp=1" in rank for rank in ranks)  # one rank cannot refuse alone
+    every = [
+        (kind, role)
+        for kind in KINDS
+        for role in [*roles, CONTROLLER]
+        if role in VICTIMS.get(kind, roles) and not (kind == "poison" and sharded)
+    ]
     return [(kind, role) for kind, role in every if not only or kind in only or f"{kind}:{role}" in only]
 
 
@@ -92,7 +114,8 @@ def schedule(seed: int, count: int, ranks: Collection[str], steps: int, only: Co
     for step in sorted(rng.sample(eligible(steps), count)):
         left = left or rng.sample(every, len(every))
         kind, role = left.pop()
-        victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role))
+        victim = rng.choice(sorted(rank for rank in ranks if role_of(rank) == role) or [CONTROLLER])
         point = rng.choice(POINTS.get(role, FROZEN_POINTS)) if kind == "error" else ""
+        point = rng.choice(TARGETS) if kind == "preempt" else point
         drawn.append(Fault(kind, victim, step, rng.uniform(0, DELAY_SECONDS), point))
     return drawn

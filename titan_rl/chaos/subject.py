@@ -60,14 +60,10 @@ class ChaosRun:
     def __init__(self, argv: Sequence[str], folder: Path, orders: Path, patience: float) -> None:
         self.folder, self.orders, self.patience = folder, orders, patience
         self.log = orders / "run.log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "titan_rl.run", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, failpoints.FOLDER: str(orders), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C goes to this process only
-        )
+        self.command = [sys.executable, "-m", "titan_rl.run", *argv]
+        self.pids: list[int] = []  # of every controller that the run has had
+        self.process = self._start(self.command)
+        self.began = time.time()  # of the last controller
         self.killed = False  # by this process, because the run did not end
         self.status: dict[str, Any] = {}
         self.incidents: list[Incident] = []
@@ -80,8 +76,27 @@ class ChaosRun:
         self._read: dict[Path, int] = {}
         self._endpoint: Endpoint | None = None
 
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.open("a"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, failpoints.FOLDER: str(self.orders), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # Ctrl-C goes to this process only
+        )
+        self.pids.append(process.pid)
+        return process
+
+    def start_again(self) -> None:
+        """Start the same command after its process has ended; it resumes."""
+        self.status, self.ranks, self._endpoint, self.began = {}, {}, None, time.time()
+        self._known.clear()
+        self.process = self._start([*self.command, "--job.fresh=false"])
+
     def socket_folders(self) -> list[Path]:
-        return list(Path(tempfile.gettempdir()).glob(f"titan_rl-{self.process.pid}-*"))
+        base = Path(tempfile.gettempdir())
+        return [folder for pid in self.pids for folder in base.glob(f"titan_rl-{pid}-*")]
 
     @property
     def ended(self) -> bool:
@@ -100,7 +115,12 @@ class ChaosRun:
     @property
     def healthy(self) -> bool:
         """Whether no incident is open and every known rank is up."""
-        return self.step > 0 and not any(i.open for i in self.incidents) and self._known <= self.ranks.keys()
+        return self.step > 0 and not self.open_incidents and self._known <= self.ranks.keys()
+
+    @property
+    def open_incidents(self) -> list[Incident]:
+        """Return those without an outcome. What happened to a controller that has ended has none."""
+        return [incident for incident in self.incidents if incident.open and incident.time >= self.began]
 
     @property
     def _progress(self) -> tuple[int, int]:
@@ -119,14 +139,14 @@ class ChaosRun:
         return time.time()
 
     async def follow(self) -> None:
-        while not self.ended:
+        while True:
             before = self._progress
-            await self._ask_status()
+            if not self.ended:
+                await self._ask_status()
             self.read_files()
             if before != self._progress:
                 self._moved = time.monotonic()
             await asyncio.sleep(POLL_SECONDS)
-        self.read_files()
 
     def read_files(self) -> None:
         """Read what the run has written since the last call."""

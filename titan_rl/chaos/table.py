@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titan_rl.chaos.inflict import Outcome
+from titan_rl.chaos.outcome import Outcome
 from titan_rl.record.lines import write_whole
 
 HEADERS = {

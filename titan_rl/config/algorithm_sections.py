@@ -81,7 +81,7 @@ class RolloutSection:
     pace: bool = True
     """When lag is 2 or more, keep only as many groups in flight as the trainers need: fresher samples at the same
     speed."""
-    timeout_seconds: int = bounds(600, ge=1, le=MOST_SECONDS)
+    timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
     one call of your own reward function, not including the wait for other calls (the call fails)."""
 
@@ -148,7 +148,7 @@ class AlgorithmSection:
     """Upper bound of the ratio that is kept."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal until the step is full (DAPO)."""
-    max_refills: int = bounds(10, ge=1, le=10**6)
+    max_refills: int = bounds(10, ge=1, le=1000)
     """Maximum rounds of replacements per step. After that the step continues with the groups it has."""
     overlong_filter: bool = False
     """Exclude truncated rollouts from training."""

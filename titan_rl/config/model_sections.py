@@ -46,7 +46,7 @@ class ModelSection:
 class TrainingSection:
     steps: int = bounds(100, ge=0, le=10**9)
     """Number of training steps. 0: run the cold start only."""
-    global_batch_size: int = bounds(64, ge=1, le=2**20)
+    global_batch_size: int = bounds(64, ge=1, le=2**16)
     """Examples (sft) or pairs (dpo, ipo, reward_model) per step. RL uses rollout.groups_per_step instead."""
     seq_len: int = bounds(256, ge=2, le=2**20)
     """Length of a packed row in tokens."""
@@ -157,7 +157,7 @@ class CheckpointSection:
 class ColdStartSection:
     steps: int = bounds(0, ge=0, le=10**9)
     """Supervised steps on the task's reference answers before RL. 0: none."""
-    batch_size: int = bounds(64, ge=1, le=2**20)
+    batch_size: int = bounds(64, ge=1, le=2**16)
     """Examples per supervised step."""
     lr: float = bounds(1e-3, gt=0, le=10)
     """Peak learning rate of the supervised steps."""

@@ -120,14 +120,14 @@ class Control:
         command = self._commands.get(name)
         if command is None:
             raise RequestRefused(f"unknown command {name!r}; available now: {', '.join(self._commands)}")
+        if name in self._withheld:
+            raise RequestRefused(f"{name}: {self._withheld[name]}")
         signature = inspect.signature(command)
         try:
             signature.bind(**arguments)
         except TypeError as error:
             takes = ", ".join(str(parameter) for parameter in signature.parameters.values()) or "no arguments"
             raise RequestRefused(f"{name}: {error}; it takes {takes}") from None
-        if name in self._withheld:
-            raise RequestRefused(f"{name}: {self._withheld[name]}")
         if name not in self._questions:
             self._announce(" ".join(["asked to", name, *(f"{key}={value}" for key, value in arguments.items())]))
         asked = asyncio.create_task(command(**arguments))

@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     gpus = visible_gpus()
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
     warnings = checks.warnings(config)
-    if arguments.dry_run:  # the plan may be for another host
+    if arguments.dry_run and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
         problems = [problem for problem in problems if problem not in elsewhere]
         warnings += elsewhere

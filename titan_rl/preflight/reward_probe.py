@@ -1,4 +1,4 @@
-"""Calls a user's reward function once before the run relies on it, in a process of its own.
+"""Imports a user's modules, and calls a reward function once, before the run relies on them, in a process of its own.
 
     probe (this process) -> name, first row -> attempt (child) -> a line that says what is wrong, or nothing
 
@@ -6,6 +6,7 @@ Whatever the function or its module does (exit, hang, even while it holds the in
 child, and is one line.
 """
 
+import importlib
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from titan_rl.isolation import outside
 from titan_rl.tasks.rewards import Reward, reward_for
 from titan_rl.wire.types import Prompt
 
@@ -27,21 +29,18 @@ CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_prob
 """The child finds modules where this process does, and nothing else."""
 
 
-def probe(name: str, prompt: Prompt | None) -> Iterator[str]:
-    """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer."""
+def probe(name: str, prompt: Prompt | None, key: str = "task.reward") -> Iterator[str]:
+    """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer.
+    For override.imports, import it and look whether it is registered."""
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
-        asked.write_bytes(pickle.dumps((name, prompt)))
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS)))
+        command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
         late = False
         try:
-            child.wait(3 * PROBE_SECONDS)  # the child itself ends earlier, unless its clock is stopped
+            child.wait(3 * PROBE_SECONDS + 30)  # the child itself ends earlier, unless its clock is stopped
         except subprocess.TimeoutExpired:
             late = True
         finally:
@@ -56,9 +55,9 @@ def probe(name: str, prompt: Prompt | None) -> Iterator[str]:
         elif late or (stuck.exists() and stuck.stat().st_size):
             at = re.search(r'File "(.*)", line (\d+)', stuck.read_text() if stuck.exists() else "")
             place = f" at {at[1]}:{at[2]}" if at else ""
-            yield f"task.reward: expected {what} within {PROBE_SECONDS} s, found it still running{place}"
+            yield f"{key}: expected {what} within {PROBE_SECONDS} s, found it still running{place}"
         else:
-            yield f"task.reward: expected {what}, found that it ends the process with exit code {child.returncode}"
+            yield f"{key}: expected {what}, found that it ends the process with exit code {child.returncode}"
 
 
 def attempt(folder: str) -> None:
@@ -66,16 +65,16 @@ def attempt(folder: str) -> None:
     import faulthandler
 
     where = Path(folder)
-    name, prompt = pickle.loads((where / "asked").read_bytes())
+    key, name, prompt, seconds = pickle.loads((where / "asked").read_bytes())
     with (where / "told").open("w") as told, (where / "stuck").open("w") as stuck:
 
         def tell(line: str) -> None:
             print(json.dumps(line), file=told, flush=True)
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback_later(PROBE_SECONDS, file=stuck, exit=True)
+            faulthandler.dump_traceback_later(seconds, file=stuck, exit=True)
 
         tell("importing")
-        verdict, reward = _imported(name)
+        verdict, reward = _imported(name) if key == "task.reward" else (_overridden(key, name), None)
         if reward is not None and prompt is not None:
             tell("calling")
             verdict = _called(name, reward, prompt)
@@ -91,6 +90,19 @@ def _imported(name: str) -> tuple[str, Reward | None]:
         if isinstance(error, TypeError | ValueError) and said.startswith("task.reward"):
             return said, None
         return f'task.reward: expected "{name}" to import, found {_raised(error)}', None
+
+
+def _overridden(key: str, name: str) -> str:
+    from torchtitan.config.override import _REGISTRY  # apply_overrides looks there
+
+    module = name.rpartition(".")[0]
+    try:
+        importlib.import_module(module)
+    except BaseException as error:
+        return f"{key}: expected {name!r} to import, found {_raised(error)}"
+    if name in _REGISTRY:
+        return ""
+    return f"{key}: expected {name!r} to be registered with @override, found no such override of that module"
 
 
 def _called(name: str, reward: Reward, prompt: Prompt) -> str:

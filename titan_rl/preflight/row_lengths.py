@@ -126,6 +126,13 @@ def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:
     """Return the training examples and the held-out examples that the run cannot use: index -> why. BadRows names those
     that cannot even be read."""
+    if task.template == "chat":
+        try:
+            tokenizer.prompt("1", "chat")
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            expected = f"a tokenizer in {tokenizer.folder} that renders chats"
+            raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
     answers = config.algorithm.kind != "rl" or config.cold_start.steps > 0  # else only prompts are read
     one_token_each = config.task.name == "addition" and not config.model.hf_assets_path  # of the characters
 

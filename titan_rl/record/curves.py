@@ -1,7 +1,10 @@
 """TensorBoard curves of one event folder, written without torch."""
 
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -10,29 +13,39 @@ from tensorboard.compat.proto.summary_pb2 import (
     Summary,  # pyright: ignore[reportAttributeAccessIssue]
     SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from titan_rl.record.metric_docs import DOCS
 from titan_rl.wire.types import RATIO_EDGES
+
+_files = count()  # of this process
 
 
 class Curves:
     """Scalars and histograms. The START event removes the points that an earlier process wrote from `first` on."""
 
     def __init__(self, folder: Path, first: int) -> None:
-        self._writer = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_files):04d}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
         self._described: set[str] = set()
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=first, session_log=start))
+        self._add(Event(wall_time=time.time(), step=first, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
         values = [Summary.Value(tag=t, simple_value=v, metadata=self._metadata(t)) for t, v in scalars.items()]
         values += [Summary.Value(tag=tag, histo=histogram(tag, counts)) for tag, counts in histograms.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._records.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._records.close()
+
+    def _add(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
 
     def _metadata(self, tag: str) -> SummaryMetadata | None:
         """Return the tag's description for its first point, and None for later ones."""

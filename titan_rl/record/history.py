@@ -1,189 +1,116 @@
-"""Replays a run's ledger and compares it with metrics.jsonl and rollouts.jsonl, which other code writes."""
+"""Audits a run folder: replays the ledger, holds it to the bounds that were in force, and compares the other files.
 
-import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+Whatever is in the files, the result is a list of findings.
+"""
+
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load
-from titan_rl.record.ledger import Damaged, events
-from titan_rl.record.lines import whole_lines
-
-
-@dataclass(slots=True)
-class Life:
-    """What the ledger says about one prompt, without what the run undid."""
-
-    turn: int
-    attempts: int
-    sampled: bool = False
-    failures: int = 0  # failed attempts of its judge
-    scored: bool = False
-    oldest: int | None = None  # oldest version that sampled one of its tokens
-    trained: int | None = None  # step
-    dropped: str = ""  # reason
-
-    @property
-    def undone(self) -> bool:
-        """The run rewound to before the prompt's admission, and has not admitted it again."""
-        return self.turn < 0
-
-    @property
-    def final(self) -> bool:
-        return self.trained is not None or bool(self.dropped)
-
-
-@dataclass(slots=True)
-class History:
-    """The lives of all prompts, and the contradictions found while replaying the ledger."""
-
-    lives: dict[int, Life] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)  # prompts, in the order in which they were trained on
-    begun: int = 0  # starts of the run: by a new process, or by a rewind within one
-    problems: list[str] = field(default_factory=list)
-
-    def read(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind in ("begun", "admitted"):
-            getattr(self, f"_{kind}")(event)
-        elif kind != "saved":  # which says only that the lines before it are on disk
-            for id in event["prompts"] if kind == "trained" else [event["prompt"]]:
-                one, life = {**event, "prompt": id}, self.lives.get(id)
-                if life is None or life.undone:
-                    self._say(one, "was never admitted")
-                else:
-                    getattr(self, f"_{kind}")(one, life)
-
-    def _begun(self, event: dict[str, Any]) -> None:
-        """Undo the prompts that were admitted after the cut to which the run returns, or were unfinished there."""
-        self.begun += 1
-        for id, life in self.lives.items():
-            if id >= event["next"] or id in event["open"]:
-                self.lives[id] = Life(-1, life.attempts)
-        self.order = [id for id in self.order if self.lives[id].trained is not None]
-
-    def _admitted(self, event: dict[str, Any]) -> None:
-        life = self.lives.get(event["prompt"])
-        if life is not None and not life.undone:
-            self._say(event, "is admitted twice in one history")
-        attempt = life.attempts + 1 if life else 1
-        if event["attempt"] != attempt:
-            self._say(event, f"is attempt {event['attempt']}, expected {attempt}")
-        self.lives[event["prompt"]] = Life(event["turn"], attempt)
-
-    def _sampled(self, event: dict[str, Any], life: Life) -> None:
-        life.sampled, life.oldest = True, min(event["versions"], default=None)
-
-    def _failed(self, event: dict[str, Any], life: Life) -> None:
-        life.failures += 1
-        if life.scored or life.final or not life.sampled:
-            self._say(event, "failed after its outcome was known, or before it was sampled")
-        if event["attempt"] != life.failures:
-            self._say(event, f"failed at attempt {event['attempt']}, expected {life.failures}")
-
-    def _scored(self, event: dict[str, Any], life: Life) -> None:
-        if not life.sampled:
-            self._say(event, "is scored before it is sampled")
-        life.scored = True
-
-    def _trained(self, event: dict[str, Any], life: Life) -> None:
-        if life.final:
-            self._say(event, f"has an outcome already: {_outcome(life)}")
-        elif not life.scored:
-            self._say(event, "is trained on before it is scored")
-        life.trained = event["step"]
-        self.order.append(event["prompt"])
-
-    def _dropped(self, event: dict[str, Any], life: Life) -> None:
-        if life.final:
-            self._say(event, f"has an outcome already: {_outcome(life)}")
-        failed = event["reason"].startswith("failed")
-        if failed and (life.scored or not life.failures):
-            self._say(event, "is dropped as failed, but " + ("was scored" if life.scored else "no attempt failed"))
-        if not failed and not life.scored:
-            self._say(event, f"is dropped ({event['reason']}) before it is scored")
-        life.dropped = event["reason"]
-
-    def _say(self, event: dict[str, Any], what: str) -> None:
-        self.problems.append(f"ledger line {event['n'] + 1} ({event['event']}): prompt {event['prompt']} {what}")
+from titan_rl.record.comparisons import config_problems, disk_problems, metric_problems, rollout_problems
+from titan_rl.record.ledger import NAME, bounds_of
+from titan_rl.record.replay import History, Start
 
 
 def audit(folder: Path) -> tuple[list[str], str]:
     """Return all problems of a run, and one line about what was checked."""
-    history = History()
+    try:
+        history = History.of(folder)
+    except OSError as error:
+        return [f"{NAME}: {error.strerror or error}"], ""
+    problems = history.problems
+    if not history.starts:
+        problems.append(f"{NAME}: expected the start of a run, found {'nothing' if not history.lives else 'none'}")
+    config = None
     try:
         config = load(folder / "config.toml")
-        for event in events(folder):
-            history.read(event)
-    except (Damaged, ConfigError, OSError) as error:
-        return [str(error)], ""
-    metrics = [line for line in _lines(folder / "metrics.jsonl") if line["kind"] == "rl"]
-    rollouts = Counter((line["step"], line["prompt_id"]) for line in _lines(folder / "rollouts.jsonl"))
-    problems = [*history.problems, *_outcomes(history, config, metrics), *_steps(history, config, metrics)]
-    problems += _records(history, config, metrics, rollouts)
+    except (ConfigError, OSError, ValueError) as error:
+        problems.append(f"config.toml: {error}")
+    checks = [bound_problems(history, config), rollout_problems(folder, history), metric_problems(folder, history)]
+    if config is not None:
+        checks += [config_problems(folder, history, config), disk_problems(folder, history, config)]
+    for check in checks:
+        try:
+            problems += check
+        except OSError as error:
+            problems.append(f"{Path(error.filename or folder).name}: {error.strerror or error}")
     trained = sum(life.trained is not None for life in history.lives.values())
     dropped = sum(bool(life.dropped) for life in history.lives.values())
     unfinished = sum(not life.undone and not life.final for life in history.lives.values())
     again = sum(life.attempts - 1 for life in history.lives.values())
+    unbound = sum(start.bounds is None for start in history.starts)
     return problems, (
-        f"{len(history.lives)} prompts: {trained} trained on in {len(metrics)} steps, {dropped} dropped, "
+        f"{len(history.lives)} prompts: {trained} trained on in {len(history.steps)} steps, {dropped} dropped, "
         f"{unfinished} unfinished, {again} admitted again by {history.begun - 1} restarts"
+        + f"; {unbound} starts of an earlier version, without digests, checksums and bounds"
+        * bool(unbound)
     )
 
 
-def _outcomes(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
+def bound_problems(history: History, config: Config | None) -> Iterator[str]:
+    """Hold the ledger to the bounds that were in force, which config.toml has where an old ledger has none."""
+    for check in (_outcomes, _steps, _staleness):
+        yield from check(history, config)
+    for start in history.starts:
+        if start.digests and start.bounds is None:
+            yield f"{NAME}: the start after step {start.step} has no bounds, though its samples have digests"
+
+
+def _outcomes(history: History, config: Config | None) -> Iterator[str]:
     """Check that no prompt is lost: all that the source gave are trained on or dropped, once the run is finished."""
-    lives = {id: life for id, life in history.lives.items() if not life.undone}
-    for id in range(max(lives, default=-1) + 1):
-        if id not in lives:
-            yield f"prompt {id} was skipped: the source gave it, and it was never admitted"
-    finished = bool(metrics) and metrics[-1]["step"] >= config.training.steps
-    for id, life in lives.items():
-        if finished and not life.final:
+    bounds = _in_force(history.start, history, config)
+    if bounds is None or history.last < bounds["training.steps"]:
+        return
+    for id, life in history.lives.items():
+        if not life.final and not life.undone:
             yield f"prompt {id} was neither trained on nor dropped, and the run is finished"
 
 
-def _steps(history: History, config: Config, metrics: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Check that steps are complete, follow the source's order and respect the bound on staleness."""
-    rollout = config.rollout
-    sizes = Counter(life.trained for life in history.lives.values() if life.trained is not None)
-    for step, size in sorted(sizes.items()):
-        if size != rollout.groups_per_step:
-            yield f"step {step} trained on {size} prompts, expected {rollout.groups_per_step}"
-    late = [b for a, b in pairwise(history.order) if b < a]
-    if late and rollout.window == 0:
-        yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
-    bound = rollout.lag + rollout.window
+def _steps(history: History, config: Config | None) -> Iterator[str]:
+    """Check that steps are complete and follow the source's order."""
+    for step, trained in history.steps.items():
+        if (bounds := _in_force(trained.start, history, config)) is None:
+            continue
+        expected = bounds["rollout.groups_per_step"]
+        if len(trained.prompts) != expected:
+            yield f"step {step} trained on {len(trained.prompts)} prompts, expected {expected}"
+        if step > bounds["training.steps"]:
+            yield f"step {step} was trained, though training.steps is {bounds['training.steps']}"
+    for start in history.starts:
+        bounds = _in_force(start, history, config)
+        order = [id for trained in history.steps.values() if trained.start is start for id in trained.prompts]
+        late = [b for a, b in pairwise(order) if b < a]
+        if late and bounds is not None and bounds["rollout.window"] == 0:
+            yield f"prompt {late[0]} was trained on after a later one, though rollout.window is 0"
+
+
+def _staleness(history: History, config: Config | None) -> Iterator[str]:
+    """Check that prompts respect the bounds under which they live."""
     for id, life in history.lives.items():
-        if life.trained is not None and life.oldest is not None and (age := life.trained - 1 - life.oldest) > bound:
-            yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {bound}"
+        if life.undone or (bounds := _in_force(life.start, history, config)) is None:
+            continue
+        lag, window, size = (bounds[f"rollout.{key}"] for key in ("lag", "window", "group_size"))
+        if life.turn - 1 - life.admitted > lag:
+            yield f"prompt {id} was admitted after step {life.admitted} for step {life.turn}, rollout.lag is {lag}"
+        if lag == window == 0 and life.versions and life.versions[0] != life.sampled_after:
+            yield f"prompt {id} was sampled from version {life.versions[0]} after version {life.sampled_after}"
+        if life.dropped == "flat" and not bounds["algorithm.dynamic_sampling"]:
+            yield f"prompt {id} is dropped as flat, though algorithm.dynamic_sampling is off"
+        if life.trained is None:
+            continue
+        if len(life.tokens) != size:
+            yield f"prompt {id} has {len(life.tokens)} samples, expected {size}"
+        if life.trained > life.turn + window:
+            yield f"prompt {id} was trained on at step {life.trained}, its turn was step {life.turn}"
+        if life.versions and (age := life.trained - 1 - life.versions[0]) > lag + window:
+            yield f"prompt {id} was {age} steps old at step {life.trained}, the bound is {lag + window}"
 
 
-def _records(
-    history: History, config: Config, metrics: Sequence[dict[str, Any]], rollouts: Counter[tuple[int, int]]
-) -> Iterator[str]:
-    """Check that the ledger, metrics.jsonl and rollouts.jsonl agree."""
-    steps = [line["step"] for line in metrics]
-    if steps != list(range(1, len(steps) + 1)):
-        yield f"metrics.jsonl: expected steps 1 to {len(steps)} once each, found {steps[:8]}{' ...' * (len(steps) > 8)}"
-    trained = {(life.trained, id) for id, life in history.lives.items() if life.trained is not None}
-    for step, id in sorted(rollouts.keys() - trained):
-        yield f"rollouts.jsonl has prompt {id} at step {step}, the ledger does not"
-    for step, id in sorted(trained - rollouts.keys()):
-        yield f"the ledger has prompt {id} at step {step}, rollouts.jsonl does not"
-    size = config.rollout.group_size
-    for (step, id), count in rollouts.items():
-        if count != size:
-            yield f"rollouts.jsonl: prompt {id} at step {step} has {count} rollouts, expected {size}"
-
-
-def _outcome(life: Life) -> str:
-    return f"trained at step {life.trained}" if life.trained is not None else f"dropped ({life.dropped})"
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    return map(json.loads, whole_lines(path)) if path.exists() else iter(())
+def _in_force(start: Start, history: History, config: Config | None) -> Mapping[str, int] | None:
+    """Return the bounds of a start. A ledger of an earlier version has none: config.toml has those of its last start,
+    and earlier ones are not known."""
+    if start.bounds is None and start is history.start and config is not None:
+        return bounds_of(config)
+    return start.bounds

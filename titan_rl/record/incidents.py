@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from titan_rl.config.sections import FaultSection
-from titan_rl.record.lines import LineFile, encode
+from titan_rl.record.lines import LineFile, Unwritable, encode
 from titan_rl.wire.errors import DeadlinePassed, RunError
 
 NAME = "faults.jsonl"
@@ -53,6 +53,7 @@ class Incidents:
         self._path = folder / NAME
         self._fault = fault
         self._say = self.note = say  # `note` shows a message about something that is no incident
+        self._unwritten: list[bytes] = []  # lines that the disk refused, tried again with the next
         self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
 
     def lost(self, role: str, error: RunError) -> Incident:
@@ -106,6 +107,14 @@ class Incidents:
         self._write(incident)
 
     def _write(self, incident: Incident, details: str = "") -> None:
-        """Append a line; an incident has one when it is detected and one when it ends."""
-        with LineFile(self._path) as file:
-            file.append([encode(incident.record() | ({"details": details} if details else {}))])
+        """Append a line; an incident has one when it is detected and one when it ends. The run continues without a
+        file that cannot be written."""
+        warned = bool(self._unwritten)
+        self._unwritten.append(encode(incident.record() | ({"details": details} if details else {})))
+        try:
+            with LineFile(self._path, warn=self._say) as file:
+                file.append(self._unwritten)
+            self._unwritten = []
+        except Unwritable as error:
+            if not warned:
+                self._say(f"{error}; its lines are kept until they can be")

@@ -1,6 +1,6 @@
 """ledger.jsonl: the life of every prompt of a run, in one append-only file.
 
-    begun at step s ── admitted ── sampled ── scored ── trained at step t
+    begun at step s ── admitted ── sampled ── scored ── trained at step t ── logged ── saved
                           │           │         └────── dropped: flat
                           │           └── failed ────── dropped: failed, and why
                           └── admitted again, by a run that resumes or rewinds: its next attempt
@@ -9,23 +9,41 @@ Packing has no event: a step packs exactly the prompts that it trains. Replicas 
 be split and may move, and the run's timeline shows which replica sampled when. `failed` counts the attempts at judging
 a group.
 
+`begun` records the bounds that are in force from there on. `sampled` has a digest of each sample as the engine returned
+it, and `logged` the checksums of the step's lines in metrics.jsonl and rollouts.jsonl, so that these files can be
+compared with the ledger. Ledgers of earlier versions have none of the three.
+
 Each line is one event, `CRC-32 JSON`; the JSON includes the line's number. This is not a database: appending needs no
 lock and no second file, and a person can grep the file. The events of a step are on disk before its checkpoint is
 written: a ledger that loses its tail in a power cut still has everything up to the checkpoint from which the run
-resumes, and later events do not count.
+resumes, and later events do not count. A checksum finds damage and bugs; it is no signature.
 """
 
 import json
+import time
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_rl.config.sections import Config
 from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
 from titan_rl.wire.types import Completion, Group
 
 NAME = "ledger.jsonl"
+BOUNDS = (
+    "training.steps",
+    "rollout.groups_per_step",
+    "rollout.group_size",
+    "rollout.lag",
+    "rollout.window",
+    "algorithm.dynamic_sampling",
+    "checkpoint.interval",
+    "fault.snapshot_interval",
+)
+"""The keys that an audit holds a run to. A run may be resumed with other values."""
 
 
 class Damaged(ValueError):
@@ -33,19 +51,29 @@ class Damaged(ValueError):
 
 
 class Ledger(SelfClosing):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, warn: Callable[[str], None] = lambda message: None) -> None:
         self._path = folder / NAME
-        self._file = LineFile(self._path, keep=_decode)
-        self._lines = self._file.kept
+        self._lines = 0  # number of the next line
+        self._file = LineFile(self._path, sound=self._sound, warn=warn)
         self._before: Counter[int] = Counter()  # admissions that were undone, by prompt
 
-    def begun(self, step: int, next: int, open: Sequence[int]) -> None:
+    def begun(
+        self,
+        step: int,
+        next: int,
+        open: Sequence[int],
+        *,
+        attempt: int = 1,
+        bounds: Mapping[str, int] | None = None,
+    ) -> None:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
-        were trained on or dropped, except the `open` ones. Everything later is undone."""
-        self._append("begun", step=step, next=next, open=list(open))
+        were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
+        of this process."""
+        more = {} if bounds is None else {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
+        self._append("begun", step=step, next=next, open=list(open), **more)
         self._file.flush()
         lines = (line for line in whole_lines(self._path) if b'"event":"admitted"' in line)
-        admitted = (json.loads(line.partition(b" ")[2])["prompt"] for line in lines)  # checked when it was opened
+        admitted = (json.loads(line.partition(b" ")[2]).get("prompt", -1) for line in lines)  # checked when opened
         unfinished = frozenset(open)
         self._before = Counter(prompt for prompt in admitted if prompt >= next or prompt in unfinished)
 
@@ -55,7 +83,10 @@ class Ledger(SelfClosing):
     def sampled(self, prompt: int, completions: Sequence[Completion]) -> None:
         versions = [version for completion in completions for version in completion.versions]
         span = [min(versions), max(versions)] if versions else []
-        self._append("sampled", prompt=prompt, versions=span, tokens=[len(c.tokens) for c in completions])
+        digests = [digest(c.tokens, c.versions) for c in completions]
+        self._append(
+            "sampled", prompt=prompt, versions=span, tokens=[len(c.tokens) for c in completions], digests=digests
+        )
 
     def scored(self, prompt: int, rewards: Sequence[float]) -> None:
         self._append("scored", prompt=prompt, rewards=list(rewards))
@@ -72,13 +103,16 @@ class Ledger(SelfClosing):
         tokens = sum(rollout.sampled for rollout in group.rollouts)
         self._append("dropped", prompt=group.prompt.id, reason=reason, tokens=tokens)
 
+    def logged(self, step: int, metrics: int, rollouts: int) -> None:
+        """Record the checksums of the step's lines in metrics.jsonl and rollouts.jsonl, which are written."""
+        self._append("logged", step=step, metrics=metrics, rollouts=rollouts)
+
     def saved(self, step: int) -> None:
         """A checkpoint of this step is about to be written. All earlier events are on disk when this returns."""
         self._append("saved", step=step)
         self._file.to_disk()
 
     def close(self) -> None:
-        self._file.to_disk()
         self._file.close()
 
     def _append(self, event: str, **fields: Any) -> None:
@@ -86,12 +120,27 @@ class Ledger(SelfClosing):
         self._file.append([b"%08x %s" % (zlib.crc32(text), text)], flush=False)
         self._lines += 1
 
+    def _sound(self, line: bytes) -> bool:
+        event = decode(line)
+        if event is not None:
+            self._lines = event["n"] + 1
+        return event is not None
+
+
+def bounds_of(config: Config) -> dict[str, int]:
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in BOUNDS}
+
+
+def digest(tokens: Sequence[int], versions: Sequence[int]) -> int:
+    """Return a checksum of one sample: its tokens, and the versions that sampled them."""
+    return zlib.crc32(array("q", versions), zlib.crc32(array("q", tokens)))
+
 
 def events(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield every event, without a torn last line. Raise Damaged at a line that is changed or missing."""
     path = folder / NAME
     for number, line in enumerate(whole_lines(path)):
-        event = _decode(line)
+        event = decode(line)
         if event is None or event["n"] != number:
             raise Damaged(
                 f"{path}, line {number + 1}: expected event {number} and its checksum, found {line[:80].rstrip()!r}"
@@ -99,7 +148,14 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def _decode(line: bytes) -> dict[str, Any] | None:
-    """Return the event of a line, or None if the line does not match its checksum."""
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line, or None if the line does not match its checksum or is no event."""
     crc, _, text = line.removesuffix(b"\n").partition(b" ")
-    return json.loads(text) if crc == b"%08x" % zlib.crc32(text) else None
+    if crc != b"%08x" % zlib.crc32(text):
+        return None
+    try:
+        event = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    numbered = isinstance(event, dict) and type(event.get("n")) is int and isinstance(event.get("event"), str)
+    return event if numbered else None

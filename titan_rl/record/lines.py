@@ -1,7 +1,8 @@
 """Append-only files of JSON lines, and small files that are replaced whole.
 
-A crash can tear the last line of an append-only file: it then has no line end. Readers leave a torn line out; the next
-process that opens the file removes it before it appends.
+A crash can tear the last line of an append-only file: it then has no line end. A disk can flip a bit in any line. The
+next process that opens the file moves torn, damaged and superseded lines to `*.superseded.jsonl`. All sound lines stay,
+and no byte is deleted. Readers leave a torn last line out.
 """
 
 import json
@@ -9,8 +10,25 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
+
+from titan_rl.wire.errors import RunError
+
+BUFFER = 8192  # bytes
+SHOWN = 8  # line numbers in a warning
+
+
+class Unwritable(RunError):
+    """A file of the run folder cannot be written: the disk is full, or a permission is missing."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"{path} cannot be written: {error.strerror or error}",
+            "Expected a disk with free space (df), no quota or file size limit in the way (ulimit -f), and write "
+            "permission. Every line before this one is whole.",
+        )
 
 
 class SelfClosing:
@@ -26,44 +44,133 @@ class SelfClosing:
 
 
 class LineFile(SelfClosing):
-    """A file that is open for appending lines."""
+    """A file that is open for appending lines. A write that fails leaves no part of a line behind and raises
+    Unwritable, as does every later write."""
 
     def __init__(
-        self, path: Path, keep: Callable[[bytes], object] = lambda line: True, superseded: Path | None = None
+        self,
+        path: Path,
+        *,
+        sound: Callable[[bytes], object] = lambda line: True,
+        stays: Callable[[bytes], object] = lambda line: True,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Keep the leading whole lines for which `keep` is true. Remove the first other line and everything after it,
-        or move it to the file `superseded`, where it is safe on disk before it leaves `path`."""
-        self._file = path.open("a+b")
-        self._file.seek(0)
-        self.kept = size = 0
-        for line in self._file:
-            if not line.endswith(b"\n") or not keep(line):
-                break
-            self.kept, size = self.kept + 1, size + len(line)
-        if superseded is not None and self._file.seek(0, os.SEEK_END) > size:
-            with LineFile(superseded) as other:
-                self._file.seek(size)
-                shutil.copyfileobj(self._file, other._file)
-                self._file.seek(-1, os.SEEK_END)
-                other._file.write(b"" if self._file.read() == b"\n" else b"\n")
-                other.to_disk()
-        self._file.truncate(size)
+        """Move aside the lines that are not `sound`, naming them to `warn`, and everything from the first sound line on
+        that does not stay."""
+        self._path = path
+        self._pending = bytearray()
+        self._failed: Unwritable | None = None
+        with must_write(path):
+            self.kept = _settle(path, sound, stays, warn)
+            self._file = path.open("ab", buffering=0)
+            self._size = self._file.seek(0, os.SEEK_END)
 
     def append(self, lines: Iterable[bytes], *, flush: bool = True) -> None:
         """Write all of `lines` at once: a crash tears only the end of them."""
-        self._file.write(b"".join(line + b"\n" for line in lines))
-        if flush:
-            self._file.flush()
+        self._pending += b"".join(line + b"\n" for line in lines)
+        if flush or len(self._pending) > BUFFER:
+            self.flush()
 
     def flush(self) -> None:
-        self._file.flush()
+        with self._whole():
+            rest = memoryview(bytes(self._pending))
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._size += len(self._pending)
+            self._pending.clear()
 
     def to_disk(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.flush()
+        with self._whole():
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Everything is on disk when this returns, unless a write failed."""
+        if self._file.closed:
+            return
+        try:
+            if self._failed is None:
+                self.to_disk()
+        finally:
+            self._file.close()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+            self._failed = Unwritable(self._path, error)
+            raise self._failed from None
+
+
+@contextmanager
+def must_write(path: Path) -> Iterator[None]:
+    """End the run with an error that names `path` if the body cannot write it."""
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(path, error) from None
+
+
+def superseded(path: Path) -> Path:
+    """Return where the lines of `path` move that no longer count."""
+    return path.with_suffix(f".superseded{path.suffix}")
+
+
+def _settle(
+    path: Path,
+    sound: Callable[[bytes], object],
+    stays: Callable[[bytes], object],
+    warn: Callable[[str], None],
+) -> int:
+    """Move lines aside as LineFile says, and return the number of those that are kept. What moves is safe on disk
+    before it leaves `path`."""
+    if not path.exists():
+        return 0
+    kept = size = 0
+    damaged: set[int] = set()
+    for number, line in _numbered(path):
+        if not line.endswith(b"\n"):
+            break
+        if not sound(line):
+            damaged.add(number)
+        elif stays(line):
+            kept += 1
+        else:
+            break
+        size += len(line)
+    if size == path.stat().st_size and not damaged:
+        return kept
+    aside = superseded(path)
+    with path.open("rb") as file, aside.open("ab") as other:
+        other.truncate(sum(map(len, whole_lines(aside))))  # a crash tore it: those lines move again
+        other.writelines(line for number, line in _numbered(path, size) if number in damaged)
+        file.seek(size)
+        shutil.copyfileobj(file, other)
+        file.seek(-1, os.SEEK_END)
+        other.write(b"" if file.read() == b"\n" else b"\n")
+        _sync(other)
+    if damaged:
+        shown = ", ".join(map(str, sorted(damaged)[:SHOWN])) + ", ..." * (len(damaged) > SHOWN)
+        warn(f"{path}, line {shown}: damaged, and moved to {aside.name}; all other lines stay")
+        with replacing(path) as other:
+            other.writelines(line for number, line in _numbered(path, size) if number not in damaged)
+    else:
+        os.truncate(path, size)
+    return kept
+
+
+def _numbered(path: Path, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines up to byte `size`, or all, with numbers from 1 on."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if size is not None and (size := size - len(line)) < 0:
+                return
+            yield number, line
 
 
 def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
@@ -75,12 +182,27 @@ def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace the file atomically: after a crash it holds all of `text` or all of what it held before."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Give a new file to write, which replaces `path` atomically if the body succeeds."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            _sync(file)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def encode(value: Mapping[str, Any]) -> bytes:

@@ -57,7 +57,8 @@ class Report:
         *,
         dropped: Sequence[Group],
         backlog: Backlog,
-    ) -> None:
+    ) -> tuple[int, int]:
+        """Report an RL step. Return the checksums of its lines in metrics.jsonl and rollouts.jsonl."""
         lap = self._clock.lap()
         metrics = step_metrics(
             step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
@@ -66,9 +67,13 @@ class Report:
         if self._config.algorithm.overlong_filter:
             metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
         ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
-        self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
+        checksums = self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
         self._terminal.step(step, self._config.training.steps, metrics)
         self._groups = groups
+        return checksums
+
+    def to_disk(self) -> None:
+        self._log.to_disk()
 
     def _advance(self, note: str) -> None:
         assert self._progress is not None

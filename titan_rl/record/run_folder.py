@@ -110,17 +110,17 @@ def _set_aside(checkpoints: Checkpoints, step: int) -> str:
 
 
 def check_folder(job: JobSection) -> None:
-    """Raise if this is no folder for a run, or if job.fresh cannot or must not rename it."""
-    if not job.dump_folder.strip():
-        raise FolderRefused(f"job.dump_folder: expected the name of a folder, found {job.dump_folder!r}")
+    """Raise if job.fresh cannot rename this folder, or must not."""
+    if not job.fresh:
+        return
     target, here = Path(job.dump_folder).resolve(), Path.cwd()
-    why = ""
+    found = ""
     if target in (here, *here.parents):
-        why = f"{target}, which {'is the current folder' if target == here else 'holds the current folder'}"
+        found = f"{target}, which {'is the current folder' if target == here else 'holds the current folder'}"
     elif os.path.ismount(target):
-        why = f"the mount point {target}: use a folder inside it"
-    if job.fresh and why:
-        raise FolderRefused(f"job.fresh: expected a job.dump_folder that can be renamed, found {why}")
+        found = f"the mount point {target}: use a folder inside it"
+    if found:
+        raise FolderRefused(f"job.fresh: expected a job.dump_folder that can be renamed, found {found}")
 
 
 def move_aside(folder: Path) -> Path:

@@ -12,14 +12,16 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
-from titan_rl.record.lines import LineFile, SelfClosing, encode, strict, write_whole
+from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.wire.types import Group
 
@@ -42,13 +44,15 @@ class RunLog(SelfClosing):
         *,
         resume_step: int | None = None,
         cold_start_step: int | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._warn = folder, warn
         self._tb = folder / config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
-        )
+        with must_write(folder / "config.toml"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(
+                folder / "config.toml", f"# {config_name}: every key, as this run resolved it.\n\n{to_toml(config)}"
+            )
         self._open(resume_step, cold_start_step)
 
     def rewind(self, resume_step: int | None, cold_start_step: int | None) -> None:
@@ -60,8 +64,8 @@ class RunLog(SelfClosing):
         rl = -1 if resume_step is None else resume_step
         cold_start = -1 if resume_step is None else math.inf if cold_start_step is None else cold_start_step
         self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
-        self._metrics = open_after(self.folder / "metrics.jsonl", self._last)
-        self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last)
+        self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
+        self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float) -> None:
@@ -84,11 +88,19 @@ class RunLog(SelfClosing):
         metrics: Mapping[str, float],
         histograms: Mapping[str, Sequence[float]],
         groups: Sequence[Group],
-    ) -> None:
-        """Log an RL step. Rollouts are written first: a step that has metrics has all its rollouts."""
-        self._rollouts.append(map(encode, rollout_lines(step, groups)))
-        self._line("rl", step, {**metrics, **histograms})
+    ) -> tuple[int, int]:
+        """Log an RL step. Rollouts are written first: a step that has metrics has all its rollouts. Return the
+        checksums of its lines in metrics.jsonl and rollouts.jsonl."""
+        lines = [encode(line) for line in rollout_lines(step, groups)]
+        self._rollouts.append(lines)
+        line = self._line("rl", step, {**metrics, **histograms})
         self._plot("rl", step, metrics, histograms)
+        return checksum([line]), checksum(lines)
+
+    def to_disk(self) -> None:
+        """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
+        self._rollouts.to_disk()
+        self._metrics.to_disk()
 
     def eval(self, step: int, score: float, seconds: float) -> None:
         """Log the held-out score of the policy that RL step `step` made; 0 is the policy with which RL began."""
@@ -96,14 +108,20 @@ class RunLog(SelfClosing):
         self._plot("rl", step, {EVAL_SCORE: score})
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        write_whole(self.folder / "summary.json", json.dumps(strict(summary), indent=2) + "\n")
+        with must_write(self.folder / "summary.json"):
+            write_whole(self.folder / "summary.json", json.dumps(strict(summary), indent=2) + "\n")
 
     def close(self) -> None:
-        for part in (self._metrics, self._rollouts, *self._curves.values()):
+        for curves in self._curves.values():
+            with suppress(OSError):
+                curves.close()
+        for part in (self._metrics, self._rollouts):
             part.close()
 
-    def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> None:
-        self._metrics.append([encode({"kind": kind, "step": step, "time": time.time(), **metrics})])
+    def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> bytes:
+        line = encode({"kind": kind, "step": step, "time": time.time(), **metrics})
+        self._metrics.append([line])
+        return line
 
     def _plot(
         self,
@@ -112,14 +130,19 @@ class RunLog(SelfClosing):
         scalars: Mapping[str, float],
         histograms: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Write points to tb/ (RL) or tb/cold_start. Each kind counts its own steps, so a restart purges each alone."""
+        """Write points to tb/ (RL) or tb/cold_start. Each kind counts its own steps, so a restart purges each alone.
+        Curves that cannot be written end, and the run continues: metrics.jsonl has their points."""
         if self._tb is None:
             return
-        if kind not in self._curves:
-            last = self._last[kind]
-            first = step if math.isinf(last) else int(last) + 1
-            self._curves[kind] = Curves(self._tb if kind == "rl" else self._tb / kind, first)
-        self._curves[kind].write(step, scalars, histograms or {})
+        try:
+            if kind not in self._curves:
+                last = self._last[kind]
+                first = step if math.isinf(last) else int(last) + 1
+                self._curves[kind] = Curves(self._tb if kind == "rl" else self._tb / kind, first)
+            self._curves[kind].write(step, scalars, histograms or {})
+        except OSError as error:
+            self._warn(f"{self._tb} cannot be written: {error.strerror or error}; the curves end at step {step}")
+            self._tb = None
 
 
 def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]]:
@@ -145,15 +168,24 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
             }
 
 
-def open_after(path: Path, last: Mapping[str, float]) -> LineFile:
-    """Open `path` for appending, and keep each kind's lines up to its `last` step.
+def checksum(lines: Iterable[bytes]) -> int:
+    """Return the CRC-32 of `lines` with their line ends."""
+    return zlib.crc32(b"".join(line + b"\n" for line in lines))
+
+
+def open_after(path: Path, last: Mapping[str, float], warn: Callable[[str], None] = lambda message: None) -> LineFile:
+    """Open `path` for appending, and keep each kind's lines up to its `last` step; those of an unknown kind count as
+    steps of RL.
 
     Lines are in the order in which they were written: from the first later one on, or a torn one, all of them move to
-    `*.superseded.jsonl`.
+    `*.superseded.jsonl`. Damaged lines move there too.
     """
+
+    def sound(line: bytes) -> bool:
+        return HEAD.match(line) is not None and line.endswith(b"}\n")
 
     def stays(line: bytes) -> bool:
         head = HEAD.match(line)
-        return head is not None and int(head[2]) <= last[head[1].decode()]
+        return head is not None and int(head[2]) <= last.get(head[1].decode(), last["rl"])
 
-    return LineFile(path, stays, superseded=path.with_suffix(".superseded.jsonl"))
+    return LineFile(path, sound=sound, stays=stays, warn=warn)

@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from titan_rl.config.sections import Config
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.provenance import git_commit, machine, versions
+from titan_rl.record.run_log import Kind
 
 
 def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
@@ -19,7 +21,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
 
     An evaluation at step 0 is of the policy with which RL began, after the cold start.
     """
-    lines = [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
+    lines = list(known_lines(folder / "metrics.jsonl"))
     rl = [line for line in lines if line["kind"] == "rl"]
     trained = [line for line in lines if line["kind"] in ("rl", "fit")]
     scored = [line for line in lines if EVAL_SCORE in line]
@@ -48,6 +50,15 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
         "git_commit": git_commit(),
         "machine": machine(),
     }
+
+
+def known_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl, without damaged ones and those of an unknown kind."""
+    for line in whole_lines(path):
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and found.get("kind") in get_args(Kind) and "time" in found:
+                yield found
 
 
 def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:

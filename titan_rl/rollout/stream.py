@@ -75,6 +75,10 @@ class RolloutStream:
         """Record that the update of `step` is made."""
         self._ledger.trained(step, groups)
 
+    def logged(self, step: int, checksums: tuple[int, int]) -> None:
+        """Record the checksums of the step's lines in metrics.jsonl and rollouts.jsonl."""
+        self._ledger.logged(step, *checksums)
+
     def saved(self, step: int) -> dict[str, Any]:
         """Return the cut for the checkpoint of this step. All earlier events are on disk when this returns."""
         self._ledger.saved(step)

@@ -9,6 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, SupportsFloat
 
+from titan_rl.isolation import outside
 from titan_rl.wire.types import Prompt
 
 Reward = Callable[[Prompt, str], float]
@@ -62,7 +63,7 @@ def custom(name: str) -> Reward:
             f'task.reward: expected "exact", "last_number", "model" or "package.module:function", found {name!r}'
         )
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = getattr(outside(lambda: importlib.import_module(module)), attribute)  # it may need the network
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"task.reward = {name!r}: {error}") from error
     except SystemExit as error:  # must not end the run, least of all as a success

@@ -81,13 +81,17 @@ class TextTokenizer:
 
         def named(key: str) -> int | None:
             token = settings.get(key)
-            token = token["content"] if isinstance(token, dict) else token
+            token = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(token, str | None):
+                raise ValueError(f"{key} = {token!r} in {folder}, where a token was expected")
             return None if token is None else tokenizer.token_to_id(token)
 
         # Chat models end turns with more tokens than the tokenizer's EOS; generation_config.json lists all of them.
         listed = (_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
         eos = [id for ids in (named("eos_token"), *listed) for id in (ids if isinstance(ids, list) else [ids])]
         eos_ids = tuple(dict.fromkeys(id for id in eos if id is not None))
+        if odd := [id for id in eos_ids if type(id) is not int]:
+            raise ValueError(f"eos_token_id = {odd[0]!r} in {folder}, where an integer was expected")
         if not eos_ids:
             raise ValueError(f"{folder}: expected an eos_token in tokenizer_config.json or an eos_token_id, found none")
         pad = named("pad_token")
@@ -157,4 +161,12 @@ def messages_of(prompt: str | list[Message], system: str) -> list[Message]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{error} in {path}, where a JSON object was expected") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} in {path}, where a JSON object was expected")
+    return found

@@ -37,6 +37,7 @@ class Learner:
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
+        self._begun: int | None = None  # the step whose save was begun last in this attempt
         self._checksums: dict[str, list[int]] = {}
         self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
@@ -44,7 +45,7 @@ class Learner:
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
         """Bring the trainers to where a phase resumes. Return that step, and what the controller kept there."""
         at, snapshot = resume.state(phase)
-        self._phase, self._from = phase, snapshot
+        self._phase, self._from, self._begun = phase, snapshot, None
         self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
         self._snapshots.forget(but=snapshot)
         start, kept = await self._meshes.trainers.begin_phase(phase, snapshot or at)
@@ -150,7 +151,10 @@ class Learner:
             with self._clock("save"):
                 await self._last_saves_written()
                 await self._purge()
+                if step == self._begun and step in self._checkpoints.whole_steps():
+                    return True  # it was written in the background
                 await asyncio.to_thread(self._lines_to_disk)
+                self._begun = step
                 for mesh in self._saved_meshes:
                     await mesh.save(step, controller if mesh is self._meshes.trainers else "{}", on_disk=on_disk)
         except RankFailed as error:
@@ -177,6 +181,10 @@ class Learner:
         trainers, critic = self._meshes.trainers, self._meshes.critic
         return [critic, trainers] if critic is not None and self._phase == "rl" else [trainers]
 
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints.of(self._setup.folder, self._config, self._phase)
+
     async def _last_saves_written(self) -> None:
         """Wait until no checkpoint is being written. Raise if one has failed since it was begun."""
         if self._config.checkpoint.async_mode != "disabled":
@@ -200,8 +208,7 @@ class Learner:
         """Delete half-written and old checkpoints, of all trained models alike. TorchTitan's own purge knows one model:
         it would delete the critic's half of a step that the policy has, and count checkpoints that are not whole."""
         if self._config.checkpoint.enable:
-            checkpoints = Checkpoints.of(self._setup.folder, self._config, self._phase)
-            await asyncio.to_thread(checkpoints.purge, self._config.checkpoint.keep_latest_k, writing)
+            await asyncio.to_thread(self._checkpoints.purge, self._config.checkpoint.keep_latest_k, writing)
 
     def batches(self, samples: Sequence[Sample], mesh: ModelMesh, *, whole: bool = True) -> list[Batch]:
         algorithm = self._config.algorithm

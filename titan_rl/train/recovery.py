@@ -10,6 +10,7 @@ generator replica is healed by its own mesh and never gets here.)
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from titan_rl.meshes.model_mesh import ModelMesh
@@ -46,7 +47,8 @@ class Recovery:
                     await self._run.watch.drive(self._mend())
                     mending = False
                 self.attempt += 1
-                await self._run.watch.drive(attempt(await self._sound_resume()))
+                resume = await self._run.watch.drive(self._sound_resume())
+                await self._run.watch.drive(attempt(resume))
                 return
             except RunError as error:
                 try:
@@ -62,6 +64,11 @@ class Recovery:
         run = self._run
         if self.attempt == 1:
             return run.setup.resume
+        if run.config.checkpoint.async_mode != "disabled":
+            for mesh in (run.meshes.trainers, run.meshes.critic):
+                with suppress(RunError):  # it failed, or these ranks are new
+                    if mesh is not None:
+                        await mesh.wait_for_saving()  # else a step might become whole after the decision
         resume, notes = await asyncio.to_thread(sound_resume, run.setup.folder, run.config, run.snapshots.newest())
         for note in notes:
             run.incidents.note(note)

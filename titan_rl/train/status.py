@@ -18,14 +18,16 @@ STANDING = ("watch", "take")  # calls that stay open while a replica serves
 
 
 class Status:
-    def __init__(self, stop: Stop, incidents: Incidents) -> None:
+    def __init__(self, stop: Stop, incidents: Incidents, *, saves: bool) -> None:
+        """`saves` is false in a run without checkpoints: none of its steps is saved."""
         self.meshes: Meshes | None = None  # None while they are being started
-        self._stop, self._incidents = stop, incidents
+        self._stop, self._incidents, self._saves = stop, incidents, saves
         self._began = time.time()
 
     async def answer(self) -> dict[str, Any]:
+        run = self._stop.status() | {"seconds": round(time.time() - self._began, 1)}
         return {
-            "run": self._stop.status() | {"seconds": round(time.time() - self._began, 1)},
+            "run": run if self._saves else run | {"saved": None},
             "ranks": self._ranks(),
             "waits": [
                 {"for": wait.actor, "verb": wait.verb, "seconds": round(time.monotonic() - wait.since, 1)}

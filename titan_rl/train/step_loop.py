@@ -37,6 +37,7 @@ class StepLoop:
 
     def __init__(self, run: RunParts, learner: Learner, resume: Resume) -> None:
         self._config, self._stop, self._learner, self._resume = run.config, run.stop, learner, resume
+        self._report = run.report
         self._train_seconds = 0.0  # of the last update
         self._torn = False  # an update was given up, so the trainers are at no step
         self._on_disk: int | None = None  # the newest step that is
@@ -91,6 +92,7 @@ class StepLoop:
 
     async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> None:
         done.on_save()
+        self._report.to_disk()
         began = time.perf_counter()
         if await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
             self._stop.save_seconds = time.perf_counter() - began

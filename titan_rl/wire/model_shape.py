@@ -41,6 +41,16 @@ FACTS: dict[Family, FamilyFacts] = {
 }
 FAMILIES: dict[str, Family] = {facts.model_type: family for family, facts in FACTS.items()}
 
+HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that transformers insists on
+    (
+        ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window"),
+        (bool,),
+        "true or false",
+    ),
+    (("bos_token_id", "pad_token_id", "pretraining_tp", "sliding_window", "max_window_layers"), (int,), "an integer"),
+    (("eos_token_id",), (int, list), "an integer or a list of them"),
+    (("attention_dropout", "initializer_range"), (int, float), "a number"),
+)
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 MOST = 2**30  # of any size: far above every model
 HF_SIZES = (
@@ -219,15 +229,23 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for key in HF_SIZES:
         derived = key in facts.derived_sizes and config.get(key) is None
         if not derived and (type(config.get(key)) is not int or not 1 <= config[key] <= MOST):
-            yield refused(key, f"an integer from 1 to {MOST}", config.get(key))
+            yield refused(key, "a positive integer", config.get(key))
     if not _positive(eps := config.get("rms_norm_eps")) or eps >= 1:
         yield refused("rms_norm_eps", "a number above 0 and below 1", eps)
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
+            yield refused(key, "float32, bfloat16, float16 or float64", config[key])
     if config.get("hidden_act", "silu") != "silu":
         yield refused("hidden_act", '"silu"', config["hidden_act"])
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(key):
             yield refused(key, "false", config[key])
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    for keys, types, expected in HF_TYPES:
+        for key in keys:
+            if config.get(key) is not None and type(config[key]) not in types:
+                yield refused(key, expected, config[key])
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or "sliding_attention" in layers:
         yield refused("layer_types", "full attention only", config["layer_types"])
     for key in ("num_experts", "num_local_experts"):
         if config.get(key):

@@ -4,16 +4,13 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+from typing import Any
 
 
 class LastingFile(io.FileIO):
     """Drops what cannot be written: the reader of the pipe has ended, the terminal is gone, the disk is full."""
 
-    def write(self, data: "ReadableBuffer", /) -> int:
+    def write(self, data: Any, /) -> int:
         whole = left = memoryview(data).cast("B")
         with suppress(OSError):
             while left and (written := super().write(left)):  # None: a full pipe that does not block

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.chaos import __main__ as chaos
-from titan_rl.chaos.schedule import cases, problems, role_of, schedule
+from titan_rl.chaos.schedule import CONTROLLER, TARGETS, cases, problems, role_of, schedule
 
 RANKS = ("trainer[dp=0 tp=0]", "trainer[dp=1 tp=0]", "generator0[tp=0]", "generator1[tp=0]", "reference[dp=0 tp=0]")
+ONLY_CONTROLLERS = ("crash", "freeze", "preempt", "full", "second")
 FAULTS = ("kill:generator", "kill:trainer", "error:generator", "corrupt:generator", "disk:trainer")
 
 
@@ -21,7 +22,12 @@ def test_the_schedule_is_a_function_of_the_seed(seed: int, count: int, ranks: li
     assert steps == sorted(set(steps))
     assert len(steps) == count
     assert all(2 <= step <= 85 for step in steps)
-    assert all(fault.victim in ranks for fault in faults)
+    of_controller = [fault for fault in faults if fault.victim == CONTROLLER]
+    assert {fault.kind for fault in of_controller} <= set(ONLY_CONTROLLERS)
+    assert all(
+        fault.victim in ranks and fault.kind not in ONLY_CONTROLLERS for fault in faults if fault not in of_controller
+    )
+    assert all(fault.point in TARGETS for fault in faults if fault.kind == "preempt")
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60))
@@ -36,6 +42,11 @@ def test_every_role_is_killed_stopped_slowed_and_raises() -> None:
     roles = {role_of(rank) for rank in RANKS}
     for kind in ("kill", "stop", "slow", "error"):
         assert {role for found, role in cases(RANKS) if found == kind} == roles
+
+
+def test_a_rank_of_a_sharded_generator_is_not_made_to_refuse_a_request_that_its_peers_take() -> None:
+    assert ("poison", "generator") in cases(RANKS)
+    assert ("poison", "generator") not in cases([*RANKS, "generator0[tp=1]"])
 
 
 def test_a_choice_is_kept_to() -> None:

@@ -65,6 +65,8 @@ def test_overrides(argv: list[str], section: str, key: str, value: object) -> No
     [
         (["--steps", "3"], "--steps: unknown flag; did you mean --cold_start.steps or --training.steps?"),
         (["--dry-rum"], "--dry-rum: unknown flag; did you mean --dry-run?"),
+        (["--seq-length", "3"], "--seq-length: unknown flag; did you mean --training.seq_len?"),
+        (["--nope", "3"], "--nope: unknown flag"),
         (["--dry-run=false"], '--dry-run: expected no value, found "false"'),
         (["--"], "--: unknown flag"),
         (["-c=3"], 'expected a flag, such as --training.steps 20, found "-c=3"'),
@@ -133,6 +135,16 @@ def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.Captur
     device, slots = parse([*argv, "--dry-run"]).warnings
     assert device.startswith("hosts.device: ")
     assert slots.startswith("hosts.slots: expected room for 65 processes")
+
+
+def test_what_no_host_could_run_on_a_cpu_is_refused_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--config", "grpo_llama", "--dry-run", "--compile.enable", "--generator.kv_cache_memory_mb=0")
+    assert [warning.split(":")[0] for warning in parse(argv).warnings] == [
+        "compile.enable",
+        "generator.kv_cache_memory_mb",
+    ]
+    _, *problems = refused(capsys, *argv, "--hosts.device=cpu")
+    assert [problem.split(":")[0] for problem in problems] == ["  - compile.enable", "  - generator.kv_cache_memory_mb"]
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

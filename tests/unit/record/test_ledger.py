@@ -1,6 +1,7 @@
-"""The ledger after a crash, and audits of ledgers written by hand."""
+"""The ledger after a crash or damage, and replays of ledgers written by hand."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.sections import Config, RolloutSection, TrainingSection
-from titan_rl.config.toml import to_toml
-from titan_rl.record.history import audit
-from titan_rl.record.ledger import NAME, Damaged, Ledger, events
+from titan_rl.record.history import bound_problems
+from titan_rl.record.ledger import NAME, Damaged, Ledger, bounds_of, digest, events
+from titan_rl.record.lines import LineFile, superseded
+from titan_rl.record.replay import History
 from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
 
 COMPLETION = Completion([5, 6], [-0.5, -0.25], [0, 0], "stop")
@@ -61,59 +63,87 @@ def test_a_changed_or_missing_line_in_the_midst_is_found(tmp_path: Path) -> None
         list(events(tmp_path))
 
 
-# -- audits ------------------------------------------------------------------------------------------------------
+def test_a_flipped_bit_deletes_nothing(tmp_path: Path) -> None:
+    """The damaged line moves aside, those around it stay, and the audit still says that one is missing."""
+    written(tmp_path, 82)
+    path, said = tmp_path / NAME, list[str]()
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"turn":1', b'"turn":3')
+    path.write_bytes(b"".join(lines))
+    with Ledger(tmp_path, said.append) as ledger:
+        ledger.admitted(82, 2)
+    now = path.read_bytes().splitlines(keepends=True)
+    assert now[:81] == [lines[0], *lines[2:]]
+    assert [event["n"] for event in events_of(path.read_bytes())] == [0, *range(2, 83)]
+    assert superseded(path).read_bytes() == lines[1]
+    assert said == [f"{path}, line 2: damaged, and moved to ledger.superseded.jsonl; all other lines stay"]
+    problems = History.of(tmp_path).problems
+    assert problems[0] == "ledger.jsonl, line 2: expected event 1, found event 2: lines are missing"
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"n":1}', b'"n"', b"\xff"])
+def test_a_line_that_is_no_event_is_damaged_though_its_checksum_is_right(tmp_path: Path, line: bytes) -> None:
+    written(tmp_path, 1)
+    with LineFile(tmp_path / NAME) as file:
+        file.append([b"%08x %s" % (zlib.crc32(line), line)])
+    said = list[str]()
+    with Ledger(tmp_path, said.append) as ledger:
+        ledger.admitted(1, 1)
+    assert "line 2: damaged" in said[0]
+    assert [event["n"] for event in events(tmp_path)] == [0, 1]
+
+
+# -- replays -----------------------------------------------------------------------------------------------------
 
 
 def lived(ledger: Ledger, *prompts: int, step: int) -> None:
     """Admitted, sampled, scored and trained on."""
     for id in prompts:
         ledger.admitted(id, step)
-        ledger.sampled(id, [COMPLETION])
+        ledger.sampled(id, [Completion([5, 6], [-0.5, -0.25], [step - 1, step - 1], "stop")])
         ledger.scored(id, [1.0])
     ledger.trained(step, [group(id) for id in prompts])
 
 
-def recorded(folder: Path, steps: dict[int, list[int]]) -> None:
-    """The run's other records, as they stand at its end."""
-    config = Config(
-        rollout=RolloutSection(groups_per_step=2, group_size=1, lag=9), training=TrainingSection(steps=len(steps))
+def bounds(steps: int) -> dict[str, int]:
+    return bounds_of(
+        Config(rollout=RolloutSection(groups_per_step=2, group_size=1), training=TrainingSection(steps=steps))
     )
-    (folder / "config.toml").write_text(to_toml(config))
-    (folder / "metrics.jsonl").write_text("".join(f'{{"kind": "rl", "step": {step}}}\n' for step in steps))
-    lines = [{"step": step, "prompt_id": id} for step, ids in steps.items() for id in ids]
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_that_goes_back_within_its_process_is_audited_as_one_that_resumes(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_within_its_process_is_replayed_as_one_that_resumes(tmp_path: Path) -> None:
     """Steps 1 to 3, back to the cut of step 1 with prompt 3 open, on to step 3; and the ledger says which attempt at a
     prompt an admission is."""
     with Ledger(tmp_path) as ledger:
-        ledger.begun(0, 0, [])
+        ledger.begun(0, 0, [], bounds=bounds(3))
         lived(ledger, 0, 1, step=1)
+        ledger.saved(1)
         ledger.admitted(2, 2)
         ledger.admitted(3, 2)
-        ledger.begun(1, 4, [2, 3])
+        ledger.begun(1, 4, [2, 3], bounds=bounds(3), attempt=2)
         lived(ledger, 2, 3, step=2)
         lived(ledger, 4, 5, step=3)
-        ledger.begun(1, 4, [2, 3])
+        ledger.begun(1, 4, [2, 3], bounds=bounds(3), attempt=3)
         lived(ledger, 2, 3, step=2)
-        lived(ledger, 4, 6, step=3)
-        ledger.admitted(5, 4)
-    recorded(tmp_path, {1: [0, 1], 2: [2, 3], 3: [4, 6]})
-    problems, checked = audit(tmp_path)
-    assert problems == ["prompt 5 was neither trained on nor dropped, and the run is finished"]
-    assert "7 prompts: 6 trained on in 3 steps, 0 dropped, 1 unfinished, 6 admitted again by 2 restarts" in checked
+        lived(ledger, 4, 5, step=3)
+        ledger.admitted(6, 4)
+    history = History.of(tmp_path)
+    assert history.problems == []
+    assert list(bound_problems(history, None)) == [
+        "prompt 6 was neither trained on nor dropped, and the run is finished"
+    ]
+    assert (len(history.lives), history.begun, list(history.steps)) == (7, 3, [1, 2, 3])
     attempts = [(event["prompt"], event["attempt"]) for event in events(tmp_path) if event["event"] == "admitted"]
-    assert attempts[4:] == [(2, 2), (3, 2), (4, 1), (5, 1), (2, 3), (3, 3), (4, 2), (6, 1), (5, 2)]
+    assert attempts[4:] == [(2, 2), (3, 2), (4, 1), (5, 1), (2, 3), (3, 3), (4, 2), (5, 2), (6, 1)]
     with Ledger(tmp_path) as ledger:  # another process counts on
-        ledger.begun(1, 4, [])
+        ledger.begun(1, 4, [2, 3])
         ledger.admitted(5, 4)
     assert list(events(tmp_path))[-1]["attempt"] == 3
 
 
 def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
-        ledger.begun(0, 0, [])
+        ledger.begun(0, 0, [], bounds=bounds(2))
         for id in (0, 1):
             ledger.admitted(id, 1)
             ledger.sampled(id, [COMPLETION])
@@ -123,10 +153,9 @@ def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Pat
         ledger.scored(1, [1.0])
         ledger.trained(1, [group(1)])
         lived(ledger, 2, 3, step=2)
-    recorded(tmp_path, {1: [1], 2: [2, 3]})
-    problems, checked = audit(tmp_path)
-    assert problems == ["step 1 trained on 1 prompts, expected 2"]
-    assert "4 prompts: 3 trained on in 2 steps, 1 dropped" in checked
+    history = History.of(tmp_path)
+    assert history.problems == []
+    assert list(bound_problems(history, None)) == ["step 1 trained on 1 prompts, expected 2"]
 
 
 @pytest.mark.parametrize(
@@ -159,15 +188,10 @@ def test_an_audit_names_what_contradicts_itself(
         ledger.sampled(0, [COMPLETION])
         for event, more in what:
             ledger._append(event, prompt=0, **more)
-    recorded(tmp_path, {})
-    assert any(said in problem for problem in audit(tmp_path)[0]), audit(tmp_path)[0]
+    problems = History.of(tmp_path).problems
+    assert any(said in problem for problem in problems), problems
 
 
-def test_rollouts_that_the_ledger_does_not_know_are_named(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(Config()))
-    with Ledger(tmp_path) as ledger:
-        ledger.begun(0, 0, [])
-    line = {"kind": "rl", "step": 1, "prompt_id": 4}
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
-    problems, _ = audit(tmp_path)
-    assert "rollouts.jsonl has prompt 4 at step 1, the ledger does not" in problems
+def test_a_digest_is_of_tokens_and_versions() -> None:
+    samples = [([5, 6], [0, 0]), ([6, 5], [0, 0]), ([5, 6], [0, 1]), ([5], [0]), ([], [])]
+    assert len({digest(tokens, versions) for tokens, versions in samples}) == len(samples)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from titan_rl.config.sections import FaultSection
 from titan_rl.record.incidents import NAME, Incident, Incidents
-from titan_rl.record.lines import LineFile, whole_lines, write_whole
+from titan_rl.record.lines import LineFile, superseded, whole_lines, write_whole
 from titan_rl.wire.errors import RunError
 
 WHOLE = b"one\ntwo\nthree\n"
@@ -28,13 +28,42 @@ def test_a_torn_last_line_is_not_read_and_is_removed(tmp_path_factory: pytest.Te
     assert list(whole_lines(path, start=len(b"".join(whole)))) == [b"four\n", b"five\n"]
 
 
-def test_lines_after_the_first_that_is_not_kept_move_to_another_file(tmp_path: Path) -> None:
-    path, superseded = tmp_path / "file", tmp_path / "superseded"
-    superseded.write_bytes(b"zero\nto")  # a crash tore it: those lines are still in the file, and move again
+def test_lines_after_the_first_that_does_not_stay_move_to_another_file(tmp_path: Path) -> None:
+    path, aside = tmp_path / "file.jsonl", tmp_path / "file.superseded.jsonl"
+    aside.write_bytes(b"zero\nto")  # a crash tore it: those lines are still in the file, and move again
     path.write_bytes(WHOLE[:-2])
-    with LineFile(path, keep=lambda line: line != b"two\n", superseded=superseded) as file:
+    with LineFile(path, stays=lambda line: line != b"two\n") as file:
         assert file.kept == 1
-    assert (path.read_bytes(), superseded.read_bytes()) == (b"one\n", b"zero\ntwo\nthre\n")
+    assert (path.read_bytes(), aside.read_bytes()) == (b"one\n", b"zero\ntwo\nthre\n")
+
+
+@given(data=st.data(), size=st.integers(1, 12))
+def test_no_line_is_lost_whichever_are_damaged_torn_or_late(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "file.jsonl"
+    kinds = data.draw(st.lists(st.sampled_from(["sound", "damaged"]), min_size=size, max_size=size))
+    late, torn = data.draw(st.integers(0, size)), data.draw(st.booleans())
+    lines = [b"%s %d\n" % (b"damaged" if kind == "damaged" else b"sound", k) for k, kind in enumerate(kinds)]
+    whole = b"".join(lines)[: -1 if torn else None]
+    path.write_bytes(whole)
+    said = list[str]()
+    with LineFile(
+        path, sound=lambda line: line.startswith(b"sound"), stays=lambda line: int(line.split()[1]) < late,
+        warn=said.append,
+    ) as file:  # fmt: skip
+        file.append([b"next"])
+    first_late = next((k for k, kind in enumerate(kinds) if kind == "sound" and k >= late), size)
+    last = first_late if not torn else min(first_late, size - 1)
+    kept = [k for k, kind in enumerate(kinds) if kind == "sound" and k < last]
+    assert path.read_bytes() == b"".join(lines[k] for k in kept) + b"next\n"
+    assert file.kept == len(kept)
+    aside = superseded(path).read_bytes() if superseded(path).exists() else b""
+    assert sorted(aside.splitlines()) == sorted(line.strip() for k, line in enumerate(lines) if k not in kept)
+    damaged = [k + 1 for k, kind in enumerate(kinds[:last]) if kind == "damaged"]
+    assert [message.split(": ")[0] for message in said] == [
+        f"{path}, line {', '.join(map(str, damaged[:8]))}" + ", ..." * (len(damaged) > 8)
+    ] * bool(damaged)
 
 
 def test_buffered_lines_are_in_the_file_after_a_flush(tmp_path: Path) -> None:

@@ -131,13 +131,6 @@ def test_a_link_stays_and_what_it_leads_to_is_moved(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "disk" / "run.1").iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["", " "])
-@pytest.mark.parametrize("fresh", [False, True])
-def test_no_name_is_no_folder(name: str, fresh: bool) -> None:
-    with pytest.raises(FolderRefused, match=rf"job\.dump_folder: expected the name of a folder, found '{name}'"):
-        check_folder(JobSection(dump_folder=name, fresh=fresh))
-
-
 def test_folders_that_must_not_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "project" / "sub"
     here.mkdir(parents=True)

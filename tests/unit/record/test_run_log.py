@@ -13,23 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer import event_file_writer
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config, MetricsSection
+from titan_rl.record.lines import superseded
 from titan_rl.record.run_log import RunLog, open_after
+from titan_rl.record.summary import summarize
 from titan_rl.wire.types import RATIO_EDGES, Completion, Group, Prompt, Rollout, Turn
 
 METRICS = {"reward/mean": 0.5, "loss": 0.1, "tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
 
 HISTOGRAMS = {"ratio/histogram": [0.0, 1.0, 0.0, 0.0, 2.0, 5.0, 3.0, 0.0, 0.0, 0.0, 1.0]}
-
-
-@pytest.fixture(autouse=True)
-def own_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard reads event files in the order of their names: second, process, then a count of the process's files,
-    whose 10 comes before its 9. Runs have a process of their own."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 def group(text: str = "640", logprob: float = -0.25) -> Group:
@@ -213,6 +207,33 @@ def test_no_byte_is_lost_and_nothing_later_stays(
     kept = path.read_bytes()
     assert (kept + moved).rstrip(b"\n") == torn.rstrip(b"\n")
     assert steps(path) == [("rl", step) for step in range(1, min(torn.count(b"\n"), resume) + 1)]
+
+
+def test_lines_of_an_unknown_kind_stay_with_the_steps_around_them(tmp_path: Path) -> None:
+    """A run resumes with them, and its summary leaves them out."""
+    path = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        train(log, 1, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:1], b'{"kind": "weird", "step": 1, "x": 1}\n', *lines[1:]]))
+    with RunLog(tmp_path, "tiny", Config(), resume_step=2) as log:
+        train(log, 3, 3)
+    assert steps(path) == [("rl", 1), ("weird", 1), ("rl", 2), ("rl", 3)]
+    assert summarize(tmp_path, "tiny", Config())["steps"] == 3
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
+def test_a_damaged_line_moves_aside_alone(tmp_path: Path, name: str) -> None:
+    with RunLog(tmp_path, "tiny", Config()) as log:
+        train(log, 1, 4)
+    path, said = tmp_path / name, list[str]()
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = b"\x02" + lines[1][1:]
+    path.write_bytes(b"".join(lines))
+    RunLog(tmp_path, "tiny", Config(), resume_step=4, warn=said.append).close()
+    assert path.read_bytes().splitlines(keepends=True) == [lines[0], *lines[2:]]
+    assert superseded(path).read_bytes() == lines[1]
+    assert said == [f"{path}, line 2: damaged, and moved to {superseded(path).name}; all other lines stay"]
 
 
 def test_what_json_cannot_hold_is_null_and_odd_text_survives(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.rollout_streams import Echo, Failing, ids, source, stream, told
+from support.rollout_streams import Echo, Failing, begin, ids, source, stream, told
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.metrics import ages_of
 from titan_rl.rollout.sampling import RewardFailed
@@ -77,7 +77,7 @@ def test_failures_move_no_bound_and_lose_no_prompt(
             folder=folder,
             reward_attempts=1,
         )
-        rollouts._ledger.begun(first - 1, cut.get("next", 0), cut.get("open", []))
+        begin(rollouts, first - 1, cut)
         async with aclosing(rollouts):
             rollouts.admit(n * (lag + 1))
             for step in range(first, last + 1):

@@ -12,11 +12,8 @@ from typing import Any
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from support.rollout_streams import Echo, Failing, ids, right_if_one, source, stream
+from support.rollout_streams import Echo, Failing, begin, ids, replayed, right_if_one, source, stream
 from titan_rl.config.sections import RolloutSection
-from titan_rl.record.history import History
-from titan_rl.record.ledger import events
-from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
@@ -49,17 +46,6 @@ class Straggling(Echo):
         return await super().generate(request)
 
 
-def told(folder: Path) -> History:
-    history = History()
-    for event in events(folder):
-        history.read(event)
-    return history
-
-
-def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
-    rollouts._ledger.begun(step, cut.get("next", 0), cut.get("open", ()))
-
-
 def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     """The newest issued prompts are trained on, while older ones are in flight and nothing new is admitted."""
     rollout = RolloutSection(groups_per_step=2, group_size=3, lag=1, window=1)
@@ -88,7 +74,7 @@ def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: TextToken
         return trained
 
     assert asyncio.run(body()) == [2, 3, 0, 1, *range(4, 12)]
-    assert told(tmp_path).problems == []
+    replayed(tmp_path)
 
 
 @dataclass(frozen=True)
@@ -215,8 +201,7 @@ def test_every_prompt_has_one_fate_however_often_a_run_resumes(
         await run.live(replace(survivor, lost=False), len(drawn[1]), STEPS)
 
     asyncio.run(asyncio.wait_for(body(), 20))
-    history = told(run.folder)
-    assert history.problems == []
+    history = replayed(run.folder)
     assert len(run.trained) == len(set(run.trained)) == STEPS * drawn[0].rollout.groups_per_step
     lives = {id: life for id, life in history.lives.items() if not life.undone}
     assert sorted(lives) == list(range(len(lives))), "a prompt was skipped"

@@ -5,7 +5,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -93,6 +93,8 @@ class Ranks:
         """Write a checkpoint, or fail after this number of writes."""
         folder, sums = self._folder / f"step-{step}", {}
         os.makedirs(folder, exist_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(folder / ".metadata")
         for name, text in (("__0_0.distcp", content(folder)), (".metadata.tmp", b"names")):
             with (folder / name).open("wb") as file:
                 summed = SummedFile(file)
@@ -134,7 +136,6 @@ class RunOnDisk:
             fault=FaultSection(max_failed_saves=2),
         )
         self._background = background
-        self._halves: dict[int, int] = {}
         self.completed: list[int] = []
         self.restart()
 
@@ -142,8 +143,7 @@ class RunOnDisk:
         resume, notes = sound_resume(self.folder, self.config)
         assert resume.rl == max(self.completed, default=None), "the newest whole step is resumed"
         assert not notes
-        self.step = resume.rl or 0
-        self._halves = {}
+        self.step = self._resumed_at = resume.rl or 0
         self.meshes = [Ranks(place, self._background, self._complete) for place in self._places]
         critic = self.meshes[0] if len(self.meshes) == 2 else None
         run: Any = SimpleNamespace(
@@ -157,12 +157,13 @@ class RunOnDisk:
         self.learner = Learner(run)
 
     def _complete(self, step: int) -> None:
-        self._halves[step] = self._halves.get(step, 0) + 1
-        if self._halves[step] == len(self._places):
+        whole = all((place / f"step-{step}" / ".metadata").exists() for place in self._places)
+        if whole and step not in self.completed:
             self.completed.append(step)
 
-    async def save(self, outcome: Outcome, where: int, on_disk: bool) -> None:
-        self.step += 1
+    async def save(self, outcome: Outcome, where: int, on_disk: bool, again: bool = False) -> None:
+        """Save the next step, or the last one `again`: so does a stop that gives the next one up."""
+        self.step += not again or self.step == self._resumed_at
         if outcome == "fails":
             self.meshes[where % len(self.meshes)].writes = where // 2 % (WRITES + 1)
         DISK.left = where if outcome == "killed" else None
@@ -192,6 +193,7 @@ EVENTS = st.tuples(
     st.sampled_from(["good", "good", "fails", "fails", "killed", "killed", "resumed"]),
     st.integers(0, 40),
     st.booleans(),
+    st.booleans(),
 )
 
 
@@ -203,15 +205,15 @@ EVENTS = st.tuples(
     events=st.lists(EVENTS, min_size=1, max_size=8),
 )
 def test_no_interleaving_of_good_failing_and_killed_saves_loses_a_checkpoint(
-    keep: int, critic: bool, background: bool, events: list[tuple[Outcome, int, bool]]
+    keep: int, critic: bool, background: bool, events: list[tuple[Outcome, int, bool, bool]]
 ) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, counted_calls():
         run = RunOnDisk(Path(folder), keep, critic, background)
-        for outcome, where, on_disk in events:
+        for outcome, where, on_disk, again in events:
             if outcome == "resumed":
                 run.restart()
             else:
-                RUNNER.run(run.save(outcome, where, on_disk))
+                RUNNER.run(run.save(outcome, where, on_disk, again))
             assert not run.lost()
         run.restart()
         RUNNER.run(run.save("good", 0, True))

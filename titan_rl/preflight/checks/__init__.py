@@ -23,8 +23,9 @@ def problems(config: Config, *, gpus: int = 0) -> list[str]:
     checks += [check_lengths(config, shape)] if shape else []
     readable = [*unusable, *(problem for check in checks for problem in check)]
     rows = [] if readable else check_row_lengths(config)  # measured with these assets, against these lengths
-    others = [check(config) for check in (check_folders, check_run, check_titan_keys, check_algorithm)]
-    others += [check_resume(config, shape)]
+    others = [check(config) for check in (check_run, check_titan_keys, check_algorithm)]
+    folders = list(check_folders(config))
+    others += [folders if folders else check_resume(config, shape)]
     if shape:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]

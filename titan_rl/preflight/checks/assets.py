@@ -1,6 +1,7 @@
 """Checks of the policy's Hugging Face folder: shape, weights, tokenizer, chat template."""
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ def usable_shape(config: Config) -> tuple[ModelShape | None, list[str]]:
 
 def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
     folder = Path(config.model.hf_assets_path)
-    if not config.model.hf_assets_path or not folder.is_dir():
+    if not config.model.hf_assets_path or not os.path.isdir(folder):
         return
     if config.model.flavor:
         yield f'model.flavor: expected "", because model.hf_assets_path is set, found "{config.model.flavor}"'

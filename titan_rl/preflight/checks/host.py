@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import BYTES, Config
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
 CPU_SLOTS = 16
+PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_SIZE = 32
@@ -43,8 +46,11 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield "compile.enable: expected false on a CPU, found true"
     if config.profiling.enable_memory_snapshot:
         yield "profiling.enable_memory_snapshot: expected false on a CPU, found true"
+    yield from _check_capacity(config, shape, generators, total)
     if not generators:
         return
+    if generator.kv_cache_memory_mb == 0:
+        yield "generator.kv_cache_memory_mb: expected a size above 0 on a CPU, found 0"
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"
@@ -52,12 +58,44 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield f"generator.block_size: expected a multiple of {CPU_BLOCK_SIZE} on a CPU, found {generator.block_size}"
 
 
+def host_memory() -> int:
+    """Return the bytes of memory that this process and its children may use."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return found
+
+
+def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
+    """Check that the models of a CPU run fit this host's memory, and its threads the cores."""
+    threads, cores = config.hosts.threads, os.cpu_count() or 1
+    if threads > (most := max(4, 2 * cores)):
+        yield f"hosts.threads: expected at most {most} on a host of {cores} cores, found {threads}"
+    memory = host_memory()
+    if processes > (most := max(16, memory // PROCESS_BYTES)):
+        yield f"hosts.slots: expected at most {most} processes in this host's {memory >> 30} GiB, found {processes}"
+    cache = config.generator.kv_cache_memory_mb * generators << 20
+    most = memory // 2**20 // max(1, generators)
+    if cache > memory:
+        found = f"found {config.generator.kv_cache_memory_mb}"
+        yield f"generator.kv_cache_memory_mb: expected at most {most}, this host's memory per generator, {found}"
+    elif shape is not None:
+        copies = 4 * config.parallelism.data_parallel_replicate_degree * BYTES[config.training.dtype]
+        copies += config.generator.replicas * BYTES[config.generator.dtype] if generators else 0
+        if (needed := shape.parameters * copies + cache) > memory:
+            found = (
+                f"found {shape.parameters:,} parameters, which need {needed >> 30} GiB with optimizer and generators"
+            )
+            yield f"[model]: expected a model that fits this host's {memory >> 30} GiB of memory, {found}"
+
+
 def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if config.fault.snapshot_interval == 0 or shape is None:
         return
     roles = [config.parallelism, *([config.critic.parallelism] if config.algorithm.needs_critic else [])]
     kept = sum(snapshot_bytes(shape.parameters, config.training.dtype, p.data_parallel_replicate_degree) for p in roles)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_memory()
     if kept > memory / 2:
         yield (
             f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {kept / 2**30:.0f} GiB of the "

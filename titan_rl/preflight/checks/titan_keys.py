@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from titan_rl.config.sections import Config
+from titan_rl.preflight.reward_probe import probe
 
 
 def check_titan_keys(config: Config) -> Iterator[str]:
@@ -11,11 +12,15 @@ def check_titan_keys(config: Config) -> Iterator[str]:
     if freq < least:
         active = f"profiler_warmup + profiler_active = {least}"
         yield f"profiling.profile_freq: expected at least {active}, found {freq}"
-    for target in config.override.imports:
+    for number, target in enumerate(config.override.imports):
         module = target.rpartition(".")[0]
         try:
-            found = bool(module) and find_spec(module) is not None
-        except (ImportError, ValueError):  # of a parent package
+            found = bool(module) and find_spec(module.partition(".")[0]) is not None
+        except (ImportError, ValueError):  # a relative name
             found = False
         if not found:
             yield f'override.imports: expected "module.function" of a module that can be imported, found "{target}"'
+        elif target in config.override.imports[:number]:
+            yield f'override.imports: expected each override once, found "{target}" twice'
+        else:
+            yield from probe(target, None, "override.imports")

@@ -11,6 +11,8 @@ from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.wire.model_shape import ModelShape
 
+MOST_SAMPLES = 2**20
+
 
 def check_run(config: Config) -> Iterator[str]:
     rollout, cold = config.rollout, config.cold_start
@@ -19,6 +21,9 @@ def check_run(config: Config) -> Iterator[str]:
         yield f"cold_start.stop_at: expected 0, {why}, found {cold.stop_at:g}"
     if config.training.steps == 0 and cold.steps == 0:
         yield "training.steps: expected at least 1, because cold_start.steps is 0 too, found 0"
+    if (samples := rollout.groups_per_step * rollout.group_size) > MOST_SAMPLES:
+        of = f"at most {MOST_SAMPLES} samples per step (rollout.groups_per_step x rollout.group_size)"
+        yield f"rollout.group_size: expected {of}, found {samples}"
     if rollout.window and rollout.lag == 0:
         yield f"rollout.window: expected 0, because rollout.lag = 0 leaves nothing to overtake, found {rollout.window}"
     if rollout.window and config.algorithm.dynamic_sampling:

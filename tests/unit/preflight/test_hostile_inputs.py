@@ -1,0 +1,146 @@
+"""Hostile command lines, files, data sets, rewards and model folders: each is refused with exit code 2 by a line that
+names the key or the file. Odd but usable ones are accepted."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import hostile_files, hostile_keys
+from support.checked_configs import edit
+from support.folders import write_hf
+from titan_rl.config.sections import ModelSection
+from titan_rl.preflight import reward_probe
+from titan_rl.preflight.cli import parse
+from titan_rl.preflight.setup import prepare
+from titan_rl.preflight.shapes import shape_of
+
+JSONL = "--task.name jsonl --eval.size 0 --training.seq_len 256"
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own folder, a small run in it, and what its dump folder must not be."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "small.toml").write_text('[hosts]\ndevice = "cpu"\n')
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no_such")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "checkpoint").touch()
+    (tmp_path / "swapped" / "metrics.jsonl").mkdir(parents=True)
+    return tmp_path
+
+
+def check(*argv: str) -> None:
+    invocation = parse(["--config", "small.toml", "--dry-run", *argv])
+    prepare(invocation.config_name, invocation.config, device="cpu", scratch=Path("scratch"))
+
+
+@pytest.fixture
+def refused(world: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def refused(message: str, *argv: str) -> None:
+        before = sorted(world.rglob("*"))
+        with pytest.raises(SystemExit) as stop:
+            check(*argv)
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out) == (2, "")
+        assert message in err
+        assert "Traceback" not in err
+        assert "input that can be checked" not in err, "no check foresaw it"
+        assert all(line.startswith(("titan_rl: ", "  - ")) for line in err.splitlines())
+        assert sorted(path for path in world.rglob("*") if "__pycache__" not in path.parts) == before
+
+    return refused
+
+
+@pytest.mark.parametrize(("flags", "message"), hostile_keys.FLAGS)
+def test_a_flag(refused: Any, world: Path, flags: str, message: str) -> None:
+    refused(message, *shlex.split(flags.replace("{world}", str(world))))
+
+
+@pytest.mark.parametrize(("text", "message"), hostile_keys.TOMLS)
+def test_a_config_file(refused: Any, world: Path, text: str | bytes, message: str) -> None:
+    (world / "small.toml").unlink()
+    (world / "small.toml").symlink_to("run.toml")
+    (world / "run.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(message.replace("run.toml", "small.toml"))
+
+
+@pytest.mark.parametrize(("rows", "flags", "message"), hostile_files.ROWS)
+def test_a_data_set(refused: Any, world: Path, rows: bytes, flags: str, message: str) -> None:
+    (world / "train.jsonl").write_bytes(rows)
+    refused(message, *shlex.split(f"{JSONL} --task.path train.jsonl {flags}"))
+
+
+@pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
+def test_a_reward(refused: Any, world: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str) -> None:
+    if "within 2 s" in message:
+        monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 2)
+    (world / "judge.py").write_text(source)
+    refused(message, "--task.reward=judge:f")
+
+
+@pytest.mark.parametrize("name", hostile_files.NAMES)
+def test_the_name_of_a_reward(refused: Any, name: str) -> None:
+    refused("task.reward", f"--task.reward={name}")
+
+
+@pytest.mark.parametrize(("broken", "message"), hostile_files.MODELS)
+def test_a_model_folder(refused: Any, world: Path, broken: Callable[[Path], Any], message: str) -> None:
+    broken(write_hf(world / "assets", shape_of(ModelSection())))
+    refused(message, "--model.hf_assets_path=assets")
+
+
+@pytest.mark.parametrize("flags", hostile_keys.ODD_FLAGS)
+def test_an_odd_but_good_flag(world: Path, flags: str) -> None:
+    check(*shlex.split(flags.replace("{world}", str(world))))
+    assert not (world / "run").exists()
+
+
+@pytest.mark.parametrize(("rows", "flags"), hostile_files.ODD_ROWS)
+def test_an_odd_but_good_data_set(world: Path, rows: bytes, flags: str) -> None:
+    (world / "train.jsonl").write_bytes(rows)
+    check(*shlex.split(f"{JSONL} --task.path train.jsonl {flags}"))
+
+
+@pytest.mark.parametrize("source", hostile_files.ODD_REWARDS)
+def test_an_odd_but_good_reward(world: Path, source: str) -> None:
+    (world / "judge.py").write_text(source)
+    check("--task.reward=judge:f")
+
+
+def test_odd_but_good_model_folders(world: Path) -> None:
+    folder = write_hf(world / "größe 数", shape_of(ModelSection()))
+    edit(folder / "config.json", rms_norm_eps=1e-5, torch_dtype="bfloat16", unknown={"a": [1]})
+    (world / "link").symlink_to(folder)
+    check("--model.hf_assets_path=link")
+
+
+def test_all_bad_rows_are_named_at_once_up_to_a_bound(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (world / "train.jsonl").write_bytes(hostile_files.lines(*[hostile_files.GOOD, b"{"] * 30))
+    with pytest.raises(SystemExit):
+        check(*shlex.split(f"{JSONL} --task.path train.jsonl"))
+    heading, *lines = capsys.readouterr().err.splitlines()
+    assert heading == "titan_rl: 21 problems in small.toml"
+    assert [line.split(":")[1] for line in lines[:20]] == [str(row) for row in range(2, 42, 2)]
+    assert lines[20] == "  - train.jsonl: 10 more bad rows"
+
+
+def test_a_long_check_says_how_far_it_is(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("titan_rl.tasks.announced.SILENT_SECONDS", 0.0)
+    (world / "train.jsonl").write_bytes(hostile_files.lines(*[hostile_files.GOOD] * 300))
+    check(*shlex.split(f"{JSONL} --task.path train.jsonl"))
+    err = capsys.readouterr().err
+    for what in (
+        "reading task.path: 300 rows",
+        "checking task.path: 300 of 300",
+        "measuring training rows: 300 of 300",
+    ):
+        assert f"titan_rl: {what}" in err

@@ -1,0 +1,184 @@
+"""What a run may do: none of it is a finding of the audit."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.written_runs import WrittenRun, config
+from titan_rl.record.history import audit
+from titan_rl.record.ledger import NAME
+
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
+MOMENTS = ("starting", "sampled", "trained", "reported", "saving")
+
+
+def clean(run: WrittenRun, steps: int = 8) -> str:
+    problems, checked = audit(run.folder)
+    assert problems == []
+    assert f"in {steps} steps" in checked
+    return checked
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WrittenRun:
+    return WrittenRun(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"lag": 1},
+        {"lag": 3, "pace": True},
+        {"lag": 1, "window": 1},
+        {"lag": 2, "window": 2, "groups_per_step": 3},
+        {"stream_groups": 1, "groups_per_step": 3},
+        {"stream_groups": 2, "groups_per_step": 3, "lag": 2},
+        {"dynamic_sampling": True},
+        {"dynamic_sampling": True, "lag": 1},
+        {"group_size": 5, "interval": 3},
+        {"interval": 100},
+    ],
+    ids=str,
+)
+def test_a_run_to_its_end(run: WrittenRun, keys: dict[str, Any]) -> None:
+    run.life(config(**keys))
+    checked = clean(run)
+    assert " 0 unfinished, 0 admitted again by 0 restarts" in checked
+    assert (", 0 dropped" in checked) == ("dynamic_sampling" not in keys)
+    assert "earlier version" not in checked
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("stream_groups", [0, 1])
+def test_groups_whose_reward_fails(run: WrittenRun, lag: int, stream_groups: int) -> None:
+    run.life(config(lag=lag, stream_groups=stream_groups), failing={1: 2, 4: 1, 9: 5})
+    assert "2 dropped" in clean(run)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"groups_per_step": 4},
+        {"groups_per_step": 1},
+        {"group_size": 4},
+        {"lag": 2},
+        {"lag": 1, "window": 2},
+        {"lag": 0},
+        {"interval": 3},
+        {"steps": 10},
+        {"dynamic_sampling": True},
+        {"stream_groups": 1},
+        {"groups_per_step": 3, "group_size": 3, "lag": 3, "interval": 5, "steps": 12},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("before", [{"lag": 1}, {"lag": 2, "window": 1}], ids=str)
+def test_a_run_that_resumes_with_other_bounds(run: WrittenRun, before: dict[str, Any], changed: dict[str, Any]) -> None:
+    run.life(config(**before), last=5)
+    clean(run, 5)
+    run.life(config(**before | {"window": 0} | changed))
+    clean(run, changed.get("steps", 8))
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("step", [2, 5, 8])
+def test_a_run_that_is_killed(run: WrittenRun, step: int, moment: str) -> None:
+    if moment == "starting":
+        run.life(config(lag=1), last=step)
+    run.life(config(lag=2 if moment == "starting" else 1, steps=9), kill=(step, moment))
+    problems, _ = audit(run.folder)
+    assert problems == []
+    run.life(config(lag=1, steps=9))
+    clean(run, 9)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 0])
+def test_a_run_that_rewinds_within_its_process(run: WrittenRun, interval: int) -> None:
+    run.life(config(lag=1, interval=3, snapshot_interval=interval), rewind=5)
+    assert "by 1 restarts" in clean(run)
+    shutil.rmtree(run.folder)
+    run.life(config(interval=3, snapshot_interval=interval), last=4, rewind=2)
+    run.life(config(interval=3, snapshot_interval=interval), rewind=7)
+    assert "by 3 restarts" in clean(run)
+
+
+@pytest.mark.parametrize("name", [NAME, "metrics.jsonl", "rollouts.jsonl"])
+def test_a_run_whose_tail_is_torn(run: WrittenRun, name: str) -> None:
+    run.life(config(lag=1), kill=(5, "reported"))
+    path = run.folder / name
+    path.write_bytes(path.read_bytes()[:-11])
+    run.life(config(lag=1))
+    clean(run)
+
+
+def test_a_run_that_goes_back_to_an_earlier_checkpoint(run: WrittenRun) -> None:
+    """The newest one was damaged, or a rollback hid it."""
+    run.life(config(lag=1), last=6)
+    newest = run.folder / "checkpoint" / "step-6"
+    newest.rename(newest.with_name("undone-6.1"))
+    run.life(config(lag=1), kill=(5, "reported"))
+    assert audit(run.folder)[0] == []
+    run.life(config(lag=1))
+    clean(run)
+
+
+def test_a_run_that_starts_over_in_its_folder(run: WrittenRun) -> None:
+    run.life(config(lag=1), last=5)
+    shutil.rmtree(run.folder / "checkpoint")
+    run.life(config())
+    assert "by 1 restarts" in clean(run)
+
+
+def test_a_run_without_its_checkpoints(run: WrittenRun) -> None:
+    run.life(config())
+    shutil.rmtree(run.folder / "checkpoint")
+    (run.folder / "summary.json").unlink()
+    clean(run)
+
+
+@settings(max_examples=20)
+@given(
+    lives=st.lists(
+        st.fixed_dictionaries(
+            {
+                "lag": st.integers(0, 3),
+                "window": st.integers(0, 2),
+                "groups_per_step": st.integers(1, 3),
+                "dynamic_sampling": st.booleans(),
+                "interval": st.integers(1, 4),
+                "snapshot_interval": st.integers(0, 2),
+                "how": st.sampled_from(["stop", "rewind", *MOMENTS]),
+                "steps": st.integers(1, 3),
+            }
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_any_lives(tmp_path_factory: pytest.TempPathFactory, lives: list[dict[str, Any]]) -> None:
+    run = WrittenRun(tmp_path_factory.mktemp("lives"))
+    for life in lives:
+        keys = {key: value for key, value in life.items() if key not in ("how", "steps")}
+        if life["dynamic_sampling"] or not life["lag"]:
+            keys["window"] = 0
+        at = max(run.whole_steps(), default=0)
+        end = min(at + life["steps"], 8)
+        if end == at:
+            break
+        match life["how"]:
+            case "stop":
+                run.life(config(**keys), last=end)
+            case "rewind":
+                run.life(config(**keys), last=end, rewind=end)
+            case moment:
+                run.life(config(**keys), kill=(at if moment == "starting" else end, moment))
+        assert audit(run.folder)[0] == [] or not (run.folder / NAME).exists()
+    if max(run.whole_steps(), default=0) < 8:
+        run.life(config())
+    clean(run)
