@@ -54,7 +54,9 @@ def steps(
         task = asyncio.current_task()
         assert task is not None
         stop = Stop(task, Clock(), Terminal(), grace)
-        run: Any = SimpleNamespace(config=Config(checkpoint=CheckpointSection(interval=interval)), stop=stop)
+        config = Config(checkpoint=CheckpointSection(interval=interval))
+        report = SimpleNamespace(to_disk=lambda: learner.events.append("to disk"))
+        run: Any = SimpleNamespace(config=config, stop=stop, report=report)
         found = resume or Resume(None, None)
         kept: Any = learner
         loop = StepLoop(run, kept, found)
@@ -63,7 +65,7 @@ def steps(
         await loop.make_steps("rl", start, 10, lambda n: step(n, stop, loop, learner), before)
 
     asyncio.run(body())
-    return [event for event in learner.events if not event.startswith("snapshot")]
+    return [event for event in learner.events if not event.startswith(("snapshot", "to disk"))]
 
 
 def done(n: int, learner: Learner, **rest: Any) -> StepDone:
