@@ -1,6 +1,6 @@
 """`python -m titan_rl.run --config grpo_llama.toml`
 
-Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by Ctrl-C.
+Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by a signal.
 """
 
 import os

@@ -42,7 +42,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     try:
         async with (
             control,
-            launch(setup, terminal, incidents) as (meshes, watch),
+            launch(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note) if config.metrics.timeline else nullcontext(),
         ):
             status.meshes = meshes
@@ -78,6 +78,8 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 await recovery.drive(attempt)
                 stop.end()
                 report.done(finished=not stop.requested)
+                if stop.given_up:
+                    raise asyncio.CancelledError  # ranks may be busy: they are asked for nothing more
         return not stop.requested
     finally:
         await shutdown()

@@ -6,7 +6,7 @@ controller ── trainer mesh (dp, tp)                                    the f
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -30,6 +30,7 @@ from titan_rl.wire.types import RoleName
 from titan_rl.wire.vllm_params import verify_complete
 
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
+HURRIED_SECONDS = 0.5
 GOODBYE_SECONDS = 0.3  # for Monarch's last messages, to processes that are dead. Monarch itself takes 0.3 at exit
 
 
@@ -61,9 +62,11 @@ class Meshes:
 
 
 @asynccontextmanager
-async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> AsyncIterator[tuple[Meshes, Watch]]:
+async def launch(
+    setup: Setup, terminal: Terminal, incidents: Incidents, hurries: Callable[[], bool] = lambda: False
+) -> AsyncIterator[tuple[Meshes, Watch]]:
     """Start all meshes concurrently, and stop them whatever happens. When a rank dies, what the watch drives raises an
-    error that names it; but dead generators are replaced by their mesh."""
+    error that names it; but dead generators are replaced by their mesh. If a stop `hurries`, busy ranks are killed."""
     zygotes.warn = terminal.warn
     watch = Watch(tended=["generator"])
     meshes: Meshes | None = None
@@ -79,6 +82,7 @@ async def launch(setup: Setup, terminal: Terminal, incidents: Incidents) -> Asyn
         if meshes is not None:
             asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
             seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
+            seconds = HURRIED_SECONDS if hurries() else seconds  # then the last checkpoint was waited for
             with suppress(Exception):  # nothing may mask the error that ended the run
                 await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
 

@@ -71,7 +71,7 @@ class StepLoop:
             update.close()
             return None
         began, self._torn = time.perf_counter(), True
-        stats = await self._stop.in_time(update)
+        stats = await self._stop.in_time(update, until_killed=True)  # without it there is nothing to save
         if stats is not None:
             self._train_seconds, self._torn = time.perf_counter() - began, False
         return stats

@@ -40,6 +40,7 @@ class Stop:
         self._stepping = self._leaving = self._paused = self._ended = False
         self._grace, self._signalled, self._deadline = grace, math.inf, math.inf  # times of the loop
         self._part: asyncio.Task[Any] | None = None  # of the current step, which may be given up
+        self._until_killed = False  # whether it uses the time for a save, too
         self._phase: PhaseName | None = None
         self.step = 0  # the current step, or the last one
         self._last = 0
@@ -66,12 +67,14 @@ class Stop:
         finally:
             self._stepping = False
 
-    async def in_time(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Await a part of a step. Return None if a signal's grace is over first: the part is cancelled."""
+    async def in_time(self, work: Coroutine[Any, Any, T], *, until_killed: bool = False) -> T | None:
+        """Await a part of a step. Return None if it is given up first: the part is cancelled. That happens while there
+        is still time for a save; or, with `until_killed`, when the whole grace is over."""
         if self.given_up:
             work.close()
             return None
         part = self._part = asyncio.ensure_future(work)
+        self._until_killed = until_killed
         try:
             return await part
         except asyncio.CancelledError:
@@ -178,13 +181,14 @@ class Stop:
             save = self._grace / 5 if self.save_seconds is None else 1.5 * self.save_seconds + 0.5
             self._deadline = now + self._grace - min(save, self._grace / 2)
             self._loop.call_at(self._deadline, self._give_up)
+            self._loop.call_at(now + self._grace, self._give_up, True)
             self._terminal.note(
                 f"{signal.Signals(number).name}: step {self.step} is finished and saved if that takes less than "
                 f"{self._grace:g} s, else the step before it is saved; a second signal stops at once"
             )
         self._request()
 
-    def _give_up(self) -> None:
+    def _give_up(self, whatever: bool = False) -> None:
         self.given_up = True
-        if self._part is not None:
+        if self._part is not None and (whatever or not self._until_killed):
             self._part.cancel()
