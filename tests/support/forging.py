@@ -12,7 +12,7 @@ from titan_rl.record.history import audit
 from titan_rl.record.ledger import NAME, Ledger, events
 
 Line = dict[str, Any]
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 Forge = Callable[[list[Line]], Any]
 
 

@@ -30,7 +30,9 @@ from titan_rl.tasks.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Completion, Request, Sampling, StepStats, SyncStats
 
-TIMES = dict.fromkeys(("time/step", "time/generate", "time/judge", "time/train", "time/sync", "time/wait"), 1.0)
+TIMES: dict[str, float] = dict.fromkeys(
+    ("time/step", "time/generate", "time/judge", "time/train", "time/sync", "time/wait"), 1.0
+)
 
 
 class Killed(Exception):

@@ -130,7 +130,7 @@ def _expected_metrics(history: History, step: int) -> dict[str, float]:
     tokens = [count for life in lives for count in life.tokens]
     failed = sum(life.dropped.startswith("failed") for life in dropped)
     wasted = sum(sum(life.tokens) for life in dropped)
-    expected = {
+    expected: dict[str, float] = {
         "dropped/groups": len(dropped) - failed,
         "dropped/failed": failed,
         "dropped/tokens": wasted,

@@ -55,7 +55,7 @@ ROLLOUTS: dict[str, tuple[Forge, str]] = {
         "reward 1.0, ",
     ),
     "rewards of a group swapped": (
-        lambda r: swap(*every(r, prompt_id=1), "reward"),
+        lambda r: swap(of(r, prompt_id=1, sample=0), of(r, prompt_id=1, sample=1), "reward"),
         "prompt 1, sample 0 at step 1: reward",
     ),
     "reward NaN": (lambda r: r[2].update(reward=float("nan")), "line 3: prompt 1, sample 0 at step 1: reward nan"),
