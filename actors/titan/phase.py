@@ -16,7 +16,6 @@ from torchtitan.components.checkpoint import (
     MODEL,
     OPTIMIZER,
     TRAIN_STATE,
-    CheckpointManager,
     ModelWrapper,
 )
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
@@ -87,15 +86,14 @@ class Phase:
         self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
         self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
-        self._checkpoints = SummedCheckpoints(
-            CheckpointManager.Config(
-                enable=config.checkpoint.enable,
-                folder=folder,
-                interval=1,  # the controller decides when
-                keep_latest_k=0,  # the controller purges: it knows all models
-                last_save_model_only=False,
-                async_mode=config.checkpoint.async_mode,
-            ),
+        self._checkpoints = SummedCheckpoints.Config(
+            enable=config.checkpoint.enable,
+            folder=folder,
+            interval=1,  # the controller decides when
+            keep_latest_k=0,  # the controller purges: it knows all models
+            last_save_model_only=False,
+            async_mode=config.checkpoint.async_mode,
+        ).build(
             dataloader=None,
             model_parts=[model.model],
             optimizers=self._optimizers,

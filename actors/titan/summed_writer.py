@@ -7,6 +7,7 @@ rank 0       finish: .metadata.tmp, checksums.json, and only then .metadata
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ class SummedWriter(FileWriter):
 
 class SummedCheckpoints(CheckpointManager):
     """TorchTitan's manager with our writer. The controller decides when to save, what to load and what to delete."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        pass
 
     def dcp_save(
         self,

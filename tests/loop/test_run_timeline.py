@@ -9,7 +9,7 @@ import pytest
 from support.running import WHOLE, Run
 from support.traces import Event, lanes, overlaps, read
 
-TITAN = {"gc_collect", "checkpoint_save", "OptimizersContainer.Config.build", "CheckpointManager.Config.build"}
+TITAN = {"gc_collect", "checkpoint_save", "OptimizersContainer.Config.build", "SummedCheckpoints.Config.build"}
 OURS = {"step", "forward", "backward", "reduce", "optimizer", "scores", "publish", "save"}
 EXPECTED = {
     ("controller", "main"): {"step", "generate", "judge", "train", "sync", "eval", "save"},
