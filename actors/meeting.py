@@ -15,7 +15,7 @@ def meet_in_file() -> None:
     """Make env:// use the file that this process was launched with, if any. Call it before an engine is built."""
     if not (path := os.environ.get(MEETING)):
         return
-    from torch.distributed import FileStore
+    from torch._C._distributed_c10d import FileStore
     from torch.distributed.rendezvous import _rendezvous_handlers
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -77,7 +77,7 @@ def cases(ranks: Collection[str], only: Collection[str] = ()) -> list[tuple[Kind
     """Return the possible faults of each role, or only those in `only`: "kill" or "kill:trainer"."""
     roles = sorted({role_of(rank) for rank in ranks})
     sharded = any(rank.startswith("generator") and "tp=1" in rank for rank in ranks)  # one rank cannot refuse alone
-    every = [
+    every: list[tuple[Kind, str]] = [
         (kind, role)
         for kind in KINDS
         for role in [*roles, CONTROLLER]

@@ -18,7 +18,8 @@ class Rewind(RunError):
 
     def __init__(self, headline: str, details: str, *, before: int, phase: PhaseName = "rl") -> None:
         super().__init__(headline, details)
-        self.before, self.phase = before, phase  # the first step to undo
+        self.before = before  # the first step to undo
+        self.phase: PhaseName = phase
 
 
 class Ruined(RunError):

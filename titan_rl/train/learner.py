@@ -7,7 +7,6 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -153,7 +152,6 @@ class Learner:
                 await self._purge()
                 if step == self._begun and step in self._checkpoints.whole_steps():
                     return True  # it was written in the background
-                await asyncio.to_thread(self._lines_to_disk)
                 self._begun = step
                 for mesh in self._saved_meshes:
                     await mesh.save(step, controller if mesh is self._meshes.trainers else "{}", on_disk=on_disk)
@@ -192,17 +190,6 @@ class Learner:
             for error in results:
                 if isinstance(error, BaseException):
                     raise error
-
-    def _lines_to_disk(self) -> None:
-        """Make the lines of all steps so far as durable as the checkpoint that counts them."""
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            try:
-                with (self._setup.folder / name).open("rb") as file:
-                    os.fsync(file.fileno())
-            except FileNotFoundError:
-                continue  # nothing to lose
-            except OSError as error:
-                raise RankFailed(f"{name} cannot be written", str(error), kind=type(error).__name__) from None
 
     async def _purge(self, writing: int | None = None) -> None:
         """Delete half-written and old checkpoints, of all trained models alike. TorchTitan's own purge knows one model:
