@@ -47,12 +47,11 @@ def isolation_of(argv: Sequence[str]) -> str:
 
     given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
     own = given.get("--hosts.isolation")
-    try:
-        return toml.load(
-            toml.find(given.get("--config", "")), [("hosts.isolation", own)] if own else []
-        ).hosts.isolation
-    except toml.ConfigError:
-        return "auto"
+    with suppress(Exception):
+        path = toml.find(given.get("--config", ""))
+        if path.is_file():  # a pipe can be read only once
+            return toml.load(path, [("hosts.isolation", own)] if own else []).hosts.isolation
+    return "auto"
 
 
 def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
