@@ -105,6 +105,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--model.dim 0", "model.dim: expected"),
     ("--model.dim 130", "model.dim: expected"),
     ("--model.n_layers 100000", "model.n_layers: expected"),
+    ("--model.hidden_dim 1", "model.hidden_dim: expected"),
     ("--model.n_heads 5 --model.dim 160", "model.n_kv_heads: expected a divisor"),
     ("--model.vocab_size 10", "model.vocab_size: expected at least"),
     ("--model.rope_theta 1e-300", "model.rope_theta: expected"),

@@ -26,7 +26,7 @@ class ModelSection:
     """Number of key/value heads (grouped-query attention)."""
     head_dim: int = bounds(0, ge=0, le=2**12)
     """Dimension of a head. 0: dim / n_heads."""
-    hidden_dim: int = bounds(384, ge=1, le=2**20)
+    hidden_dim: int = bounds(384, ge=2, le=2**20)
     """Hidden size of the feed-forward layers."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""

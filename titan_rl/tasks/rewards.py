@@ -12,6 +12,8 @@ from typing import Any, SupportsFloat
 from titan_rl.isolation import outside
 from titan_rl.wire.types import Prompt
 
+FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
+
 Reward = Callable[[Prompt, str], float]
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
@@ -93,6 +95,8 @@ def number(value: Any, name: str) -> float:
         raise ValueError(f"task.reward: expected {name!r} to return a number, found {why}") from error
     if not math.isfinite(found):
         raise ValueError(f"task.reward: expected {name!r} to return a finite number, found {shown(value)}")
+    if abs(found) > FLOAT32_MAX:
+        raise ValueError(f"task.reward: expected {name!r} to return a number of float32's range, found {shown(value)}")
     return found
 
 

@@ -154,6 +154,13 @@ def test_custom_rewards_are_finite(custom: Callable[..., Reward], value: float) 
         custom(lambda: value)(PROMPT, "")
 
 
+def test_custom_rewards_fit_into_float32(custom: Callable[..., Reward]) -> None:
+    """Their sums overflow even a double otherwise, and end the run."""
+    assert custom(lambda: -3e38)(PROMPT, "") == -3e38
+    with pytest.raises(ValueError, match=r"my_rewards:score.*float32's range, found 1e\+308"):
+        custom(lambda: 1e308)(PROMPT, "")
+
+
 def test_custom_may_require_nothing_else(custom: Callable[..., Reward]) -> None:
     with pytest.raises(TypeError, match=r"my_rewards:score.*found tools"):
         custom(lambda completion, tools: 1.0)
