@@ -77,6 +77,7 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
 ]
 
 REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is named
+    ("f = lambda completion: -1e308", "a number of float32's range, found -1e+308"),
     ("import sys; sys.exit(0)", "found SystemExit(0)"),
     ("raise SystemExit(5)", "found SystemExit(5)"),
     ("import os; os._exit(0)", "found that it ends the process with exit code 0"),
@@ -252,7 +253,7 @@ ODD_REWARDS = [
     "from fractions import Fraction\ndef f(completion): return Fraction(1, 2)",
     "class F:\n  def __call__(self, completion): return 1.0\nf = F()",
     "from functools import partial\nf = partial(lambda completion, k: k, k=1.0)",
-    "f = lambda completion: -1e308",
+    "f = lambda completion: -1e38",
     "print('hello')\ndef f(completion):\n  print(completion)\n  return 0",
     "import sys\nsys.stdout.close()\nsys.stderr.close()\ndef f(completion): return 0",
     "import threading, time\nthreading.Thread(target=time.sleep, args=[50]).start()\ndef f(completion): return 0",
