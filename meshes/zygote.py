@@ -297,6 +297,8 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     rest = [path for path in sys.path if path not in inherited]
     sys.path[:] = [os.fsdecode(request.folder), *_import_paths(request.environment), *rest]  # as `python -m` has it
     random.seed()
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # it may have been asked for where the zygote's own TMPDIR is
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()

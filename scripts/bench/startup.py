@@ -3,21 +3,23 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bench.rows import CONFIG
-from titan_rl.meshes.zygotes import OFF, VARIABLE
+from titan_rl.meshes.zygotes import KINDS, OFF, VARIABLE
 
 WAYS = {"zygotes": {}, "cold": {VARIABLE: OFF}}
+WARM = "warm"  # forked from processes that titan_rl.warm keeps
 KEYS = {  # a run of seconds: two trainer ranks, one generator
     "model.dim": 64,
     "model.n_layers": 2,
@@ -119,7 +121,26 @@ def rank_name(process: psutil.Process) -> str:
     return ""
 
 
-def timed_run(root: Path, environment: dict[str, str]) -> dict[str, float]:
+@contextmanager
+def kept_warm(root: Path) -> Iterator[dict[str, str]]:
+    """Yield the environment of runs while `titan_rl.warm` keeps their engines imported."""
+    command = [sys.executable, "-m", "titan_rl.warm"]
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, text=True) as warm:
+        assert warm.stdout is not None
+        folder = warm.stdout.readline().strip().partition("=")[2]
+        for kind in KINDS:
+            with socket.socket(socket.AF_UNIX) as asked:
+                asked.connect(f"{folder}/{kind}")
+                asked.sendall(b"\0\0")
+                asked.recv(16)  # once it has imported its engine
+        try:
+            yield {VARIABLE: folder}
+        finally:
+            warm.send_signal(signal.SIGINT)
+
+
+def timed_run(root: Path, environment: dict[str, str], *, recovers: bool = True) -> dict[str, float]:
     """Start a run in the checkout `root`, kill a trainer and a generator, and interrupt it."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +150,7 @@ def timed_run(root: Path, environment: dict[str, str]) -> dict[str, float]:
             found["command to first RL step, s"] = time.monotonic() - run.began
             found["command to first RL step, CPU s"] = run.cpu_seconds()
             found["memory of the run, MB"] = run.memory()
-            for victim in VICTIMS:
+            for victim in VICTIMS if recovers else ():  # ranks of titan_rl.warm are no children of the run
                 time.sleep(1)  # a snapshot is complete
                 cpu, name = run.cpu_seconds(), victim.partition("[")[0].rstrip("0")
                 found[f"killed {name} to back, s"] = run.recover(victim)

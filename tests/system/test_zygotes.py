@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,29 @@ def test_a_run_outlives_its_zygotes_and_leaves_nothing(
     out = run.finish()
     for kind in own:
         assert f"the {kind} zygote forks no rank: it did not answer: [Errno 111] Connection refused" in out
+
+
+def test_runs_share_what_titan_rl_warm_keeps(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    with subprocess.Popen([sys.executable, "-m", "titan_rl.warm"], stdout=subprocess.PIPE, text=True) as warm:
+        assert warm.stdout is not None
+        name, _, folder = warm.stdout.readline().strip().removeprefix("export ").partition("=")
+        assert name == VARIABLE
+        monkeypatch.setenv(name, folder)
+        run = runs.start(tmp_path / "run", training__steps=500, algorithm__max_dead_steps=0)
+        run.wait_for_step(1)
+        for pid in run.workers().values():
+            assert warm.pid in [process.pid for process in psutil.Process(pid).parents()]
+        run.process.send_signal(signal.SIGINT)
+        out = run.finish(60)
+        assert run.code == 130, out
+        assert "start cold" not in out
+        kept = psutil.Process(warm.pid).children()
+        assert len(kept) == 2
+        warm.send_signal(signal.SIGINT)
+        assert warm.wait(30) == 0
+    assert not any(process.is_running() for process in kept)
+    assert not Path(folder).exists()
 
 
 def test_ranks_start_cold_in_a_run_that_may_not_use_a_folder_of_zygotes(
