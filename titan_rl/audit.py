@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan_rl.record.history import audit
 from titan_rl.record.ledger import NAME
+from titan_rl.record.live_copy import frozen
 
 SHOWN = 20
 
@@ -21,7 +22,10 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    problems, checked = audit(Path(argv[0]))
+    with frozen(Path(argv[0])) as (folder, note):
+        problems, checked = audit(folder)
+    if note:
+        print(note)
     for problem in problems[:SHOWN]:
         print(problem)
     if problems:

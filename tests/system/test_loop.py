@@ -1,6 +1,5 @@
 """The loop as a user runs it: interrupted, killed, resumed, misconfigured, as shipped; real meshes and engines."""
 
-import json
 import shutil
 import signal
 import time
@@ -12,9 +11,7 @@ import pytest
 from support.outputs import losses, sampled, shared_memory
 from support.running import WHOLE, Run, Runs
 from support.traces import lanes, read
-from titan_rl.config.sections import ModelSection
-from titan_rl.preflight.shapes import shape_of
-from titan_rl.tasks import tokenizer as characters
+from titan_rl.wire import failpoints
 
 TIGHT = {"float32": 1e-5, "bfloat16": 1e-2}  # mean log-prob gap between trainer and generator
 
@@ -110,20 +107,20 @@ def test_a_killed_run_leaves_a_timeline_that_opens_next_to_the_one_before(
     assert {e["name"] for e in lanes(read(path))["generator0[tp=0]", "main"]} >= {"sampling", "switch"}
 
 
-def test_an_exception_in_a_rank_is_shown_once_by_name(runs: Runs, tmp_path: Path) -> None:
-    """Weights that are no safetensors: every check of the folder passes, and the trainer ranks fail to read them."""
-    assets = tmp_path / "assets"
-    characters.build(assets)
-    shape = shape_of(ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=128))
-    (assets / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
-    (assets / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not json at all!")
-    run = runs.start(tmp_path / "run", model__hf_assets_path=assets)
+def test_an_exception_in_a_rank_is_shown_once_by_name(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordered at a failpoint: what a rank could fail on by itself is refused before anything starts."""
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    failpoints.give(orders, "trainer[dp=0 tp=0]", "start", failpoints.FaultOrder("raise"))
+    monkeypatch.setenv(failpoints.FOLDER, str(orders))
+    run = runs.start(tmp_path / "run")
     out = run.finish(timeout=120)
     assert run.code == 1, out
-    assert "trainer[dp=" in out
-    assert "failed in start" in out
+    assert "trainer[dp=0 tp=0] failed in start: InjectedFault" in out
     assert out.count("Traceback on the remote rank") == 1, out
-    assert "titan/model.py" in out
+    assert "titan_rl/wire/failpoints.py" in out
     assert not run.processes()
 
 
