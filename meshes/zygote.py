@@ -29,7 +29,7 @@ import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PRELOAD = {
     "model": """
@@ -297,8 +297,9 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     rest = [path for path in sys.path if path not in inherited]
     sys.path[:] = [os.fsdecode(request.folder), *_import_paths(request.environment), *rest]  # as `python -m` has it
     random.seed()
-    if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # it may have been asked for where the zygote's own TMPDIR is
+    tempfile: Any = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.tempdir = None  # it may have been asked for where the zygote's own TMPDIR is
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     gc.enable()
