@@ -10,6 +10,9 @@ from typing import Any
 class LastingFile(io.FileIO):
     """Drops what cannot be written: the reader of the pipe has ended, the terminal is gone, the disk is full."""
 
+    def close(self) -> None:
+        """Stay open: user code may close what it prints to."""
+
     def write(self, data: Any, /) -> int:
         whole = left = memoryview(data).cast("B")
         with suppress(OSError):

@@ -12,6 +12,7 @@ from titan_rl.config.toml import as_toml
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
 OWN_FILES += ("summary.json", "timeline.json", ".lock")
 OWN = ("hf", "model", *OWN_FILES)
+PATTERN = set("*?[")
 INNER = ("checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder")
 INNER += ("profiling.save_memory_snapshot_folder",)
 
@@ -24,6 +25,10 @@ def check_folders(config: Config) -> Iterator[str]:
         return
     try:
         folder = Path(name).absolute()
+        if pattern := sorted(PATTERN & set(str(folder))):
+            found = f"which torch's safetensors writer takes for a pattern, found {as_toml(str(folder))}"
+            yield f"job.dump_folder: expected a path without {' '.join(pattern)}, {found}"
+            return
         if found := _unwritable(folder):
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
