@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from support.running import Run, Runs
+from titan_rl import isolation
 
 ATTACK = """
 import json, os, socket, sys
@@ -70,6 +71,7 @@ def own_paths(run: Run) -> list[Address]:
     return [("AF_UNIX", str(path)) for folder in folders for path in folder.rglob("*") if path.is_socket()]
 
 
+@pytest.mark.skipif(isolation.refusal() != "", reason="this kernel refuses namespaces")
 def test_no_other_user_reaches_a_socket_of_a_run_and_its_reward_reaches_the_network(runs: Runs, tmp_path: Path) -> None:
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
