@@ -25,6 +25,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Ledger(SelfClosing):
 
 
 def bounds_of(config: Config) -> dict[str, int]:
-    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in BOUNDS}
+    return {key: attrgetter(key)(config) for key in BOUNDS}
 
 
 def digest(tokens: Sequence[int], versions: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ A step is written in this order: trained (ledger), its rollouts, its metrics, lo
 opposite order, and ends with the last step that all of them have: as if the run had been killed there.
 """
 
-import fcntl
 import json
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 from titan_rl.record.comparisons import METRICS, ROLLOUTS
 from titan_rl.record.ledger import NAME, decode
 from titan_rl.record.lines import whole_lines
-from titan_rl.record.run_lock import LOCK
+from titan_rl.record.run_lock import in_use
 
 
 @contextmanager
@@ -37,20 +36,6 @@ def frozen(folder: Path) -> Iterator[tuple[Path, str]]:
         with suppress(OSError):
             shutil.copy(folder / "config.toml", copy)
         yield copy, f"the run is active: compared up to step {last}, without its checkpoints"
-
-
-def in_use(folder: Path) -> bool:
-    """Return True if a process holds the folder's lock."""
-    try:
-        with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no file, or this filesystem has no locks
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return Path(f"/proc/{json.loads((folder / LOCK).read_bytes())['pid']}").exists()
-        return False
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -47,6 +47,21 @@ class RunLock(SelfClosing):
         os.close(self._fd)
 
 
+def in_use(folder: Path) -> bool:
+    """Return True if a process has the folder locked; this one may, too."""
+    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            holder = _holder(lock.fileno())
+            return holder is not None and _may_be_alive(holder)
+    return False
+
+
 def _lock(folder: Path) -> int:
     """Return the open lock file of a folder, locked and with this process's name in it."""
     try:
@@ -85,11 +100,14 @@ def _locked(path: Path) -> int | None:
 
 def _by_name(path: Path, holder: tuple[int, str] | None) -> int:
     """Take the file on a filesystem without locks, unless the process that it names may be alive."""
-    if holder is not None and holder[0] != os.getpid():
-        pid, host = holder
-        if host != socket.gethostname() or Path(f"/proc/{pid}").exists():
-            raise _in_use(path, holder, f" If that process is gone, delete {path}: this filesystem has no locks.")
+    if holder is not None and holder[0] != os.getpid() and _may_be_alive(holder):
+        raise _in_use(path, holder, f" If that process is gone, delete {path}: this filesystem has no locks.")
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+def _may_be_alive(holder: tuple[int, str]) -> bool:
+    pid, host = holder
+    return host != socket.gethostname() or Path(f"/proc/{pid}").exists()
 
 
 def _holder(fd: int) -> tuple[int, str] | None:

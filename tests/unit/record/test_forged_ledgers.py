@@ -168,11 +168,14 @@ LEDGER: dict[str, tuple[Forge, str]] = {
 }
 
 
+def names_it(said: str, problems: list[str]) -> None:
+    assert any(said in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize("name", LEDGER)
 def test_a_forged_ledger_is_named(finished: Path, tmp_path: Path, name: str) -> None:
     forge, said = LEDGER[name]
-    problems = found_in(finished, tmp_path, ledger(forge))
-    assert any(said in problem for problem in problems), problems
+    names_it(said, found_in(finished, tmp_path, ledger(forge)))
 
 
 def test_a_step_that_a_resumed_run_repeats_without_undoing_it(resumed: Path, tmp_path: Path) -> None:
@@ -180,8 +183,8 @@ def test_a_step_that_a_resumed_run_repeats_without_undoing_it(resumed: Path, tmp
         second = every(found, event="begun")[1]
         second.update(open=[], next=second["next"] + 2)
 
-    problems = found_in(resumed, tmp_path, ledger(forge))
-    assert any("resumes after step 4 without prompt 8, which was unfinished" in p for p in problems), problems
+    said = "resumes after step 4 without prompt 8, which was unfinished"
+    names_it(said, found_in(resumed, tmp_path, ledger(forge)))
 
 
 def test_a_version_of_an_undone_history(resumed: Path, tmp_path: Path) -> None:
@@ -189,8 +192,8 @@ def test_a_version_of_an_undone_history(resumed: Path, tmp_path: Path) -> None:
         second = found.index(every(found, event="begun")[1])
         of(found[second:], event="sampled").update(versions=[3, 4])
 
-    problems = found_in(resumed, tmp_path, ledger(forge))
-    assert any("was sampled from version 3, though the run began after step 4" in p for p in problems), problems
+    said = "was sampled from version 3, though the run began after step 4"
+    names_it(said, found_in(resumed, tmp_path, ledger(forge)))
 
 
 REPLACED: dict[str, tuple[Forge, str]] = {
@@ -214,5 +217,4 @@ REPLACED: dict[str, tuple[Forge, str]] = {
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_forged_replacement_is_named(replaced: Path, tmp_path: Path, name: str) -> None:
     forge, said = REPLACED[name]
-    problems = found_in(replaced, tmp_path, ledger(forge))
-    assert any(said in problem for problem in problems), problems
+    names_it(said, found_in(replaced, tmp_path, ledger(forge)))

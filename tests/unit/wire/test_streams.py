@@ -5,6 +5,7 @@ import pty
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,29 +42,17 @@ def is_done(proof: Path) -> bool:
     return proof.read_text() == "done"
 
 
-def test_a_reader_that_leaves_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", [os.pipe, pty.openpty])
+def test_a_reader_that_leaves_ends_nothing(tmp_path: Path, opened: Callable[[], tuple[int, int]]) -> None:
+    """A closed pipe (EPIPE), and a closed terminal (EIO)."""
     proof = tmp_path / "proof"
-    reader, writer = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(proof)], stdin=subprocess.PIPE, stdout=writer, stderr=writer, text=True
-    )
-    os.close(writer)
-    assert os.read(reader, 2) == b"up"
-    os.close(reader)
-    process.communicate("go\n", timeout=60)
-    assert process.returncode == 0
-    assert is_done(proof)
-
-
-def test_a_terminal_that_is_closed_ends_nothing(tmp_path: Path) -> None:
-    proof = tmp_path / "proof"
-    mine, its = pty.openpty()
+    ours, its = opened()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(proof)], stdin=subprocess.PIPE, stdout=its, stderr=its, text=True
     )
     os.close(its)
-    assert os.read(mine, 2) == b"up"
-    os.close(mine)  # every write fails with EIO from now on
+    assert os.read(ours, 2) == b"up"
+    os.close(ours)  # every write fails from now on
     process.communicate("go\n", timeout=60)
     assert process.returncode == 0
     assert is_done(proof)
