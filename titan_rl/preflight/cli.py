@@ -109,7 +109,7 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
         if arguments.config:
             arguments.problems.append(f"--config: expected one file, found {as_toml(value or '')} too")
         arguments.config = value or ""
-    elif key and value is None and key.type is not bool:
+    elif key and value is None and not key.is_switch:
         arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
     elif dot:  # `load` refuses keys that do not exist
         arguments.overrides.append((name, "true" if value is None else value))

@@ -42,7 +42,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'
     if config.training.enable_cpu_offload:
         yield "training.enable_cpu_offload: expected false on a CPU, found true"
-    if config.compile.enable:
+    if config.compile.enable is True:
         yield "compile.enable: expected false on a CPU, found true"
     if config.profiling.enable_memory_snapshot:
         yield "profiling.enable_memory_snapshot: expected false on a CPU, found true"
