@@ -1,6 +1,6 @@
 """The tile of `token_logprob.py` on a GPU: cuBLAS multiplies, and one pass of a Triton kernel does the rest.
 
-    forward     tile of logits <- cuBLAS        softmax_sums_kernel adds it to the tokens' four sums: reads the tile once
+    forward     tile of logits <- cuBLAS        softmax_sums_kernel adds it to four sums a token: reads it once
     backward    tile of logits <- cuBLAS        descent_kernel turns it into -dz: reads it and writes it once
                                                 cuBLAS multiplies -dz twice, and adds to float32 totals itself
 
@@ -8,7 +8,7 @@ A forward with the matmul in the same Triton kernel never writes a logit, but it
 from L2 at 43 FLOP a byte, which holds it at about a quarter of the tensor cores' rate; docs/kernels.md has the sums.
 """
 # ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types; its launcher passes plain values for constexpr
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 import torch
 import triton
@@ -102,11 +102,12 @@ class FusedTile:
     def __init__(
         self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
     ) -> None:
-        self.tokens = min(triton.next_power_of_2(max(len(hidden_TD), 1)), MOST_TOKENS)
+        self.tokens = min(1 << max(len(hidden_TD) - 1, 0).bit_length(), MOST_TOKENS)
         self.vocabulary = TILE_ELEMENTS // self.tokens
         self.scale = 1 / temperature
         size = min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD))
-        self._product = hidden_TD.new_empty(size, dtype=self.dtype if float32_logits else hidden_TD.dtype)
+        product = self.dtype if float32_logits else hidden_TD.dtype
+        self._product = torch.empty(size, dtype=product, device=hidden_TD.device)
         self._descent = self._product.to(hidden_TD.dtype)  # the same memory where the dtypes agree
 
     def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

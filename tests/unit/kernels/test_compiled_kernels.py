@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from bench.ahead_of_time import Launch, compile_for, recorded  # noqa: E402
-from titan_rl.kernels import token_logprob as kernel  # noqa: E402
-from titan_rl.kernels import token_logprob_triton as fused  # noqa: E402
+from bench.ahead_of_time import Launch, compile_for, recorded
+from titan_rl.kernels import token_logprob as kernel
+from titan_rl.kernels import token_logprob_triton as fused
 
 LLAMA, QWEN = (128256, 4096), (151936, 1024)  # vocabulary and width of Llama 3 8B and Qwen3 0.6B
 SHARD = (128256 // 8, 4096)  # under tensor parallelism 8

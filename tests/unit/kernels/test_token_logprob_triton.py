@@ -32,8 +32,8 @@ def compare(
     fused: Any = partial(token_logprob, with_entropy_grad=entropy, float32_logits=wide)
     for function in (fused, reference_token_logprob):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        inputs = [x.float() for x in leaves] if wide and function is not fused else leaves
-        logprob, entropies = function(*inputs, targets, temperature)
+        h, w = (x.float() for x in leaves) if wide and function is not fused else leaves
+        logprob, entropies = function(h, w, targets, temperature)
         loss = (logprob * by_token).sum() + ((entropies * by_token.flip(0)).sum() if entropy else 0)
         found.append((logprob, entropies, *torch.autograd.grad(loss, leaves)))
     for i, (a, b) in enumerate(zip(*found, strict=True)):
@@ -101,10 +101,12 @@ def test_a_gpu_gives_the_same_bits_twice() -> None:
     hidden = torch.randn(513, 256, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(33000, 256, device="cuda").bfloat16().requires_grad_()
     targets = torch.randint(0, 33000, (513,), device="cuda")
-    first, again = (
-        (*found, *torch.autograd.grad(sum(x.sum() for x in found), (hidden, weight)))
-        for found in (token_logprob(hidden, weight, targets, with_entropy_grad=True) for _ in range(2))
-    )
+
+    def results() -> list[torch.Tensor]:
+        logprob, entropy = token_logprob(hidden, weight, targets, with_entropy_grad=True)
+        return [logprob, entropy, *torch.autograd.grad((logprob + entropy).sum(), (hidden, weight))]
+
+    first, again = results(), results()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
