@@ -16,7 +16,6 @@ from monarch.actor import HostMesh, shutdown_context, this_host
 from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
 from titan_rl.meshes.faults import Watch
@@ -91,7 +90,7 @@ async def launch(
 
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
     """Deal GPUs to trainers, generators and roles, in this order, and start them all."""
-    config, g = resolved(setup.config, setup.device), setup.config.generator
+    config, g = setup.resolved, setup.config.generator
     shapes = {**setup.role_shapes, "critic": setup.shape.with_value_head()}
 
     async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:

@@ -59,6 +59,8 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
     meshes = [(0, run.parallelism.world_size)]
+    if run.placement.kind == "colocated":
+        meshes.clear()  # trainers and generators share
     if run.samples_rollouts:
         tp = run.generator.tensor_parallel_degree
         meshes += [(launch._first_gpu(setup, replica), tp) for replica in range(run.generator.replicas)]
