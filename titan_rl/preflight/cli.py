@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
         gpus = planned_gpus(config)
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
-    warnings = checks.warnings(config)
+    warnings = checks.warnings(config, gpus=gpus)
     if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
         problems = [problem for problem in problems if problem not in elsewhere]

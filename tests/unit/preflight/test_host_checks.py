@@ -1,10 +1,10 @@
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from support.checked_configs import config
+from support.nvidia_smi import two_gpus
 from titan_rl.preflight.checks import host, host_problems, problems
 from titan_rl.preflight.checks.host import CPU_HEAD_DIMS
 from titan_rl.wire.gpus import Gpus, found_gpus, visible_gpus
@@ -64,21 +64,6 @@ def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: 
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == expected
-
-
-def two_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, cuda: str = "13.0") -> None:
-    """Put an nvidia-smi of two GPUs into PATH, one of them split."""
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"""#!/bin/sh
-case "$1" in
--L) echo 'GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\nGPU 1: A (UUID: GPU-2)' ;;
---query*) echo '0, GPU-1, 81559\n1, GPU-2, 15360' ;;
-*) echo '| NVIDIA-SMI 580.65  Driver Version: 580.65.06   CUDA Version: {cuda}   |' ;;
-esac
-""")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(

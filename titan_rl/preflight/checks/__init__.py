@@ -43,7 +43,7 @@ def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     return [*check_driver(config, gpus), *check_placement(config, usable_shape(config)[0], gpus.count)]
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     found = []
     trainer, generator = config.training.mixed_precision_param, config.generator.dtype
@@ -65,4 +65,4 @@ def warnings(config: Config) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    return [*found, *snapshot_warning(config, usable_shape(config)[0])]
+    return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]

@@ -104,7 +104,7 @@ def _nearest(
     config: Config, shape: ModelShape, gpu_bytes: int, roles: Mapping[str, ModelShape], name: str, most: int
 ) -> str:
     """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
-    changes = list(_changes(config, shape, name, most))
+    changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
     for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
         changed = _with(config, keys)
         need = needs(on_gpus(changed, shape, gpu_bytes), shape, gpu_bytes, roles)[name]
