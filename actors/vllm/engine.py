@@ -26,6 +26,7 @@ from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
+from titan_rl.config.choices import HeadDtype
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.types import Completion, EngineStats, Request
@@ -41,6 +42,7 @@ class EngineSettings(GeneratorSection):
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
+    head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 

@@ -41,6 +41,13 @@ class Compiled:
     warps: int
     instructions: Counter[str]  # by opcode with its modifiers, e.g. LDG.E.128
 
+    @property
+    def resident_warps(self) -> int:
+        """How many warps a multiprocessor holds of the 64 that it has room for, by the 65,536 registers that they share
+        (given out by 8 a thread)."""
+        programs = 65536 // (-(-self.registers // 8) * 8 * 32 * self.warps)
+        return min(programs * self.warps, 64 // self.warps * self.warps)
+
     def count(self, *opcodes: str) -> int:
         return sum(n for name, n in self.instructions.items() if name.split(".")[0] in opcodes)
 
@@ -64,7 +71,8 @@ def launches() -> Iterator[list[Launch]]:
 
 def _launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
     names: list[str] = kernel.arg_names
-    values = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
+    given = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
+    values = {name: given[name] for name in names}
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):

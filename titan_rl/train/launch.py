@@ -120,6 +120,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
         sleeps=config.placement.kind == "colocated",
+        head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
     )
     tp = g.tensor_parallel_degree

@@ -86,6 +86,32 @@ def test_training_dtypes_agree_with_the_reference(
     assert_same(found, results(reference_token_logprob, *arguments, entropy=entropy), tolerance)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 7, 6), (33, 70, 16)])
+def test_float32_logits_are_those_of_float32_products(shape: tuple[int, int, int], entropy: bool) -> None:
+    def reference(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_token_logprob(hidden.float(), weight.float(), *rest)
+
+    arguments = (*case(*shape, torch.bfloat16), 0.8)
+    want = results(reference, *arguments, entropy=entropy)
+    found = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy, float32_logits=True)
+    assert found[2].dtype == found[3].dtype == torch.bfloat16
+    assert_same(found, want, BF16)
+    for precise, exact in zip(found[:2], want[:2], strict=True):
+        torch.testing.assert_close(precise, exact)
+    if shape[0] > 1:
+        rounded = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy)
+        assert (rounded[0] - want[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_logits_change_nothing_where_logits_are_that_wide_anyhow(dtype: torch.dtype) -> None:
+    arguments = (*case(33, 70, 16, dtype), 0.8)
+    found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True, float32_logits=True)
+    want = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
 def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
     hidden, weight, targets = case(5, 11, 3, torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: reference_token_logprob(h, w, targets, 0.7), (hidden, weight))
