@@ -136,4 +136,4 @@ def _shape(window: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _octets(window: Tensor) -> Tensor:
-    return window.as_strided((1,), (1,)).view(torch.uint8)
+    return window.detach().as_strided((1,), (1,)).view(torch.uint8)

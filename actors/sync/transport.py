@@ -56,7 +56,7 @@ class Memory:
                 ends += -(-nbytes // PAGE) * PAGE
         self._fd = os.memfd_create("titan_rl weights")
         os.ftruncate(self._fd, ends)
-        mapping = Mapping(self._fd, ends, access=mmap.ACCESS_WRITE)
+        mapping = MappedFile(self._fd, ends, access=mmap.ACCESS_WRITE)
         # Calling close() lets no other process map the memory. It is freed when the last that mapped it has ended.
         self.close = finalize(self, _close, self._fd, mapping)
         self.close.atexit = False  # the kernel does it
@@ -90,7 +90,7 @@ class Shared:
             if (found := os.fstat(fd).st_size) != offer.size:
                 raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {found}")
             access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_READ
-            self._bytes = Mapping(fd, offer.size, access=access).octets(pinned)
+            self._bytes = MappedFile(fd, offer.size, access=access).octets(pinned)
         finally:
             os.close(fd)  # the mapping stays
         self._stamps = _stamps(self._bytes)
@@ -170,7 +170,7 @@ def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
     return action
 
 
-class Mapping(mmap.mmap):
+class MappedFile(mmap.mmap):
     """A file's memory. It lives as long as a tensor that views it, and CUDA unregisters it before it is unmapped: the
     next mapping may get the same addresses, which would count as registered already (error 712)."""
 
@@ -196,7 +196,7 @@ class Mapping(mmap.mmap):
 
 def mapped(fd: int, size: int, *, write: bool) -> Tensor:
     """Map a file's bytes. The mapping lives as long as the tensor.  # [size]"""
-    return Mapping(fd, size, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ).octets()
+    return MappedFile(fd, size, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ).octets()
 
 
 def octets(run: Tensor, block: Block) -> memoryview:
@@ -221,6 +221,6 @@ def _unpin(cuda: Any, address: int) -> None:
         raise RuntimeError(f"expected to unpin the memory at {address:#x}, found cudaHostUnregister error {error}")
 
 
-def _close(fd: int, mapping: Mapping) -> None:
+def _close(fd: int, mapping: MappedFile) -> None:
     os.close(fd)
     mapping.unpin()

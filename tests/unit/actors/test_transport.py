@@ -26,7 +26,7 @@ from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 
-KINDS = ["xxh3", "splitmix"]  # of checksums: on a host, and on a GPU
+DEVICE = {"of": "cpu"}
 ROWS, COLS, BLOCK = 40, 16, 256  # blocks of four rows
 COPIES = (Copy("w", 0, 0, ROWS, COLS, "p", 2, 0), Copy("norm", 0, 0, COLS, 1, "norm", 0, 0))
 
@@ -35,8 +35,9 @@ class Pair:
     """One trainer rank and one reader, in this process."""
 
     def __init__(self, **sync: Any) -> None:
-        self.weights = {"w": torch.randn(ROWS, COLS), "norm": torch.randn(COLS)}
-        self.live = {"p": torch.zeros(ROWS + 4, COLS), "norm": torch.zeros(COLS)}
+        with torch.device(DEVICE["of"]):
+            self.weights = {"w": torch.randn(ROWS, COLS), "norm": torch.randn(COLS)}
+            self.live = {"p": torch.zeros(ROWS + 4, COLS), "norm": torch.zeros(COLS)}
         self.staging = Staging(self.weights, {0: COPIES}, torch.float32, slice_bytes=1024, block_bytes=BLOCK)
         self.landing = Landing(self.live, [self.source], WeightSyncSection(**sync), "generator0[tp=0]")
         self.serial = 0
@@ -67,11 +68,12 @@ class Pair:
         return same and not bool(pads)
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["xxh3", "splitmix", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which checksums: a host's, a GPU's computed on the host, or a GPU's."""
     if request.param == "splitmix":
         as_on_a_gpu(monkeypatch)
-    return request.param
+    monkeypatch.setitem(DEVICE, "of", "cuda" if request.param == "cuda" else "cpu")
 
 
 @contextmanager
@@ -233,6 +235,12 @@ def test_live_parameters_that_somebody_else_changed_are_put_right_under_delta() 
     pair.live["p"][20] = 0
     pair.pull(pair.publish(1, slot=1))
     assert pair.holds(pair.weights)
+
+
+def test_a_layout_on_the_host_has_the_digest_that_it_always_had() -> None:
+    copies = (Copy("w", 0, 0, 40, 16, "p", 2, 0),)
+    assert layout(copies, "float32", 256) == layout(copies, "float32", 256, "xxh3") == 0x18FE036A8B2EFF8E
+    assert layout(copies, "float32", 256, "splitmix") != layout(copies, "float32", 256)
 
 
 @given(
