@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -123,6 +123,8 @@ class Generator(Actor):
         from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
+        with suppress(AttributeError):  # there is none before the first trainers
+            del self._landing  # unmaps and unpins the memory of trainers that are gone, before as much again is pinned
         with quiet_rdma():
             self._landing = Landing(self._engine.params(), sources, sync, f"generator rank {self._rank}")
         self._drains = sync.in_flight == "drain"
