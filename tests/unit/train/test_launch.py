@@ -86,3 +86,13 @@ def test_a_rank_that_was_planned_for_a_gpu_does_not_train_without_one(monkeypatc
     setup.device = "cpu"
     monkeypatch.setenv(gpus.PLANNED, launch._resources(setup, first=0, count=1)[gpus.PLANNED])
     gpus.require_planned_device(cuda_is_available=False)
+
+
+def test_cuda_ranks_are_launched_with_what_exact_and_deterministic_products_need() -> None:
+    run = load(find("grpo_llama"), [("debug.deterministic", "true"), ("generator.dtype", "float32")])
+    setup: Any = SimpleNamespace(config=run, device="cuda")
+    needed = {"TRITON_F32_DEFAULT": "ieee", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert needed.items() <= launch._resources(setup, first=0, count=1).items()
+    assert not needed.keys() & launch._resources(SimpleNamespace(config=run, device="cpu"), first=0, count=1).keys()  # type: ignore[arg-type]
+    fast = load(find("grpo_llama"), [("generator.dtype", "bfloat16")])
+    assert launch.cuda_environment(fast) == {}
