@@ -22,7 +22,7 @@ from titan_rl.actors.titan.private import StridedShard
 from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.weight_plan import Copy, Shard
-from titan_rl.wire.weight_source import Offer, Registered
+from titan_rl.wire.weight_source import HashKind, Offer, Registered
 
 
 def shards_of(
@@ -103,7 +103,7 @@ class Staging:
         named = str(dtype).removeprefix("torch.")
         self._blocks = {reader: blocks(run, block_bytes // dtype.itemsize) for reader, run in copies.items()}
         self._gpu = gpu_of(params.values())
-        self._kind = kind_on(self._gpu)
+        self._kind: HashKind = kind_on(self._gpu)
         self._layouts = {reader: layout(run, named, block_bytes, self._kind) for reader, run in copies.items()}
         sizes = [dtype.itemsize * sum(copy.elements for copy in run) for run in copies.values()]
         self._memory = Memory(sizes, pinned=self._gpu is not None)

@@ -40,7 +40,7 @@ def test_respawned_trainers_leave_the_pins_of_the_living_connections(cudart: Cud
     live = {"p": torch.zeros(44, 16)}
     generator: Any = SimpleNamespace(_engine=SimpleNamespace(params=lambda: live), _rank=0)
     connect: Any = inspect.unwrap(cast(Any, Generator.connect)._method)
-    staging = None
+    staging = trainer(-1)
     for value in range(RECONNECTS):
         del staging
         staging = trainer(value)

@@ -11,7 +11,7 @@ from titan_rl.kernels.block_hash import FIRST, KEY, SECOND, reference_block_hash
 SIZES = [torch.bfloat16, torch.float32]
 
 
-def windows_of(octets: bytes, shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Tensor]:
+def windows_of(octets: bytes | bytearray, shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Tensor]:
     """Cut bytes into the windows of one block."""
     whole = torch.tensor(list(octets), dtype=torch.uint8).view(dtype)
     sizes = [blocks * rows * cols for blocks, rows, cols in shapes]
