@@ -332,7 +332,7 @@ def _begun(request: Request) -> list[Completion]:
 def _sha256(tensor: "Tensor") -> str:
     import torch
 
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
 
 
 def _import_model(folder: str) -> None:

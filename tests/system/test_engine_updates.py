@@ -190,3 +190,55 @@ def check_siblings_share_their_prompt_under_every_version(engine: Engine) -> Non
         after = engine.stats()
         assert after.cached_tokens - before.cached_tokens == 7 * 32
         assert after.prompt_tokens - before.prompt_tokens == 8 * 40
+
+
+@pytest.fixture
+def offloading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that sleeps as one on a GPU does. vLLM's own part of it is real, apart from the worker's: on CPU that
+    frees nothing."""
+    monkeypatch.setattr(engine, "offloads", True)
+    monkeypatch.setattr(engine, "_buffers", None)
+    return engine
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def check_a_sleep_without_weights_ends_with_those_of_the_next_version(
+    offloading: Engine, model: Any, changed: Any, monkeypatch: pytest.MonkeyPatch, keep: bool
+) -> None:
+    engine, levels = offloading, list[int]()
+    monkeypatch.setattr(engine._llm.model_executor.driver_worker.worker, "sleep", levels.append, raising=False)
+    engine.add([GROUP])
+    for _ in range(10):
+        engine.step()
+    engine.sleep()
+    assert levels == [2]
+    assert engine._llm.is_sleeping()
+    for parameter in engine.params().values():
+        parameter.fill_(float("nan"))  # as the memory that comes back
+    engine.suspend()
+    engine.wake()
+    assert not engine._llm.is_sleeping()
+    with pytest.raises(RuntimeError, match="sync weights before sampling"):
+        engine.step()
+    overwrite(engine, changed)
+    engine.set_version(1, keep=keep)
+    for completion in finish(engine)["group"]:
+        assert completion.versions == [0] * 10 + [1] * 14
+        assert max(gap(model, completion, context=CONTEXT)[:10]) < 1e-5
+        assert max(gap(changed, completion, context=CONTEXT)[10:]) < 1e-5  # the KV cache was freed: all is recomputed
+
+
+def check_buffers_must_survive_the_first_sleep(offloading: Engine) -> None:
+    engine = offloading
+    (name, buffer), *_ = engine._model.named_buffers()
+    engine.sleep()
+    buffer[0] += 1
+    with pytest.raises(
+        RuntimeError, match=f"expected buffers as before vLLM's level-2 sleep, found .*{name}.* changed"
+    ):
+        engine.wake()
+    buffer[0] -= 1
+    engine.wake()
+    engine.sleep()
+    engine.wake()
+    assert not engine.asleep
