@@ -159,6 +159,9 @@ class HostsSection:
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
+    gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
+    """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
+    run fits. 0: check only where there are GPUs."""
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""

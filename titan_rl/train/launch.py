@@ -18,6 +18,7 @@ from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
+from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -93,7 +94,7 @@ async def launch(
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
     """Deal GPUs to trainers, generators and roles, in this order, and start them all. Generators that share the
     trainers' GPUs start before them: vLLM measures how much memory is free, which nothing else may change meanwhile."""
-    config, g = setup.config, setup.config.generator
+    config, g = setup.resolved, setup.config.generator
     shapes = {**setup.role_shapes, "critic": setup.shape.with_value_head()}
 
     async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
@@ -184,7 +185,18 @@ def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
         "OMP_NUM_THREADS": str(setup.config.hosts.threads),
         PLANNED: setup.device,
+        **(cuda_environment(setup.config) if setup.device == "cuda" else {}),
     }
+
+
+def cuda_environment(config: Config) -> dict[str, str]:
+    """Return what CUDA's libraries read once, before a rank could set it."""
+    found = {}
+    if config.generator.dtype == "float32":
+        found["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's float32 attention would multiply in TF32, which has three digits
+    if config.debug.deterministic:
+        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return found
 
 
 async def shutdown() -> None:

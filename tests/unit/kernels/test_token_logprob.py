@@ -23,7 +23,7 @@ BF16 = 0.03  # absolute and relative
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel.TILES, "cpu", (4, 8))
+    monkeypatch.setattr(kernel, "TILE", (4, 8))
 
 
 def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
@@ -95,7 +95,7 @@ def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
 
 def test_the_shipped_tile_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    arguments = (*case(kernel.TILES["cpu"][0] + 3, kernel.TILES["cpu"][1] + 5, 8), 1.0)
+    arguments = (*case(kernel.TILE[0] + 3, kernel.TILE[1] + 5, 8), 1.0)
     found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
     assert_same(found, results(reference_token_logprob, *arguments, entropy=True), 1e-4)
 
@@ -237,7 +237,7 @@ def rank_matches_single(rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=3)
-    kernel.TILES["cpu"] = (4, 8)
+    kernel.TILE = (4, 8)
     groups = dist.new_group([0, 1]), dist.group.WORLD
     for shards, group in zip(SHARDS, groups, strict=True):
         if rank < len(shards[0]) - 1:

@@ -6,6 +6,7 @@ from support.checked_configs import config
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.checks import problems, warnings
+from titan_rl.wire.gpus import Gpus
 
 
 def test_the_defaults_run() -> None:
@@ -133,7 +134,7 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
     ],
 )
 def test_no_problem(tmp_path: Path, toml: str) -> None:
-    assert problems(config(tmp_path, toml), gpus=2 if "cuda" in toml else 0) == []
+    assert problems(config(tmp_path, toml), gpus=Gpus(2 if "cuda" in toml else 0)) == []
 
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_shipped_configs_need_at_most_files_and_gpus(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # else the folders of an earlier run may be found
-    found = problems(load(find(name)), gpus=8)
+    found = problems(load(find(name)), gpus=Gpus(8))
     sections = ("model", "teacher", "reward_model", "critic")
     models = tuple(f"{section}.hf_assets_path: expected a Hugging Face folder" for section in sections)
     assert all(problem.startswith((*models, "task.path: ", "task.eval_path: ")) for problem in found), found

@@ -66,6 +66,8 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
     meshes = [(0, run.parallelism.world_size)]
+    if run.placement.kind == "colocated":
+        meshes.clear()  # trainers and generators share
     if run.samples_rollouts:
         tp = run.generator.tensor_parallel_degree
         meshes += [(launch._first_gpu(setup, replica), tp) for replica in range(run.generator.replicas)]
@@ -105,9 +107,8 @@ class Started:
         monkeypatch.setattr(launch, "ModelMesh", self.model_mesh)
         shape: Any = SimpleNamespace(with_value_head=lambda: None)
         config = load(find("grpo_llama"), [(key.replace("__", "."), value) for key, value in keys.items()])
-        folder = "model"
         setup: Any = SimpleNamespace(
-            config=config, device=device, shape=shape, role_shapes={}, model_folder=folder, policy=None
+            config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
         )
         nothing: Any = None
         asyncio.run(launch._start(nothing, setup, Terminal(), nothing))
