@@ -206,7 +206,7 @@ def check_a_sleep_without_weights_ends_with_those_of_the_next_version(
     offloading: Engine, model: Any, changed: Any, monkeypatch: pytest.MonkeyPatch, keep: bool
 ) -> None:
     engine, levels = offloading, list[int]()
-    monkeypatch.setattr(engine._llm.model_executor.driver_worker.worker, "sleep", levels.append, raising=False)
+    monkeypatch.setattr(engine._llm.model_executor.driver_worker.worker, "sleep", lambda level: levels.append(level))
     engine.add([GROUP])
     for _ in range(10):
         engine.step()
