@@ -87,6 +87,11 @@ class Landing:
         self._held = [manifest.checksums for manifest in manifests]
         return ReaderCost(write=written - began, verify=time.perf_counter() - written)
 
+    def forget(self) -> None:
+        """Take note that the parameters hold nothing: the next fetch must be a whole one, and a fetch made before is
+        void."""
+        self._held = self._announced = None
+
     async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
         """Return the seconds it took. Hashes on another thread: hashing releases the GIL, so sampling continues."""
         began = time.perf_counter()

@@ -141,7 +141,10 @@ def generators(setup: Setup) -> MeshRow:
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
     procs = g.replicas * g.tensor_parallel_degree
-    return MeshRow("generator", procs, layout, device(setup), g.dtype, f"weights {size(each)} per rank, {cache}")
+    holds = f"weights {size(each)} per rank, {cache}"
+    if setup.device == "cuda" and setup.config.debug.deterministic:
+        holds += ", batch-invariant kernels"
+    return MeshRow("generator", procs, layout, device(setup), g.dtype, holds)
 
 
 def device(setup: Setup) -> str:

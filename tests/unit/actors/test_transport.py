@@ -228,6 +228,20 @@ def test_after_refused_weights_everything_is_transferred_again() -> None:
     assert pair.holds(pair.weights)
 
 
+@pytest.mark.parametrize("verify", ["off", "transfer", "live"])
+def test_after_a_sleep_that_empties_the_parameters_everything_is_transferred_again(verify: str) -> None:
+    pair = Pair(verify=verify, delta=True)
+    everything = pair.pull(pair.publish(0, slot=0))
+    asyncio.run(pair.landing.fetch_weights([pair.publish(1, slot=1)], timeout=30))  # nothing, as nothing changed
+    for parameter in pair.live.values():
+        parameter.zero_()
+    pair.landing.forget()
+    with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
+        asyncio.run(pair.landing.write_weights(timeout=30))
+    assert pair.pull(pair.publish(2, slot=0)) == everything
+    assert pair.holds(pair.weights)
+
+
 @pytest.mark.usefixtures("kind")
 def test_live_parameters_that_somebody_else_changed_are_put_right_under_delta() -> None:
     pair = Pair(delta=True)

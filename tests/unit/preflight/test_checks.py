@@ -166,6 +166,18 @@ def test_colocated_engines_cannot_drain(tmp_path: Path) -> None:
     assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep')
 
 
+def test_kept_keys_and_values_need_a_correction_and_devices_of_their_own(tmp_path: Path) -> None:
+    keep = '[weight_sync]\nin_flight = "keep"\n'
+    uncorrected = '[algorithm]\nproximal = "trainer"\ncorrection = "none"\n'
+    assert problems(config(tmp_path, f"{keep}{uncorrected}")) == []  # without a lag nothing is in flight
+    assert problems(config(tmp_path, f"{keep}[rollout]\nlag = 1")) == []  # which is corrected by default
+    assert problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[algorithm]\nproximal = "generator"')) == []
+    (problem,) = problems(config(tmp_path, f"{keep}{uncorrected}[rollout]\nlag = 1"))
+    assert problem.startswith('algorithm.correction: expected "token_tis" or another correction, because weight_sync')
+    (problem,) = problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[placement]\nkind = "colocated"'))
+    assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep and free their keys and')
+
+
 def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
     here = f'[job]\ndump_folder = "{run}"\n'
