@@ -3,6 +3,7 @@
 The controller imports this module to spawn the actor; torch and TorchTitan are imported in `start`, on the rank.
 """
 
+import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
 from titan_rl.actors.imports import compile_deferred, without_gc
+from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
+from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import SnapshotPart
@@ -39,7 +42,8 @@ class ModelRank(Actor):
     async def start(self) -> int:
         """Build the model; return the bytes of parameters that this rank holds."""
         _, config, _, _ = self._given
-        with without_gc(), nullcontext() if config.compile.enable else compile_deferred():
+        compiled = compiles(config, os.environ.get(PLANNED, "cpu"))
+        with without_gc(), nullcontext() if compiled else compile_deferred():
             from titan_rl.actors.titan.role_model import RoleModel
 
         quiet()
@@ -136,6 +140,8 @@ class ModelRank(Actor):
         began, self._packed = time.perf_counter(), self._model.phase_step
         with span("publish", version=version):
             manifests = self._staging.pack(version, slot, serial)
+        if self._model.config.placement.kind == "colocated":
+            self._model.release_memory()  # before engines on the same device wake and take these weights
         return manifests, time.perf_counter() - began
 
     @verb

@@ -14,10 +14,12 @@ import numpy as np
 from monarch.actor import HostMesh
 
 from titan_rl.actors.model_rank import ModelRank
+from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.spawn import end, spawn
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import Snapshot
@@ -48,7 +50,8 @@ class ModelMesh:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._warm.clear()
         shape = {"dp": self.dp, "tp": self.tp}
-        kind = None if self._given[1].compile.enable else "model"  # its zygote has deferred TorchTitan's own compiling
+        compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
+        kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
         self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env, group=True)
         actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
         points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]

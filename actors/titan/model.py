@@ -35,9 +35,10 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import flash_attention, heads, private, titan_cpu
+from titan_rl.actors.titan import document_attention, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
 from titan_rl.config import sections
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
@@ -76,17 +77,22 @@ def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
 
 class TitanModel:
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
-        self.config = config
         self.shape = shape
         require_planned_device(torch.cuda.is_available())
         titan_cpu.use_cpu()
         flash_attention.use_installed()
+        document_attention.forbid_tf32()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)
+        self.config = config = resolved(config, self.device.type)
         self.titan = titan_config(config, parallelism)
         meet_in_file()
-        world_size = dist_utils.init_distributed(self.titan.comm, base_folder=config.job.dump_folder)
+        world_size = dist_utils.init_distributed(
+            self.titan.comm,
+            enable_cpu_backend=self._offloads,  # gradients are in host memory when their norm is taken
+            base_folder=config.job.dump_folder,
+        )
         self.dims = ParallelDims.from_config(self.titan.parallelism, world_size)
         dist_utils.set_spmd_backend(self.titan.parallelism.spmd_backend)
         self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
@@ -97,6 +103,11 @@ class TitanModel:
         self.rope_head_dims = rope_head_dims(shape, self.names)
 
     @property
+    def _offloads(self) -> bool:
+        """Whether FSDP2 keeps parameters, gradients and optimizer states in host memory."""
+        return self.config.training.enable_cpu_offload and self.device.type != "cpu"
+
+    @property
     def nbytes(self) -> int:
         return sum(local(p).nbytes for p in self.model.parameters())
 
@@ -104,8 +115,9 @@ class TitanModel:
         spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
         with private.trainer_not_imported():
             spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
-        own = [heads.OVERRIDES[self.shape.head], *titan_cpu.OVERRIDES]
-        apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
+        attention = document_attention.overrides(self.device.type, self.config.training.mixed_precision_param)
+        own = [heads.OVERRIDES[self.shape.head], *attention, *self.config.override.imports]
+        apply_overrides(OverrideConfig(imports=own), spec.model)
         return spec
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
@@ -123,9 +135,9 @@ class TitanModel:
             dump_folder=self.config.job.dump_folder,
         )
         titan_cpu.force_sum_reduction(model)
-        model.to_empty(device=titan_utils.device_type)
+        model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
-            model.init_weights(buffer_device=None)
+            model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
         return model.train()
 
     def initialize(self) -> None:
@@ -177,6 +189,22 @@ class TitanModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def sync_gradients(self, on: bool) -> None:
+        """Set whether the next backward adds up gradients over the mesh, with those of the backwards before it that did
+        not: FSDP2 keeps theirs on each rank, unsharded."""
+        self.model.set_requires_gradient_sync(on)
+
+    def discard_gradients(self) -> None:
+        """Drop all gradients, also those that FSDP2 keeps unsharded until the next sync."""
+        self.model.zero_grad()
+        private.drop_unsharded_gradients(self.model)
+
+    def release_memory(self) -> None:
+        """Give the memory that torch's allocator keeps for later back to the device, which another process shares."""
+        self.reshard()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def checksum(self) -> int:
         self.reshard()

@@ -79,8 +79,9 @@ class Phase:
         scratch."""
         self._model = model
         self._folder = Path(model.config.job.dump_folder, folder)
-        model.model.zero_grad()  # an interrupted phase may have accumulated some
+        model.discard_gradients()  # an interrupted phase may have accumulated some
         config = model.config
+        self._syncs_each = config.training.gradient_sync == "microbatch"
         self._optimizers = self._optimizer(schedule.lr)
         self._schedulers = schedule.schedulers(self._optimizers, at if isinstance(at, int) else 0)
         self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
@@ -136,8 +137,11 @@ class Phase:
             return self._end([self._update(whole, 1 / divisor)])
 
     def accumulate(self, batch: Batch, objective: Objective) -> None:
+        """Run forward and backward over one update's microbatches, or over a streamed part of them."""
+        last = len(batch.microbatches) - 1
         with self._timed():
-            for rows in batch.microbatches:
+            for i, rows in enumerate(batch.microbatches):
+                self._model.sync_gradients(i == last or self._syncs_each)
                 self._instruments.tokens += rows.tokens.size
                 with span("forward"):
                     loss, measured = objective(DeviceRows.of(rows, self._model.device), batch)

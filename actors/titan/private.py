@@ -9,6 +9,8 @@ llama3_output_init
     Llama 3's initializer of the output projection depends on `dim`; a flavor has only the one of its own size.
 StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
+drop_unsharded_gradients
+    FSDP2 has no public way to drop the gradients of backwards that did not sync: zero_grad() sees shards only.
 FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     TorchTitan compiles them when it is imported. While a rank imports it, actors/imports.py puts that off to their
     first call.
@@ -25,8 +27,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWriter
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torchtitan.models.llama3 import _build_llama3_layers as build_llama3_layers
 from torchtitan.models.llama3 import _output_linear_init as llama3_output_init
@@ -38,6 +42,7 @@ __all__ = [
     "StridedShard",
     "build_llama3_layers",
     "build_qwen3_layers",
+    "drop_unsharded_gradients",
     "llama3_output_init",
     "trainer_not_imported",
 ]
@@ -57,3 +62,12 @@ def trainer_not_imported() -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
+
+
+def drop_unsharded_gradients(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+                    parameter._unsharded_param.grad = None

@@ -3,20 +3,15 @@
 On a machine with CUDA it changes nothing. Without CUDA:
 - TorchTitan takes "cuda" for the device type at import, because torch reports no accelerator;
 - TorchTitan has FSDP2 divide gradients by 1.0, which uses ReduceOp.PREMUL_SUM, which gloo lacks;
-- no attention backend has a CPU backward for packed documents (varlen and flex are GPU kernels);
+- no attention backend of TorchTitan's has a CPU backward for packed documents (see document_attention.py);
 - DTensor has no random-number tracker on CPU, so every rank would draw the same values for its shard.
 """
 
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.config import derive, override
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
@@ -30,52 +25,6 @@ def use_cpu() -> None:
             for name, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
                 if name in vars(module):
                     setattr(module, name, value)
-
-
-class DocumentSDPA(VarlenAttention):
-    """VarlenAttention's contract (packed documents, `VarlenMetadata` masks) as one causal SDPA per document length.
-
-    Measured on 8 rows of ten 10-token documents, forward and backward: 2.3 ms against 5.8 ms for a call per document.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
-        pass
-
-    def forward(  # TorchTitan's local_map finds q, k and v by these names
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
-        shape_BLNH = q_BLNH.shape
-        q, k, v = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))  # [B*L, N, H]
-        ends = attention_masks.cu_seq_q
-        lengths = ends.diff()
-        outputs, places = [], []
-        for length in lengths.unique().tolist():
-            starts = ends[:-1][lengths == length]
-            at = starts[:, None] + torch.arange(length, device=starts.device)  # [documents, length]
-            q_DNLH, k_DNLH, v_DNLH = (x[at].transpose(1, 2) for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(
-                q_DNLH, k_DNLH, v_DNLH, is_causal=True, scale=scale, enable_gqa=enable_gqa
-            )
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
-            places.append(at.flatten())
-        return torch.cat(outputs)[torch.cat(places).argsort()].view(shape_BLNH)
-
-
-@override(target=VarlenAttention.Config, exact=True, description="Attention over packed documents on a CPU.")
-def document_attention(config: VarlenAttention.Config) -> DocumentSDPA.Config:
-    return derive(config, DocumentSDPA.Config)
-
-
-OVERRIDES = [f"{__name__}.document_attention"] if ON_CPU else []
 
 
 def force_sum_reduction(model: torch.nn.Module) -> None:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, Dtype, Family, HeadDtype, bounds
+from titan_rl.config.choices import MOST_RANKS, Dtype, Family, HeadDtype, Switch, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,9 @@ class TrainingSection:
     """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory (GPU runs)."""
+    gradient_sync: Literal["auto", "update", "microbatch"] = "auto"
+    """Add up gradients over the mesh once per "update", for which ranks keep them unsharded (4 bytes per parameter /
+    tensor_parallel_degree), or after each "microbatch". "auto": per update if it fits the GPU."""
     gc_freq: int = bounds(50, ge=1, le=10**9)
     """Collect a trainer's Python garbage every gc_freq steps, on all ranks at once, and at no other time."""
 
@@ -132,8 +135,9 @@ class ActivationCheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileSection:
-    enable: bool = False
-    """Apply torch.compile to each transformer block. GPU only in practice: on CPU it does not pay off."""
+    enable: Switch = "auto"
+    """Apply torch.compile to each transformer block. "auto": on GPUs, if training.mixed_precision_param is bfloat16:
+    float32 attention cannot be compiled, and on a CPU it does not pay off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

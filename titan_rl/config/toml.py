@@ -42,7 +42,7 @@ class ConfigError(Exception):
 class Key:
     """One key of one section, as sections.py declares it."""
 
-    type: Any  # bool, int, float, str, list[int], or a Literal of strings
+    type: Any  # bool, int, float, str, list[int], or a Literal of strings, true and false
     default: Any
     doc: str
     ge: float | None = None
@@ -51,12 +51,20 @@ class Key:
     lt: float | None = None
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def choices(self) -> tuple[str | bool, ...]:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
+    def is_switch(self) -> bool:
+        """Return whether the flag may stand without a value, for true."""
+        return self.type is bool or True in self.choices
+
+    @property
     def kind(self) -> str:
-        return " | ".join(self.choices) or f"{inspect.formatannotation(self.type)} {self.range}".rstrip()
+        return (
+            " | ".join(as_text(choice) for choice in self.choices)
+            or f"{inspect.formatannotation(self.type)} {self.range}".rstrip()
+        )
 
     @property
     def range(self) -> str:
@@ -76,7 +84,7 @@ class Key:
 
     def accepts(self, value: Any) -> bool:
         if self.choices:
-            return value in self.choices
+            return any(type(value) is type(choice) and value == choice for choice in self.choices)  # 1 == True
         if get_origin(self.type) is list:
             return type(value) is list and all(type(item) in get_args(self.type) for item in value)
         return (
@@ -91,7 +99,7 @@ class Key:
     def parse(self, text: str) -> Any:
         """Parse a flag's text as this key's type. Text that does not parse stays text, which `accepts` refuses."""
         with contextlib.suppress(KeyError, ValueError, RecursionError):
-            if self.type is bool:
+            if self.is_switch and text not in self.choices:
                 return {"true": True, "false": False}[text.lower()]
             if self.type in (int, float):
                 return self.type(text)
@@ -163,7 +171,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
         elif key.accepts(value):
             values[section][name] = value
         else:
-            hint = did_you_mean(str(value), key.choices)
+            hint = did_you_mean(str(value), map(as_text, key.choices))
             problems.append(f"{label}: expected {key.expected}, found {_shown(value)}{hint}")
 
     for file, section, table in _tables(path, problems):
@@ -196,6 +204,11 @@ def to_toml(config: Config) -> str:
         commented = [f"{line:<{width}}  # {key.doc}" for line, key in zip(lines, keys.values(), strict=True)]
         blocks.append("\n".join([f"[{section}]", *commented]))
     return "\n\n".join(blocks) + "\n"
+
+
+def as_text(choice: str | bool) -> str:
+    """Write a choice as a flag's text: strings without quotes."""
+    return choice if isinstance(choice, str) else as_toml(choice)
 
 
 def as_toml(value: Any) -> str:

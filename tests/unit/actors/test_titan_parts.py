@@ -15,11 +15,11 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.observability.structured_logger import log_trace_span
 
-from titan_rl.actors.titan import heads, titan_cpu
+from titan_rl.actors.titan import document_attention, heads, titan_cpu
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
 from titan_rl.actors.titan.model import file_numbers, titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
-from titan_rl.config.sections import Config, DebugSection, ParallelismSection, TrainingSection
+from titan_rl.config.sections import Config, DebugSection, Dtype, ParallelismSection, TrainingSection
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
 
@@ -43,9 +43,10 @@ SHAPES = {"llama": LLAMA, "llama tied": replace(LLAMA, tied=True), "qwen": QWEN,
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def built(shape: ModelShape) -> Any:
+def built(shape: ModelShape, device: str = "cpu", compute: Dtype = "float32") -> Any:
     spec = build_spec(shape, seq_len=32)
-    apply_overrides(OverrideConfig(imports=[heads.OVERRIDES[shape.head], *titan_cpu.OVERRIDES]), spec.model)
+    own = [heads.OVERRIDES[shape.head], *document_attention.overrides(device, compute)]
+    apply_overrides(OverrideConfig(imports=own), spec.model)
     with torch.device("meta"):
         return spec.model.build()
 
@@ -86,8 +87,25 @@ def test_heads_and_attention_are_overridden() -> None:
     model = built(LLAMA)
     assert isinstance(model.lm_head, heads.TokenHead)
     assert isinstance(built(LLAMA.with_value_head()).lm_head, heads.ValueHead)
-    attention = {type(layer.attention.inner_attention) for layer in model.layers.values()}
-    assert (attention == {titan_cpu.DocumentSDPA}) == titan_cpu.ON_CPU
+
+
+@pytest.mark.parametrize(
+    ("device", "compute", "attention"),
+    [
+        ("cpu", "float32", document_attention.DocumentSDPA),
+        ("cpu", "bfloat16", document_attention.DocumentSDPA),
+        ("cuda", "float32", document_attention.DocumentSDPA),
+        ("cuda", "bfloat16", VarlenAttention),
+    ],
+)
+def test_attention_runs_on_the_device_and_in_the_dtype(
+    device: str, compute: Dtype, attention: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        model = built(LLAMA, device, compute)
+    assert {type(layer.attention.inner_attention) for layer in model.layers.values()} == {attention}
+    slower = [record for record in caplog.records if "attention runs in float32 too" in record.message]
+    assert len(slower) == (device == "cuda" and compute == "float32"), "once per model, not per layer"
 
 
 def test_torchtitans_sections_are_filled_from_ours() -> None:

@@ -106,6 +106,9 @@ def test_values_over_defaults_and_overrides_over_values(tmp_path: Path) -> None:
         ("override.imports", "my.module.f, other.g", ["my.module.f", "other.g"]),
         ("override.imports", '["my.module.f"]', ["my.module.f"]),
         ("model.name", "qwen3", "qwen3"),
+        ("compile.enable", "auto", "auto"),
+        ("compile.enable", "True", True),
+        ("compile.enable", "false", False),
     ],
 )
 def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: str, value: Any) -> None:
@@ -113,6 +116,12 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
     found = getattr(getattr(loaded(tmp_path, "", (flag, text)), section), key)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value: bool) -> None:
+    config = loaded(tmp_path, f"[compile]\nenable = {str(value).lower()}\n")
+    assert config.compile.enable is value
 
 
 @pytest.mark.parametrize(
@@ -154,6 +163,11 @@ def test_overrides_are_read_by_their_keys_type(tmp_path: Path, flag: str, text: 
         ("[optimizer]\nbeta1 = 1.5", "run.toml: [optimizer] beta1: expected a number >= 0 and < 1, found 1.5"),
         ("[rollout]\nlag = -1", "run.toml: [rollout] lag: expected an integer >= 0 and <= 1000, found -1"),
         ("[job]\nfresh = 1", "run.toml: [job] fresh: expected true or false, found 1"),
+        ("[compile]\nenable = 1", 'run.toml: [compile] enable: expected one of true, false, "auto", found 1'),
+        (
+            '[compile]\nenable = "true"',
+            'run.toml: [compile] enable: expected one of true, false, "auto", found "true"; did you mean \'true\'?',
+        ),
         ("[job]\ndescription = 1", "run.toml: [job] description: expected a string, found 1"),
         ("[rollout]\nstop_token_ids = [1, true]", "stop_token_ids: expected a list of integers, found [1, true]"),
         (

@@ -1,0 +1,127 @@
+"""What gloo_ranks.on_ranks runs on the ranks of a mesh: training steps, and exports."""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from support.flash_on_cpu import flash_on_cpu
+from support.trainer_cases import LAYOUTS, config
+from titan_rl.config.sections import ActivationCheckpointSection, Config, Dtype, ParallelismSection
+from titan_rl.wire.types import Batch, Sample
+
+STEPS = 2
+MICROBATCHES = 4
+LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """How one model is trained."""
+
+    layout: str = "one"
+    recompute: Literal["none", "selective", "full"] = "none"
+    compiled: bool = False
+    flash: bool = False  # the attention of CUDA
+    compute: Dtype = "float32"
+    sync: Literal["update", "microbatch"] = "update"
+    parts: int = 1  # in which each update is accumulated
+
+
+MESHES = {
+    "one": ParallelismSection(),
+    **LAYOUTS,
+    "hsdp_2x2": ParallelismSection(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
+}
+
+
+def config_of(case: Case, folder: Path) -> Config:
+    base = config(folder, MESHES[case.layout])
+    return replace(
+        base,
+        training=replace(
+            base.training,
+            seq_len=LENGTH,
+            local_batch_size=1,
+            mixed_precision_param=case.compute,
+            gradient_sync=case.sync,
+        ),
+        activation_checkpoint=ActivationCheckpointSection(mode=case.recompute),
+        compile=replace(base.compile, enable=case.compiled),
+        checkpoint=replace(base.checkpoint, enable=False),
+        algorithm=replace(base.algorithm, name="sft"),
+    )
+
+
+def samples(step: int, rows: int) -> list[Sample]:
+    """Return two documents of random lengths for each row."""
+    random = np.random.default_rng(step)
+    cuts = random.integers(8, LENGTH - 8, rows)
+    lengths = [length for cut in cuts for length in (cut, LENGTH - cut)]
+    return [Sample(random.integers(3, 60, n).tolist(), [0, 0] + [1] * (n - 2)) for n in lengths]
+
+
+def train_and_export(folder: Path, cases: Sequence[Case], exports: Sequence[Case]) -> tuple[list[Any], list[Any]]:
+    """Return loss and gradient norm of each step of each case; and the digest of each tensor of each export."""
+    losses = [trained(folder / f"trained-{number}", case) for number, case in enumerate(cases)]
+    return losses, [exported(folder / f"exported-{number}", case) for number, case in enumerate(exports)]
+
+
+def trained(folder: Path, case: Case) -> list[list[float]]:
+    import torch.distributed as dist
+
+    from titan_rl.actors.titan import model as titan_model
+    from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.batch.packing import pack
+    from titan_rl.preflight.shapes import shape_of
+
+    given = config_of(case, folder)
+    real = titan_model.titan_config
+
+    def traced(*arguments: Any) -> Any:  # inductor's C++ is not what CUDA runs; graphs and their fullgraph rule are
+        made = real(*arguments)
+        made.compile.backend = "aot_eager"
+        return made
+
+    titan_model.titan_config = traced
+    with flash_on_cpu() if case.flash else nullcontext() as calls:
+        model = RoleModel("trainer", given, shape_of(given.model), given.parallelism)
+        model.begin_phase("rl", 0)
+        row, found = dist.get_rank() // given.parallelism.tensor_parallel_degree, []
+        for step in range(STEPS):
+            made = samples(step, given.parallelism.dp * MICROBATCHES)
+            batch = pack(made, shards=given.parallelism.dp, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0)[row]
+            assert len(batch.microbatches) == MICROBATCHES
+            stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
+            found.append([stats.loss, stats.grad_norm])
+        model.close()
+    titan_model.titan_config = real
+    if calls is not None:
+        assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers
+    return found
+
+
+def streamed(model: Any, batch: Batch, parts: int) -> Any:
+    size = MICROBATCHES // parts
+    for start in range(0, MICROBATCHES, size):
+        model.accumulate(replace(batch, microbatches=batch.microbatches[start : start + size]))
+    return model.phase.update(batch, 1.0)
+
+
+def exported(folder: Path, case: Case) -> dict[str, str]:
+    import torch.distributed as dist
+    from safetensors.numpy import load_file
+
+    from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.preflight.shapes import shape_of
+
+    given = config_of(case, folder)
+    model = RoleModel("trainer", given, shape_of(given.model), given.parallelism)
+    model.write(folder / "hf")
+    dist.barrier()
+    (file,) = (folder / "hf").glob("*.safetensors")
+    return {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in load_file(file).items()}

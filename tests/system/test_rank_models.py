@@ -1,0 +1,90 @@
+"""Models on gloo ranks without Monarch: CUDA's modules with CPU kernels under them, and gradients synced per update.
+
+Recomputed activations, compiled blocks, FlashAttention's operators and FSDP2 or TP meet here as on a GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from support.gloo_ranks import on_ranks
+from support.rank_programs import STEPS, Case, train_and_export
+from titan_rl.config.sections import Dtype
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+Losses = list[list[float]]  # loss and gradient norm of each step
+Answer = tuple[list[Losses], list[Any]]
+
+
+def on_cuda(layout: str, modes: Sequence[Mode] = MODES, *, compiled: bool = False) -> list[Case]:
+    return [Case(layout=layout, flash=True, compute="bfloat16", recompute=mode, compiled=compiled) for mode in modes]
+
+
+def synced(layout: str, compute: Dtype = "float32") -> list[Case]:
+    """Return cases that sync gradients after every microbatch, per update, and per part of an update."""
+    whole = Case(layout=layout, compute=compute)
+    return [replace(whole, sync="microbatch"), whole, replace(whole, parts=2)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Answer:
+    cases = [*on_cuda("one"), *on_cuda("one", compiled=True), Case(compute="bfloat16"), *synced("one")]
+    return on_ranks(1, train_and_export, cases, [Case()])
+
+
+@pytest.fixture(scope="module")
+def two() -> Answer:
+    cases = [
+        case
+        for layout in ("fsdp2", "tp2")
+        for case in (*on_cuda(layout), *on_cuda(layout, ["selective"], compiled=True))
+    ]
+    return on_ranks(2, train_and_export, [*cases, *synced("fsdp2")], [])
+
+
+@pytest.fixture(scope="module")
+def four() -> Answer:
+    cases = [*synced("fsdp2_tp2", "bfloat16"), *synced("hsdp_2x2")]
+    return on_ranks(4, train_and_export, cases, [Case(layout="fsdp2_tp2", recompute=mode) for mode in MODES])
+
+
+def assert_close(found: Losses, expected: Losses, relative: float) -> None:
+    assert len(found) == STEPS
+    assert found[0] != found[1], "the steps differ"
+    np.testing.assert_allclose(found, expected, rtol=relative)
+
+
+def test_recomputed_and_compiled_blocks_change_no_loss(alone: Answer) -> None:
+    eager, compiled, document = alone[0][:3], alone[0][3:6], alone[0][6]
+    assert eager == [eager[0]] * 3, "recomputing changes no bit"
+    for found in compiled:
+        assert_close(found, eager[0], 1e-3)
+    assert_close(eager[0], document, 1e-2)
+    assert eager[0] != document, "it is another attention"
+
+
+@pytest.mark.parametrize(("first", "layout"), [(0, "fsdp2"), (4, "tp2")], ids=["fsdp2", "tp2"])
+def test_nor_do_they_on_a_mesh(first: int, layout: str, alone: Answer, two: Answer) -> None:
+    *eager, compiled = two[0][first : first + 4]
+    assert eager == [eager[0]] * 3
+    assert_close(compiled, eager[0], 1e-3)
+    if layout == "tp2":  # it has the rows of one process
+        assert_close(eager[0], alone[0][0], 1e-2)
+
+
+def test_gradients_synced_once_per_update_are_those_synced_each_microbatch(
+    alone: Answer, two: Answer, four: Answer
+) -> None:
+    for answer, first in ((alone, 7), (two, 8), (four, 0), (four, 3)):
+        each, whole, parts = answer[0][first : first + 3]
+        assert_close(whole, each, 1e-6)
+        assert_close(parts, each, 1e-6)
+
+
+def test_cut_rotary_heads_are_exported_whole_however_activations_are_kept(alone: Answer, four: Answer) -> None:
+    """Each of the 2 x 2 ranks has half a head of k_proj."""
+    assert four[1] == alone[1] * len(MODES)
