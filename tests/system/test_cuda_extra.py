@@ -76,7 +76,7 @@ def test_a_run_that_finds_no_gpu_after_all_ends_by_name(
     flags = ["--config", "sft_llama", "--eval.size=0", f"--job.dump_folder={dump}"]
     done = run(checkout, "-m", "titan_rl.run", *flags)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "expected a GPU, because the run was planned for CUDA, found none that torch can use" in done.stdout
+    assert "expected a GPU, because the run was planned for CUDA, found none that torch can use" in done.stderr
     assert not (dump / "metrics.jsonl").exists() or not (dump / "metrics.jsonl").read_text()
 
 
