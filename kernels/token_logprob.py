@@ -12,16 +12,19 @@ log-prob and entropy:
 
     dz = g (onehot(target) - p) - h p (log p + entropy)
 
+A matmul in bf16 rounds each logit to 8 bits. With `float32_logits` it keeps the float32 sums of the bf16 products, as
+vLLM does with `head_dtype = "float32"`.
+
 Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine like those of
 the tiles, in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
-CPU and GPU both run this file. On a GPU the inner parts are those of `token_logprob_triton.py` if triton is installed.
+CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed.
 """
 
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +32,12 @@ from torch.autograd.function import once_differentiable
 
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
-# Tokens x vocabulary. Measured on two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x 512..4096 at
-# D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long. The GPU's size is not measured: 64 MiB of bf16.
-TILES = {"cpu": (1024, 1024), "cuda": (2048, 16384)}
+if TYPE_CHECKING:
+    from titan_rl.kernels.token_logprob_triton import FusedTile
+
+# Tokens x vocabulary of `Tile`. Measured on two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x
+# 512..4096 at D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long.
+TILE = (1024, 1024)
 
 
 def reference_token_logprob(
@@ -50,29 +56,31 @@ class Tile:
     """Windows [tokens, vocabulary] of the logits, all computed in the same memory: new memory for each would cost page
     faults."""
 
-    def __init__(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float) -> None:
-        self.tokens, self.vocabulary = TILES[hidden_TD.device.type]
+    fused = False
+
+    def __init__(
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
+    ) -> None:
+        self.tokens, self.vocabulary = TILE
         self.scale = 1 / temperature
         self.dtype = _accumulation_dtype(hidden_TD)
-        self.product = hidden_TD.new_empty(min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD)))
-        self.fused = _triton(hidden_TD)
-        if self.fused is None:
-            self.logits = self.product.to(self.dtype)  # the same memory where the dtypes agree
-            self.scratch = torch.empty_like(self.logits)
-
-    def multiply(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """Return the window's logits in the inputs' dtype, before the temperature."""
-        shape = (len(hidden_TD), len(weight_VD))
-        return torch.mm(hidden_TD, weight_VD.T, out=self.product[: shape[0] * shape[1]].view(shape))
+        size = min(self.tokens, len(hidden_TD)) * min(self.vocabulary, len(weight_VD))
+        self.rounded = hidden_TD.new_empty(size)  # logits before the temperature, and the descent, in the inputs' dtype
+        self.logits = self.rounded.to(self.dtype)  # the same memory where the dtypes agree
+        self.product = self.logits if float32_logits else self.rounded
+        self.scratch = torch.empty_like(self.logits)
 
     def logits_and_scratch(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        product_TV = self.multiply(hidden_TD, weight_VD)
-        logits_TV = self.logits[: product_TV.numel()].view(product_TV.shape)
-        if product_TV.dtype != self.dtype:
+        shape = (len(hidden_TD), len(weight_VD))
+        size = shape[0] * shape[1]
+        product_TV, logits_TV = self.product[:size].view(shape), self.logits[:size].view(shape)
+        kind = product_TV.dtype
+        torch.mm(hidden_TD.to(kind), weight_VD.to(kind).T, out=product_TV)
+        if kind != self.dtype:
             logits_TV.copy_(product_TV)
         if self.scale != 1:
             logits_TV.mul_(self.scale)
-        return logits_TV, self.scratch[: product_TV.numel()].view(product_TV.shape)
+        return logits_TV, self.scratch[:size].view(shape)
 
     def add_to(
         self, sums: SoftmaxSums, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
@@ -93,8 +101,6 @@ class Tile:
         If the entropy is detached, return -dz / g = p - onehot instead: the caller scales smaller tensors by g. The
         target is subtracted before the cast to bf16, in which p of a confident token would be 1.
         """
-        if self.fused is not None:
-            return self.fused.descent_(self.multiply(hidden_TD, weight_VD), incoming, self.scale)
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
         column_T1, inside_T1 = _columns(incoming.targets_T, len(weight_VD))
         onehot_T1 = inside_T1.to(self.dtype)
@@ -105,9 +111,16 @@ class Tile:
             onehot_T1 = onehot_T1 * g_T1
             descent_TV.mul_(logprobs_TV.mul_(h_T1).add_(g_T1 + h_T1 * incoming.entropy_T.unsqueeze(1)))
         descent_TV.scatter_add_(1, column_T1, -onehot_T1)
-        if self.product.dtype == self.dtype:
+        if self.rounded.dtype == self.dtype:
             return descent_TV
-        return self.product[: descent_TV.numel()].view(descent_TV.shape).copy_(descent_TV)
+        return self.rounded[: descent_TV.numel()].view(descent_TV.shape).copy_(descent_TV)
+
+    @staticmethod
+    def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        if total.dtype == a.dtype:
+            total.addmm_(a, b)
+        else:
+            total.add_(a @ b)
 
 
 def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,12 +130,8 @@ def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
 
 
 def _softmax_sums(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float
+    tile: "Tile | FusedTile", hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
 ) -> SoftmaxSums:
-    fused = _triton(hidden_TD)
-    if fused is not None:
-        return fused.softmax_sums(hidden_TD, weight_VD, targets_T, 1 / temperature)
-    tile = Tile(hidden_TD, weight_VD, temperature)
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
     for v in _windows(len(weight_VD), tile.vocabulary):
         for t in _windows(len(hidden_TD), tile.tokens):
@@ -131,40 +140,36 @@ def _softmax_sums(
 
 
 def _gradients(
+    tile: "Tile | FusedTile",
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     incoming: Incoming,
-    temperature: float,
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return hidden's gradient in the accumulation dtype, and weight's in its own, computed window by window."""
-    tile = Tile(hidden_TD, weight_VD, temperature)
     row_T = incoming.logprob_grad_T if incoming.entropy_grad_T is None else torch.ones_like(incoming.lse_T)
     row_T1 = (-row_T * tile.scale).unsqueeze(1)
     grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if of_hidden else None
     grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
     scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if of_weight else hidden_TD
+    windows = _windows(len(hidden_TD), tile.tokens)
+    whole = tile.fused and len(windows) == 1  # then one matmul gives a window of weight's gradient, rounded once
     for v in _windows(len(weight_VD), tile.vocabulary):
-        window_VD = torch.zeros_like(weight_VD[v], dtype=tile.dtype)
-        for t in _windows(len(hidden_TD), tile.tokens):
+        window_VD = None if whole or grad_weight_VD is None else torch.zeros_like(weight_VD[v], dtype=tile.dtype)
+        for t in windows:
             descent_TV = tile.descent(hidden_TD[t], weight_VD[v], incoming.at(t, v.start))
             if grad_hidden_TD is not None:
-                _add_product(grad_hidden_TD[t], descent_TV, weight_VD[v])
-            if grad_weight_VD is not None:
-                _add_product(window_VD, descent_TV.T, scaled_TD[t])
-        if grad_weight_VD is not None:
+                tile.add_product(grad_hidden_TD[t], descent_TV, weight_VD[v])
+            if window_VD is not None:
+                tile.add_product(window_VD, descent_TV.T, scaled_TD[t])
+            elif grad_weight_VD is not None:
+                torch.mm(descent_TV.T, scaled_TD, out=grad_weight_VD[v])
+        if grad_weight_VD is not None and window_VD is not None:
             grad_weight_VD[v] = window_VD
     if grad_hidden_TD is not None:
         grad_hidden_TD.mul_(row_T1)
     return grad_hidden_TD, grad_weight_VD
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -177,13 +182,15 @@ class _TokenLogprob(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         with_entropy_grad: bool,
+        float32_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = _softmax_sums(hidden_TD, weight_VD, targets_T, temperature)
+        tile = _tile(hidden_TD, weight_VD, temperature, float32_logits)
+        sums = _softmax_sums(tile, hidden_TD, weight_VD, targets_T)
         if group is not None:
             sums = sums.over_group(group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.group, ctx.float32_logits = temperature, group, float32_logits
         ctx.set_materialize_grads(False)
         if not with_entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
@@ -200,12 +207,13 @@ class _TokenLogprob(torch.autograd.Function):
             logprob_grad_T = torch.zeros_like(lse_T)
         incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        hidden, weight = _gradients(hidden_TD, weight_VD, incoming, ctx.temperature, of_hidden, of_weight)
+        tile = _tile(hidden_TD, weight_VD, ctx.temperature, ctx.float32_logits)
+        hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, of_hidden, of_weight)
         if hidden is not None:
             if ctx.group is not None:
                 dist.all_reduce(hidden, dist.ReduceOp.SUM, ctx.group)
             hidden = hidden.to(hidden_TD.dtype)
-        return hidden, weight, None, None, None, None
+        return hidden, weight, None, None, None, None, None
 
 
 def token_logprob(
@@ -217,6 +225,7 @@ def token_logprob(
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
     with_entropy_grad: bool = False,
+    float32_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape.
 
@@ -244,13 +253,22 @@ def token_logprob(
         temperature,
         group,
         with_entropy_grad,
+        float32_logits,
     )
     return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape)
 
 
+def _tile(
+    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool
+) -> "Tile | FusedTile":
+    """Return a FusedTile for a GPU's tensors, or else a Tile. Its methods are the same."""
+    fused = _triton(hidden_TD)
+    return (fused.FusedTile if fused else Tile)(hidden_TD, weight_VD, temperature, float32_logits)
+
+
 def _triton(hidden_TD: torch.Tensor) -> Any:
     """Return the module of Triton kernels if this tensor can use it."""
-    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # tl.dot is slow in fp64
+    if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # the kernels compute in fp32
         return _triton_module()
     return None
 

@@ -26,6 +26,10 @@ from titan_rl.meshes import zygotes
 PROC_NAME = "TITAN_RL_PROC"
 """Environment variable with a rank's name, such as "generator0[tp=1]"."""
 GONE = "is gone"
+KILL_SECONDS = {"cpu": 10.0, "cuda": 60.0}
+"""How long a killed process may take to end, by the device of the run: before it ends, the kernel unmaps a GPU's memory
+and unpins tens of gigabytes of the host's."""
+kill_seconds = KILL_SECONDS["cpu"]  # of this run
 
 _lock = threading.Lock()
 _followed: dict[int, str] = {}  # name of each live rank, by pid
@@ -68,12 +72,12 @@ def alive() -> dict[str, int]:
         return {name: pid for pid, name in _followed.items()}
 
 
-async def kill(names: Collection[str], seconds: float = 10.0) -> list[str]:
-    """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive; the
-    other names may be used again."""
+async def kill(names: Collection[str]) -> list[str]:
+    """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive after
+    `kill_seconds`; the other names may be used again."""
     with _lock:
         _meant.update(names)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + kill_seconds
     while (left := [name for name in alive() if name in names]) and time.monotonic() < deadline:
         for name in left:
             with suppress(ProcessLookupError, KeyError):

@@ -24,7 +24,6 @@ COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
 READY_SECONDS = 120.0  # to import an engine on a busy machine; a cold start takes as long there
-KILL_SECONDS = 10.0  # a process in an uninterruptible wait does not end sooner
 LET_GO_SECONDS = 30.0
 
 
@@ -138,8 +137,8 @@ _endings: set[asyncio.Task[None]] = set()
 
 async def end(names: Collection[str], procs: ProcMesh) -> None:
     """Kill these processes, whatever their state. Monarch releases dead ones in the background, which takes seconds."""
-    if left := await deaths.kill(names, KILL_SECONDS):
-        raise DeadlinePassed(f"{', '.join(left)} did not end within {KILL_SECONDS:g} s of SIGKILL")
+    if left := await deaths.kill(names):
+        raise DeadlinePassed(f"{', '.join(left)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
 
     async def let_go() -> None:
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost

@@ -123,6 +123,7 @@ class Controller:
             return await self.evaluate()
 
         async def step(n: int) -> StepDone | None:
+            await self.meshes.turn_of_trainers()
             batch = self.examples(examples, kind, training.global_batch_size)
             samples = await self.stop.in_time(self.learner.judge(batch))
             if samples is None or (stats := await self.loop.train(self.learner.step([samples]))) is None:
@@ -146,6 +147,7 @@ class Controller:
             return
 
         async def step(n: int) -> StepDone | None:
+            await self.meshes.turn_of_trainers()
             batch = self.examples(examples, "supervised", cold.batch_size)
             if (stats := await self.loop.train(self.learner.supervise(batch))) is None:
                 return None

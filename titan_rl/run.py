@@ -85,15 +85,13 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
     from titan_rl.preflight.setup import prepare, settle
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock
-    from titan_rl.wire.gpus import visible_gpus
 
-    config = invocation.config
-    device = "cuda" if visible_gpus() and config.hosts.device != "cpu" else "cpu"
+    config, device, gpus = invocation.config, invocation.device, invocation.gpus
     check_folder(config.job)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if zygotes is None:
-            setup = prepare(invocation.config_name, config, device=device, scratch=scratch)
+            setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
             terminal.plan(describe(setup, invocation.warnings))
             terminal.note("dry run: everything was checked, nothing was started")
             return FINISHED
@@ -101,7 +99,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
         # None on CUDA: an import may initialize it, and then no process may fork.
         kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
         zygotes.keep(kinds, threads=config.hosts.threads)
-        setup = prepare(invocation.config_name, config, device=device, scratch=scratch)
+        setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
         if not setup.finished:
             setup = settle(setup, lock)
         terminal.plan(describe(setup, invocation.warnings))

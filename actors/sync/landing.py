@@ -10,20 +10,23 @@ restarted processes all use the same code: a Landing knows one rank's parameters
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 
-from titan_rl.actors.sync.transport import choose, octets
+from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
+from titan_rl.actors.sync.transport import choose
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
-from titan_rl.wire.manifest import Block, Manifest, blocks, checksum, layout
+from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.types import ReaderCost
+from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
+
+WRITE_BYTES = 64 << 20  # at most, of one copy into the parameters: a strided one takes as much of a GPU for a moment
 
 
 class Landing:
@@ -84,6 +87,11 @@ class Landing:
         self._held = [manifest.checksums for manifest in manifests]
         return ReaderCost(write=written - began, verify=time.perf_counter() - written)
 
+    def forget(self) -> None:
+        """Take note that the parameters hold nothing: the next fetch must be a whole one, and a fetch made before is
+        void."""
+        self._held = self._announced = None
+
     async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
         """Return the seconds it took. Hashes on another thread: hashing releases the GIL, so sampling continues."""
         began = time.perf_counter()
@@ -110,8 +118,12 @@ class Landing:
 
     @torch.no_grad()
     def _put(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
-        for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
-            run.put(manifest.slot, indices)
+        try:
+            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
+                run.put(manifest.slot, indices)
+        finally:  # even a failed write leaves no copy reading a slot, which may be packed again from here on
+            for gpu in {run.gpu for run in self._runs if run.gpu is not None}:
+                torch.cuda.synchronize(gpu)
         self._check_stamps(manifests, wanted)  # mapped memory was read just now, by the write: check its stamp again
 
     def _check_stamps(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
@@ -125,14 +137,18 @@ class Landing:
     def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
         """Return, by run, which of the wanted blocks differ from what was packed."""
         return [
-            [i for i in indices if run.transferred(manifest.slot, i) != manifest.checksums[i]]
+            [
+                i
+                for i, found in zip(indices, run.transferred(manifest.slot, indices), strict=True)
+                if found != manifest.checksums[i]
+            ]
             for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
         ]
 
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Return, by run, the blocks whose live bytes differ from the manifest, whether or not this sync wrote them."""
         return [
-            [i for i, expected in enumerate(manifest.checksums) if run.live(i) != expected]
+            [i for i, (found, sent) in enumerate(zip(run.live(), manifest.checksums, strict=True)) if found != sent]
             for run, manifest in zip(self._runs, manifests, strict=True)
         ]
 
@@ -152,22 +168,33 @@ class _Run:
     def __init__(self, params: Mapping[str, Tensor], source: Source, sync: WeightSyncSection) -> None:
         _check_fit(params, source)
         self.source = source
-        dtype = getattr(torch, source.dtype)
+        self.gpu = gpu_of(params.values())
+        dtype, kind = getattr(torch, source.dtype), kind_on(self.gpu)
+        if source.offer.kind != kind:
+            raise ValueError(
+                f"trainer rank {source.trainer_rank}: expected {kind} checksums, as this reader computes them, found "
+                f"{source.offer.kind}; trainers and generators must both be on GPUs, or neither ([hosts] device)"
+            )
         self.blocks = blocks(source.copies, source.block_bytes // dtype.itemsize)
-        self._layout = layout(source.copies, source.dtype, source.block_bytes)
+        self._layout = layout(source.copies, source.dtype, source.block_bytes, kind)
         if source.offer.layout != self._layout:
             raise ValueError(
                 f"trainer rank {source.trainer_rank}: expected layout {self._layout:016x}, as planned for this reader, "
                 f"found {source.offer.layout:016x}"
             )
-        pinned = any(param.is_cuda for param in params.values())
-        self.transport = choose(source.offer, sync.transport, pinned)
-        self._runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
-        self._parts = [[_parts(run, block) for block in self.blocks] for run in self._runs]  # views, made once
-        self._places = [
-            [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in block.copies]
-            for block in self.blocks
+        self.transport = choose(source.offer, sync.transport, pinned=self.gpu is not None)
+        self._itemsize = dtype.itemsize
+        runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
+        # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
+        self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot
+        self._places = [_windows(params, block.copies) for block in self.blocks]
+        pieces = blocks(source.copies, WRITE_BYTES // dtype.itemsize)
+        places = [place for piece in pieces for place in _windows(params, piece.copies)]
+        self._whole = [
+            list(zip(places, (part for piece in pieces for part in parts_of(run, piece)), strict=True)) for run in runs
         ]
+        hashed = {"live": [self._places], "transfer": self._parts, "off": []}[sync.verify]
+        self._checksums = [checksums_of(each, self.gpu) for each in hashed]
 
     def check(self, manifest: Manifest, *, sums: bool) -> None:
         where = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
@@ -185,24 +212,27 @@ class _Run:
         await self.transport.fetch_bytes(manifest.slot, spans, timeout)
 
     def put(self, slot: int, wanted: Sequence[int]) -> None:
-        for i in wanted:
-            for place, part in zip(self._places[i], self._parts[slot][i], strict=True):
-                place.copy_(part)
+        """Write blocks into the parameters. A GPU may not have read them yet when this returns."""
+        for place, part in self._copies(slot, wanted):
+            place.copy_(part, non_blocking=self.gpu is not None)
             if failpoints.hit("put"):
-                self._places[i][0].neg_()
+                place.neg_()
 
-    def transferred(self, slot: int, block: int) -> int:
-        return checksum(octets(self._runs[slot], self.blocks[block]))
+    def _copies(self, slot: int, wanted: Sequence[int]) -> Iterable[tuple[Tensor, Tensor]]:
+        if len(wanted) == len(self.blocks):
+            return self._whole[slot]
+        return (pair for i in wanted for pair in zip(self._places[i], self._parts[slot][i], strict=True))
 
-    def live(self, block: int) -> int:
-        """Return the checksum of what the parameters hold, hashed in place where that is contiguous host memory."""
-        hashed = xxhash.xxh3_64()
-        for place in self._places[block]:
-            hashed.update(place.contiguous().cpu().view(torch.uint8).numpy().data)
-        return hashed.intdigest()
+    def transferred(self, slot: int, wanted: Sequence[int]) -> list[int]:
+        """Return checksums of what arrived. For verify = "transfer"."""
+        return self._checksums[slot](wanted)
+
+    def live(self) -> list[int]:
+        """Return the checksums of what the parameters hold. For verify = "live"."""
+        return self._checksums[0](range(len(self.blocks)))
 
     def nbytes(self, wanted: Sequence[int]) -> int:
-        return sum(self.blocks[i].elements for i in wanted) * self._runs[0].itemsize
+        return sum(self.blocks[i].elements for i in wanted) * self._itemsize
 
     def place(self, block: int) -> str:
         start, end = self._span(block)
@@ -210,14 +240,12 @@ class _Run:
 
     def _span(self, block: int) -> tuple[int, int]:
         """Return the block's bytes in the run, [start, end)."""
-        start = self.blocks[block].start * self._runs[0].itemsize
+        start = self.blocks[block].start * self._itemsize
         return start, start + self.nbytes([block])
 
 
-def _parts(run: Tensor, block: Block) -> list[Tensor]:
-    """Return a view of each of a block's copies in the run.  # [blocks, rows, cols] each"""
-    parts = run[block.start : block.start + block.elements].split([copy.elements for copy in block.copies])
-    return [part.view(copy.blocks, copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
+def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tensor]:
+    return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in copies]
 
 
 def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:

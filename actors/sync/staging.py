@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.transport import PACKING, SLOTS, Memory, octets
 from titan_rl.actors.titan.private import StridedShard
 from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.weight_plan import Copy, Shard
-from titan_rl.wire.weight_source import Offer, Registered
+from titan_rl.wire.weight_source import HashKind, Offer, Registered
 
 
 def shards_of(
@@ -101,10 +102,11 @@ class Staging:
         self._checksums = checksums
         named = str(dtype).removeprefix("torch.")
         self._blocks = {reader: blocks(run, block_bytes // dtype.itemsize) for reader, run in copies.items()}
-        self._layouts = {reader: layout(run, named, block_bytes) for reader, run in copies.items()}
+        self._gpu = gpu_of(params.values())
+        self._kind: HashKind = kind_on(self._gpu)
+        self._layouts = {reader: layout(run, named, block_bytes, self._kind) for reader, run in copies.items()}
         sizes = [dtype.itemsize * sum(copy.elements for copy in run) for run in copies.values()]
-        self._on_gpu = any(param.is_cuda for param in params.values())
-        self._memory = Memory(sizes, pinned=self._on_gpu)
+        self._memory = Memory(sizes, pinned=self._gpu is not None)
         self.runs = [  # by slot and reader: parts of the memory
             {
                 reader: self._memory.bytes[starts[slot] : starts[slot] + nbytes].view(dtype)
@@ -113,7 +115,7 @@ class Staging:
             for slot in range(SLOTS)
         ]
         local, every = self._local(), [copy for run in copies.values() for copy in run]
-        self._broken = set() if self._on_gpu else broken(local, every, dtype)
+        self._broken = broken(local, every, dtype) if self._gpu is None else set()
         most = max((local[name].numel() for name in self._broken), default=0)
         self._casts = [torch.empty(most, dtype=dtype) for _ in range(2)]  # a block may begin in one and end in another
         order = {name: i for i, name in enumerate(dict.fromkeys(copy.name for copy in every))}
@@ -121,28 +123,46 @@ class Staging:
             ((reader, i, block) for reader, found in self._blocks.items() for i, block in enumerate(found)),
             key=lambda each: order[each[2].copies[0].name],
         )
+        self._hashes = [
+            {
+                reader: checksums_of([parts_of(run, block) for block in self._blocks[reader]], self._gpu)
+                for reader, run in runs.items()
+            }
+            for runs in (self.runs if self._gpu is not None and checksums else [])
+        ]
         self._registered: dict[int, Registered] = {}
 
     @torch.no_grad()
     def pack(self, version: int, slot: int, serial: int) -> dict[int, Manifest]:
         """Pack the parameters' current values into a slot. Return a manifest of each run."""
         self._memory.stamps[slot] = PACKING
-        local, runs = self._local(), self.runs[slot]
-        if self._on_gpu:
-            for reader, run in runs.items():
-                pack(local, self._copies[reader], run)  # in one launch, which it waits for
-        checksums = {reader: [0] * len(found) * self._checksums for reader, found in self._blocks.items()}
-        cast = Cast(local, self._broken, self._casts)
-        for reader, i, block in self._order:
-            if not self._on_gpu:
-                pack(cast, block.copies, runs[reader][block.start : block.start + block.elements])
-            if self._checksums:  # while the block is in the cache
-                checksums[reader][i] = checksum(octets(runs[reader], block))
+        checksums = self._pack_blocks(slot) if self._gpu is None else self._pack_runs(slot)
         self._memory.stamps[slot] = serial
         return {
             reader: Manifest.of(version, serial, slot, self._layouts[reader], tuple(found))
             for reader, found in checksums.items()
         }
+
+    def _pack_blocks(self, slot: int) -> dict[int, list[int]]:
+        """Pack block by block. Return the checksums of each run."""
+        local, runs = self._local(), self.runs[slot]
+        checksums = {reader: [0] * len(found) * self._checksums for reader, found in self._blocks.items()}
+        cast = Cast(local, self._broken, self._casts)
+        for reader, i, block in self._order:
+            pack(cast, block.copies, runs[reader][block.start : block.start + block.elements])
+            if self._checksums:  # while the block is in the cache
+                checksums[reader][i] = checksum(octets(runs[reader], block))
+        return checksums
+
+    def _pack_runs(self, slot: int) -> dict[int, list[int]]:
+        """Pack each run in one launch, which is waited for, and hash it in another, which reads what readers will map.
+        Return the checksums of each run."""
+        local = self._local()
+        for reader, run in self.runs[slot].items():
+            pack(local, self._copies[reader], run)
+        if not self._checksums:
+            return {reader: [] for reader in self._blocks}
+        return {reader: hashed(range(len(self._blocks[reader]))) for reader, hashed in self._hashes[slot].items()}
 
     def _local(self) -> dict[str, Tensor]:
         return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
@@ -159,7 +179,7 @@ class Staging:
                 for reader in self._blocks
             }
         return {
-            reader: self._memory.offer(i, run.nbytes, self._layouts[reader], self._registered.get(reader))
+            reader: self._memory.offer(i, run.nbytes, self._layouts[reader], self._registered.get(reader), self._kind)
             for i, (reader, run) in enumerate(self.runs[0].items())
         }
 

@@ -15,8 +15,10 @@ through /proc, nothing has a name in /dev/shm, and nothing is left behind howeve
 import math
 import mmap
 import os
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import finalize
 
@@ -25,7 +27,7 @@ from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from titan_rl.wire.manifest import Block
-from titan_rl.wire.weight_source import Offer, Registered
+from titan_rl.wire.weight_source import HashKind, Offer, Registered
 
 How = Literal["auto", "shm", "rdma"]
 
@@ -53,16 +55,18 @@ class Memory:
                 self.starts[i] += (ends,)
                 ends += -(-nbytes // PAGE) * PAGE
         self._fd = os.memfd_create("titan_rl weights")
-        # Calling close() lets no other process map the memory. It is freed when the last that mapped it has ended.
-        self.close = finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, ends)
-        self.bytes = mapped(self._fd, ends, write=True)
-        if pinned:
-            pin(self.bytes)
+        mapping = MappedFile(self._fd, ends, access=mmap.ACCESS_WRITE)
+        # Calling close() lets no other process map the memory. It is freed when the last that mapped it has ended.
+        self.close = finalize(self, _close, self._fd, mapping)
+        self.close.atexit = False  # the kernel does it
+        self.bytes = mapping.octets(pinned)
         self.stamps = _stamps(self.bytes)
 
-    def offer(self, run: int, nbytes: int, layout: int, registered: Registered | None) -> Offer:
-        return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered)
+    def offer(
+        self, run: int, nbytes: int, layout: int, registered: Registered | None, kind: HashKind = "xxh3"
+    ) -> Offer:
+        return Offer(here(), os.getpid(), self._fd, len(self.bytes), self.starts[run], nbytes, layout, registered, kind)
 
 
 class Shared:
@@ -71,6 +75,9 @@ class Shared:
     name = "shared memory"
 
     def __init__(self, offer: Offer, pinned: bool) -> None:
+        # To be pinned, memory is mapped for writing, though nothing here writes it. CUDA registers a read-only mapping
+        # only with cudaHostRegisterReadOnly, which some devices support and others refuse
+        # (cudaDevAttrHostRegisterReadOnlySupported), and torch's cudart cannot ask which.
         path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
             fd = os.open(path, os.O_RDWR if pinned else os.O_RDONLY)
@@ -82,11 +89,10 @@ class Shared:
         try:
             if (found := os.fstat(fd).st_size) != offer.size:
                 raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {found}")
-            self._bytes = mapped(fd, offer.size, write=pinned)
+            access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_READ
+            self._bytes = MappedFile(fd, offer.size, access=access).octets(pinned)
         finally:
             os.close(fd)  # the mapping stays
-        if pinned:
-            pin(self._bytes)
         self._stamps = _stamps(self._bytes)
         self._runs = [self._bytes[start : start + offer.nbytes] for start in offer.starts]
 
@@ -164,11 +170,33 @@ def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
     return action
 
 
+class MappedFile(mmap.mmap):
+    """A file's memory. It lives as long as a tensor that views it, and CUDA unregisters it before it is unmapped: the
+    next mapping may get the same addresses, which would count as registered already (error 712)."""
+
+    _unpin: Callable[[], None] | None = None  # while CUDA has it registered
+
+    def octets(self, pinned: bool = False) -> Tensor:
+        """View the bytes, page-locked if `pinned`.  # [size]"""
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
+            octets = torch.frombuffer(self, dtype=torch.uint8)
+        if pinned:
+            self._unpin = pin(octets)
+        return octets
+
+    def unpin(self) -> None:
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the driver unregisters what is left
+            self.unpin()
+
+
 def mapped(fd: int, size: int, *, write: bool) -> Tensor:
     """Map a file's bytes. The mapping lives as long as the tensor.  # [size]"""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch has no tensors that are read-only
-        access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
-        return torch.frombuffer(mmap.mmap(fd, size, access=access), dtype=torch.uint8)
+    return MappedFile(fd, size, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ).octets()
 
 
 def octets(run: Tensor, block: Block) -> memoryview:
@@ -180,8 +208,19 @@ def _stamps(memory: Tensor) -> Tensor:
     return memory[: SLOTS * 8].view(torch.int64)  # [SLOTS]
 
 
-def pin(memory: Tensor) -> None:
-    """Page-lock memory so that copies between it and a GPU are DMA."""
+def pin(memory: Tensor) -> Callable[[], None]:
+    """Page-lock memory so that copies between it and a GPU are DMA. Return what undoes it, before it is unmapped."""
     cuda: Any = torch.cuda.cudart()
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise RuntimeError(f"expected to pin {memory.nbytes} bytes for CUDA, found cudaHostRegister error {error}")
+    return partial(_unpin, cuda, memory.data_ptr())
+
+
+def _unpin(cuda: Any, address: int) -> None:
+    if error := int(cuda.cudaHostUnregister(address)):
+        raise RuntimeError(f"expected to unpin the memory at {address:#x}, found cudaHostUnregister error {error}")
+
+
+def _close(fd: int, mapping: MappedFile) -> None:
+    os.close(fd)
+    mapping.unpin()

@@ -33,18 +33,23 @@ class TokenHead(Linear):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._question: tuple[torch.Tensor, torch.Tensor, float, bool] | None = None
+        self._question: tuple[torch.Tensor, torch.Tensor, float, bool, bool] | None = None
 
     @contextmanager
     def asked(
-        self, targets_BL: torch.Tensor, on_BL: torch.Tensor, temperature: float, with_entropy_grad: bool
+        self,
+        targets_BL: torch.Tensor,
+        on_BL: torch.Tensor,
+        temperature: float,
+        with_entropy_grad: bool,
+        float32_logits: bool = False,
     ) -> Iterator[None]:
         """Set what the next forward answers: the decoder passes the hidden states only.
 
         TorchTitan's way (skip the head, let the loss call it with the targets) was tried. FSDP2 then computed another
         gradient after a forward on lent weights (FrozenWeights): norm 0.28242 for 0.28246 in dpo_llama's second step.
         """
-        self._question = (targets_BL, on_BL, temperature, with_entropy_grad)
+        self._question = (targets_BL, on_BL, temperature, with_entropy_grad, float32_logits)
         try:
             yield
         finally:
@@ -52,7 +57,7 @@ class TokenHead(Linear):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        targets_BL, on_BL, temperature, with_entropy_grad = self._question
+        targets_BL, on_BL, temperature, with_entropy_grad, float32_logits = self._question
         hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
@@ -69,6 +74,7 @@ class TokenHead(Linear):
             group=group,
             vocab_start=start,
             with_entropy_grad=with_entropy_grad,
+            float32_logits=float32_logits,
         )
         return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
 

@@ -156,7 +156,14 @@ class TitanModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-prob of each target under the mask and entropy of its distribution, [B, L] float32 each."""
         head: heads.TokenHead = self.model.lm_head
-        with head.asked(rows.targets, rows.mask > 0, temperature, with_entropy_grad), self.context():
+        question = head.asked(
+            rows.targets,
+            rows.mask > 0,
+            temperature,
+            with_entropy_grad,
+            self.config.model.head_dtype == "float32",
+        )
+        with question, self.context():
             return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:

@@ -26,6 +26,7 @@ from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
+from titan_rl.config.choices import HeadDtype
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.types import Completion, EngineStats, Request
@@ -41,6 +42,7 @@ class EngineSettings(GeneratorSection):
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
+    head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 
@@ -48,6 +50,7 @@ class EngineSettings(GeneratorSection):
 class EngineInfo:
     pid: int
     shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
+    runner: str = "V1"  # vLLM's model runner: "V2" on GPUs, which has another sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,10 @@ class EngineReport(NamedTuple):
 class _Open:
     """An unfinished request: its samples' lists grow with every step."""
 
+    request: Request
     samples: list[Completion]
-    context: int  # tokens
     unfinished: set[int]
+    fresh: set[int]  # samples without a token from this engine
 
 
 class Engine:
@@ -113,15 +117,19 @@ class Engine:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
+        self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
         self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
         self._open: dict[str, _Open] = {}
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
         self._read = 0
+        self._salt = 0  # of the prefix cache: requests share keys and values under equal salts only
         self.version: int | None = None
         self.asleep = False
-        self._offloads = settings.sleeps and not on_cpu
-        self.info = EngineInfo(os.getpid(), {name: tuple(p.shape) for name, p in self.params().items()})
+        self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
+        self._buffers: dict[str, str] | None = None  # SHA-256 before the first sleep; None: it has not slept yet
+        shapes = {name: tuple(p.shape) for name, p in self.params().items()}
+        self.info = EngineInfo(os.getpid(), shapes, "V2" if config.use_v2_model_runner else "V1")
 
     @property
     def busy(self) -> bool:
@@ -157,11 +165,15 @@ class Engine:
     def _add(self, request: Request) -> None:
         samples = _begun(request)
         unfinished = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
-        self._open[request.id] = _Open(samples, len(request.tokens), unfinished)
+        self._open[request.id] = _Open(request, samples, unfinished, set(unfinished))
         for i in sorted(unfinished):
-            prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *samples[i].tokens]}
-            params = sampling_params(request.sampling, request.seeds[i], begun=len(samples[i].tokens))
-            self._llm.add_request(f"{request.id}#{i}", prompt, params)
+            self._enqueue(request, i, samples[i].tokens)
+
+    def _enqueue(self, request: Request, nth: int, begun: list[int]) -> None:
+        tokens = [*request.tokens, *begun]
+        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": str(self._salt)}
+        params = sampling_params(request.sampling, request.seeds[nth], begun=len(begun))
+        self._llm.add_request(f"{request.id}#{nth}", prompt, params)
 
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
@@ -194,31 +206,55 @@ class Engine:
         lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
         return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
 
+    @property
+    def _model(self) -> Any:
+        return self._llm.model_executor.driver_worker.get_model()
+
     def params(self) -> "dict[str, Tensor]":
         """Return the live parameters, to be overwritten in place between suspend and set_version."""
-        model = self._llm.model_executor.driver_worker.get_model()
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def sleep(self) -> None:
-        """Stop sampling until the next `set_version`. On a GPU, move the weights to the host and free the KV cache.
-        Unfinished samples continue after it; vLLM's default would abort them without an answer."""
+        """Stop sampling until the next `set_version`. On a GPU, free the KV cache and the weights: a sync writes all of
+        them first. Unfinished samples continue; vLLM's default would abort them without an answer."""
         self.asleep = True
-        self._llm.sleep(level=1 if self._offloads else 0, mode="keep")
+        if self.offloads and self._buffers is None:
+            self._buffers = self._buffer_sums()
+        self._llm.sleep(level=2 if self.offloads else 0, mode="keep")
 
     def wake(self) -> None:
-        """Bring back the parameters' memory, so that it can be written."""
-        if self.asleep:
-            self._llm.wake_up(None if self._offloads else ["scheduling"])
+        """Bring back the parameters' memory, to be written. Buffers must be as before, because no sync writes them."""
+        if not self.asleep:
+            return
+        self._llm.wake_up(None if self.offloads else ["scheduling"])
+        if self._buffers:
+            found = self._buffer_sums()
+            if lost := [name for name, sum in self._buffers.items() if found[name] != sum]:
+                raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
+            self._buffers = {}  # the first time is enough
         self.asleep = False
+
+    def _buffer_sums(self) -> dict[str, str]:
+        return {name: _sha256(buffer) for name, buffer in self._model.named_buffers()}
 
     def suspend(self) -> None:
         """Refuse to sample until set_version, because the parameters are about to change."""
         self.version = None
 
-    def set_version(self, version: int) -> None:
-        """Serve the weights as `version`. Drop all keys and values of older weights, also those of unfinished samples:
-        the next step recomputes them, and the samples continue from their last token."""
-        self._llm.reset_prefix_cache(reset_running_requests=True)
+    def set_version(self, version: int, *, keep: bool = False) -> None:
+        """Serve the weights as `version`. No request that is added later reads keys and values of older weights.
+
+        By default those of unfinished samples are dropped too, and recomputed by the next step. With `keep` samples
+        continue on theirs, at no cost; only those without a token start again."""
+        if keep:
+            self._salt += 1
+            fresh = [(open, i) for open in self._open.values() for i in sorted(open.fresh & open.unfinished)]
+            self._llm.abort_request([f"{open.request.id}#{i}" for open, i in fresh])
+            for open, i in fresh:
+                self._enqueue(open.request, i, open.samples[i].tokens)
+        else:
+            self._stats.recomputed += sum(_cached(open, self._block) for open in self._open.values())
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
@@ -264,7 +300,8 @@ class Engine:
     def _extend(self, request: _Open, index: int, output: Any, version: int) -> None:
         """Append the tokens of one step to a sample."""
         sample, delta = request.samples[index], output.outputs[0]
-        prefilled = request.context + len(sample.tokens) == len(output.prompt_token_ids)  # in this step
+        prefilled = index in request.fresh  # in this step
+        request.fresh.discard(index)
         self._read += len(output.prompt_token_ids) - (output.num_cached_tokens or 0) if prefilled else 1
         sample.tokens.extend(delta.token_ids)
         sample.logprobs.extend(delta.logprobs.logprobs)
@@ -279,6 +316,14 @@ class Engine:
             self._stats.cached_tokens += output.num_cached_tokens or 0
 
 
+def _cached(open: _Open, block: int) -> int:
+    """Return how many tokens' keys and values an unfinished request has; its samples share the context's full blocks.
+    Those of a sample's last token are computed by the next step."""
+    begun, context = open.unfinished - open.fresh, len(open.request.tokens)
+    own = sum(context % block + len(open.samples[i].tokens) - 1 for i in begun)
+    return own + context // block * block if begun else 0
+
+
 def _begun(request: Request) -> list[Completion]:
     """Return a request's samples so far, in lists that may grow."""
     if not request.begun:
@@ -289,7 +334,7 @@ def _begun(request: Request) -> list[Completion]:
 def _sha256(tensor: "Tensor") -> str:
     import torch
 
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).cpu().numpy().data).hexdigest()
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
 
 
 def _import_model(folder: str) -> None:

@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -63,7 +63,8 @@ class Generator(Actor):
         self._withdrawn: asyncio.Future[list[Withdrawn]] | None = None
         self._switched: asyncio.Future[ReaderCost] | None = None
         self._slept: asyncio.Future[None] | None = None
-        self._drains = False  # running requests finish before a switch
+        self._landing: Any = None  # a Landing, once connected
+        self._in_flight = "swap"  # weight_sync.in_flight
         self._reported = EngineStats()  # the engine's, up to the last switch
         self._sampling = Stretch(span, "sampling", self._sampled)
         self._group: Any = None  # a gloo group of the tensor-parallel ranks; one rank needs none
@@ -123,9 +124,11 @@ class Generator(Actor):
         from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
+        with suppress(AttributeError):  # there is none before the first trainers
+            del self._landing  # unmaps and unpins the memory of trainers that are gone, before as much again is pinned
         with quiet_rdma():
             self._landing = Landing(self._engine.params(), sources, sync, f"generator rank {self._rank}")
-        self._drains = sync.in_flight == "drain"
+        self._in_flight = sync.in_flight
         return self._landing.transports
 
     @concurrent_endpoint
@@ -186,6 +189,8 @@ class Generator(Actor):
                     self._withdraw(decision.samples)
                 if decision.sleep:
                     self._engine.sleep()
+                    if self._engine.offloads and self._landing is not None:
+                        self._landing.forget()
                     if self._slept is not None and not self._slept.done():
                         self._slept.set_result(None)
                 if self._samples:
@@ -227,7 +232,7 @@ class Generator(Actor):
     def _due(self) -> Decision:
         """Return what has been collected. A switch that drains waits for the running requests, including those that
         another replica began; new requests wait for the switch."""
-        if self._next.version is not None and self._drains and self._samples and not self._next.close:
+        if self._next.version is not None and self._in_flight == "drain" and self._samples and not self._next.close:
             due = Decision(requests=[request for request in self._next.requests if request.begun])
             self._next.requests = [request for request in self._next.requests if not request.begun]
             return due
@@ -252,7 +257,7 @@ class Generator(Actor):
         outcomes = self._gather(outcome)
         refusal = next((outcome for outcome in outcomes if isinstance(outcome, WeightsRefused)), None)
         if refusal is None:
-            self._engine.set_version(version)
+            self._engine.set_version(version, keep=self._in_flight == "keep")
         if self._switched is None or self._switched.done():  # another rank answers, or the caller gave up
             return
         if refusal is not None:

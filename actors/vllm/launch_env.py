@@ -10,3 +10,8 @@ ENV: dict[str, str] = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",
 }
 """Launch environment of a generator. vLLM reads it when it is imported."""
+
+BATCH_INVARIANT: dict[str, str] = {"VLLM_BATCH_INVARIANT": "1"}
+"""What makes a GPU engine sample the same tokens whatever else is in its batch, on top of ENV. vLLM 0.32 then chooses
+kernels and reductions that do not depend on the size of a batch, sets what cuBLAS and NCCL need, and refuses attention
+backends that cannot do it. Any GPU of capability 8.0 or above can: before 9.0 matrix products become Triton kernels."""

@@ -9,12 +9,13 @@ from titan_rl.wire.types import Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps"}
+NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype"}
 
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
-    keys = {VLLM_NAMES.get(key, key): value for key, value in asdict(settings).items() if key not in NOT_VLLMS}
+    given = asdict(settings)
+    keys = {VLLM_NAMES.get(key, key): value for key, value in given.items() if key not in NOT_VLLMS}
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
@@ -25,6 +26,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "async_scheduling": False,  # a step returns what it sampled, so that its version is known
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
+        "hf_overrides": {"head_dtype": given["head_dtype"]},
         "disable_log_stats": True,
     }
 

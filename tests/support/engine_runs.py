@@ -45,3 +45,17 @@ def gap(model: Any, completion: Completion, temperature: float = 1.0, context: l
     expected = reference(model, context, completion.tokens, temperature)
     pairs = zip(completion.tokens, completion.logprobs, strict=True)
     return [abs(expected[i, token].item() - logprob) for i, (token, logprob) in enumerate(pairs)]
+
+
+def overwrite(engine: Engine, model: Any) -> None:
+    """Write the weights in place, fused as vLLM has them."""
+    import torch
+
+    state = model.state_dict()
+    for name, parameter in engine.params().items():
+        prefix = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
+        parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate_", "up_")}.get(name.split(".")[-2])
+        if parts is None:
+            parameter.copy_(state[name])
+        else:
+            parameter.copy_(torch.cat([state[f"{prefix}{p.rstrip('_')}_proj.weight"] for p in parts]))

@@ -12,3 +12,17 @@ def tiny_llama(**overrides: Any) -> Any:
     size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**{**size, **heads, "initializer_range": 0.1, **overrides})).eval()
+
+
+def perturbed(model: Any) -> Any:
+    """Return a copy of the model with other weights."""
+    import copy
+
+    import torch
+
+    torch.manual_seed(1)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return changed

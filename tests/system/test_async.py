@@ -81,6 +81,29 @@ def test_a_lag_is_corrected_by_default(lagging: Run) -> None:
     assert last["off_policy/ess"] < 0.9999
 
 
+def test_a_run_that_keeps_keys_and_values_recomputes_none(runs: Runs, lagging: Run, tmp_path: Path) -> None:
+    """What is in flight goes on with the new weights; the bound, the ledger and the correction hold as with "swap"."""
+    kept = runs.finish(
+        tmp_path / "run",
+        rollout__lag=1,
+        rollout__max_new_tokens=48,
+        generator__max_num_seqs=4,
+        training__steps=6,
+        weight_sync__in_flight="keep",
+        **LAGGING,
+    )
+    spans = [line["versions"] for line in rollouts(kept)]
+    assert all(versions == sorted(versions) for versions in spans)
+    assert any(len(set(versions)) > 1 for versions in spans)
+    assert {0, 1} == set(ages(kept))
+    assert trained_prompts(kept, 6) == list(range(24))
+    assert audit(kept.folder)[0] == []
+    lines = kept.lines("metrics.jsonl")
+    assert sum(line["engine/recomputed_tokens"] for line in lines) == 0
+    assert sum(line["engine/recomputed_tokens"] for line in lagging.lines("metrics.jsonl")) > 0
+    assert lines[-1]["off_policy/weight_min"] < 1 < lines[-1]["off_policy/weight_max"] <= 2
+
+
 def test_generators_sample_and_take_weights_while_trainers_step(lagging: Run) -> None:
     lines = lagging.lines("metrics.jsonl")[2:]
     assert any(line["sync/hidden"] > 0 for line in lines)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from support.engine_runs import CONTEXT, finish, gap, reference, run, withdraw_all
-from support.tiny import tiny_llama
+from support.engine_runs import CONTEXT, finish, gap, overwrite, reference, run, withdraw_all
+from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
 from titan_rl.actors.vllm.launch_env import ENV
@@ -150,16 +150,7 @@ def check_siblings_read_their_prompt_from_the_prefix_cache(engine: Engine) -> No
 
 
 def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any) -> None:
-    import copy
-
-    import torch
-
-    torch.manual_seed(1)
-    changed = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-
+    changed = perturbed(model)
     engine.add([Request("a", CONTEXT, list(range(16)), Sampling(24))])
     for _ in range(10):
         engine.step()
@@ -174,20 +165,6 @@ def check_tokens_carry_the_version_that_sampled_them(engine: Engine, model: Any)
         assert max(old[:10]) < 1e-5
         assert max(new[10:]) < 1e-5  # with keys and values computed by the new weights
         assert max(old[10:]) > 1e-2
-
-
-def overwrite(engine: Engine, model: Any) -> None:
-    """Write the weights in place, fused as vLLM has them."""
-    import torch
-
-    state = model.state_dict()
-    for name, parameter in engine.params().items():
-        prefix = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
-        parts = {"qkv_proj": "qkv", "gate_up_proj": ("gate_", "up_")}.get(name.split(".")[-2])
-        if parts is None:
-            parameter.copy_(state[name])
-        else:
-            parameter.copy_(torch.cat([state[f"{prefix}{p.rstrip('_')}_proj.weight"] for p in parts]))
 
 
 def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> None:

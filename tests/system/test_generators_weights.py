@@ -29,7 +29,7 @@ def running(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest
         yield running
 
 
-def test_swap_goes_on_with_the_new_weights_and_drain_finishes_on_the_old(running: Running, model: Any) -> None:
+def test_swap_and_keep_go_on_with_the_new_weights_and_drain_finishes_on_the_old(running: Running, model: Any) -> None:
     async def work(how: str) -> tuple[list[set[int]], list[set[int]]]:
         _, weights = await connected(running, model, in_flight=how)
         await weights.sync(10)
@@ -45,8 +45,9 @@ def test_swap_goes_on_with_the_new_weights_and_drain_finishes_on_the_old(running
     early, late = running(work("drain"))
     assert early == [{10}] * 4
     assert set(map(frozenset, late)) <= {frozenset({10}), frozenset({11})}
-    early, late = running(work("swap"))
-    assert early == [{10, 11}] * 4
+    for how in ("swap", "keep"):
+        early, late = running(work(how))
+        assert early == [{10, 11}] * 4
 
 
 def test_refused_weights_sample_nothing_until_good_ones_come(running: Running, model: Any) -> None:

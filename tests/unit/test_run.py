@@ -5,6 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from support.nvidia_smi import two_gpus
+from titan_rl.wire.torch_build import torch_cuda
+
 ROOT = Path(__file__).parents[2]
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 
@@ -42,3 +47,18 @@ def test_a_controller_imports_no_engine_for_a_whole_run() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
     assert found == []
+
+
+def test_a_run_that_is_planned_for_gpus_never_trains_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that is too old, or none that torch can use: torch finds no GPU then, without an error."""
+    two_gpus(tmp_path, monkeypatch, cuda="12.4")
+    command = [sys.executable, "-m", "titan_rl.run", "--config", "sft_llama", "--eval.size", "0"]
+    done = subprocess.run(
+        [*command, f"--job.dump_folder={tmp_path / 'run'}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert ("found 580.65.06, which runs CUDA up to 12.4" if torch_cuda() else "found a CPU build") in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

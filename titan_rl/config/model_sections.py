@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, Dtype, Family, Switch, bounds
+from titan_rl.config.choices import MOST_RANKS, Dtype, Family, HeadDtype, Switch, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,9 @@ class ModelSection:
     """Share one weight between the embedding and the output head."""
     initializer_range: float = bounds(0.02, ge=0, le=10)
     """Standard deviation of random initial weights, as in Hugging Face. 0: TorchTitan's per-layer initializers."""
+    head_dtype: HeadDtype = "model"
+    """Dtype of the logits, in the trainers and in vLLM. "model": that of the forward, so bfloat16 rounds each logit to
+    8 bits. "float32": keep the float32 sums of the products, for a smaller gap between the two log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

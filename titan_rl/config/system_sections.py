@@ -23,7 +23,8 @@ class DebugSection:
     """The only seed: data order, sampling and initialization all derive from it. With generators
     it is below 2^32."""
     deterministic: bool = False
-    """Use deterministic torch algorithms. Slower on GPU; on CPU runs are deterministic anyway."""
+    """Use deterministic torch algorithms, and vLLM's batch-invariant kernels. Slower on GPU; on CPU runs are
+    deterministic anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,9 @@ class ProfilingSection:
 class CommSection:
     init_timeout_seconds: int = bounds(300, ge=30, le=MOST_SECONDS)
     """Timeout for spawning processes, loading engines and building process groups, and for the first calls of a new
-    process, which import and compile, if their own timeout is shorter."""
+    process, which import and compile, if their own timeout is shorter. On a GPU it must cover a cold start of vLLM:
+    reading the weights if it loads any, compiling and capturing CUDA graphs (enforce_eager = false), all of it from a
+    network disk perhaps."""
     train_timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for one trainer step, weight sync or checkpoint."""
 
@@ -139,9 +142,11 @@ class WeightSyncSection:
     verify: Literal["off", "transfer", "live"] = "live"
     """Compare with the trainer's checksums before serving new weights: nothing, the bytes received, or the live
     parameters."""
-    in_flight: Literal["swap", "drain"] = "swap"
-    """Unfinished requests at a weight update: "swap" continues them with the new weights (each token records its
-    version), "drain" finishes them with the old weights first."""
+    in_flight: Literal["swap", "keep", "drain"] = "swap"
+    """Unfinished requests at a weight update: "swap" recomputes their keys and values and continues them with the new
+    weights (each token records its version); "keep" continues them with the new weights on their old keys and values,
+    which costs nothing but samples from a policy that no version has; "drain" finishes them with the old weights
+    first."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
 
@@ -154,6 +159,9 @@ class HostsSection:
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
+    gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
+    """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
+    run fits. 0: check only where there are GPUs."""
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""

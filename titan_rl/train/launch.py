@@ -1,4 +1,4 @@
-"""Start all meshes of a run concurrently, and stop them whatever happens.
+"""Start all meshes of a run, and stop them whatever happens.
 
 controller ── trainer mesh (dp, tp)                                    the first GPUs
            ├─ generator replicas (tp) each                             the next ones
@@ -6,9 +6,10 @@ controller ── trainer mesh (dp, tp)                                    the f
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 from monarch.actor import HostMesh, shutdown_context, this_host
@@ -16,7 +17,7 @@ from monarch.actor import HostMesh, shutdown_context, this_host
 from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.config.auto import resolved
+from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
 from titan_rl.meshes.faults import Watch
@@ -67,9 +68,10 @@ class Meshes:
 async def launch(
     setup: Setup, terminal: Terminal, incidents: Incidents, hurries: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[tuple[Meshes, Watch]]:
-    """Start all meshes concurrently, and stop them whatever happens. When a rank dies, what the watch drives raises an
+    """Start all meshes, and stop them whatever happens. When a rank dies, what the watch drives raises an
     error that names it; but dead generators are replaced by their mesh. If a stop `hurries`, busy ranks are killed."""
     zygotes.warn = terminal.warn
+    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=["generator"])
     meshes: Meshes | None = None
     try:
@@ -90,8 +92,9 @@ async def launch(
 
 
 async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
-    """Deal GPUs to trainers, generators and roles, in this order, and start them all."""
-    config, g = resolved(setup.config, setup.device), setup.config.generator
+    """Deal GPUs to trainers, generators and roles, in this order, and start them all. Generators that share the
+    trainers' GPUs start before them: vLLM measures how much memory is free, which nothing else may change meanwhile."""
+    config, g = setup.resolved, setup.config.generator
     shapes = {**setup.role_shapes, "critic": setup.shape.with_value_head()}
 
     async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
@@ -103,15 +106,18 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
         return mesh
 
     first = config.parallelism.world_size
-    starting: dict[str, Any] = {"trainers": started("trainer", 0, first)}
+    starting: dict[str, Callable[[], Awaitable[Any]]] = {"trainers": partial(started, "trainer", 0, first)}
     if setup.config.samples_rollouts:
         count = g.replicas * g.tensor_parallel_degree
         first = max(first, count) if config.placement.kind == "colocated" else first + count
-        starting["generators"] = _generators(host, setup, terminal, incidents)
+        starting["generators"] = partial(_generators, host, setup, terminal, incidents)
     for role, own in config.roles.items():
-        starting[role] = started(cast(RoleName, role), first, own.parallelism.world_size)
+        starting[role] = partial(started, cast(RoleName, role), first, own.parallelism.world_size)
         first += own.parallelism.world_size
-    meshes = dict(zip(starting, await asyncio.gather(*starting.values()), strict=True))
+    meshes: dict[str, Any] = {}
+    others = [name for name in starting if name != "generators"]
+    for names in (["generators"], others) if _share_gpus(setup) else (starting,):
+        meshes |= zip(names, await asyncio.gather(*(starting[name]() for name in names)), strict=True)
     return Meshes(**meshes, colocated=config.placement.kind == "colocated")
 
 
@@ -121,6 +127,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
         sleeps=config.placement.kind == "colocated",
+        head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
     )
     tp = g.tensor_parallel_degree
@@ -129,7 +136,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             host,
             settings,
             replicas=g.replicas,
-            env=vllm_cpu.ENV if setup.device == "cpu" else {},
+            env=_engine_env(setup),
             env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
             policy=GeneratorPolicy(
                 init_seconds=config.comm.init_timeout_seconds,
@@ -141,9 +148,25 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
                 min_replicas=config.fault.min_replicas,
             ),
         )
-        for rank in await mesh.start():
+        ranks = await mesh.start()
+        for rank in ranks:
             verify_complete(rank.shapes, setup.shape, tp)
+        if _share_gpus(setup):
+            await mesh.sleep()  # the trainers' turn to start; the first weights wake it
+    if setup.device == "cuda":
+        terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh
+
+
+def _share_gpus(setup: Setup) -> bool:
+    """Return True if generators and trainers use the same GPUs."""
+    return setup.device == "cuda" and setup.config.placement.kind == "colocated" and setup.config.samples_rollouts
+
+
+def _engine_env(setup: Setup) -> dict[str, str]:
+    if setup.device == "cpu":
+        return vllm_cpu.ENV
+    return BATCH_INVARIANT if setup.config.debug.deterministic else {}
 
 
 def _first_gpu(setup: Setup, replica: int) -> int:
@@ -181,5 +204,5 @@ async def shutdown() -> None:
     """Kill the processes, whose meshes are closed, and shut Monarch down, which removes its sockets. Ending living
     processes by messages takes Monarch 1 to 6 s."""
     with suppress(Exception):
-        await deaths.kill(deaths.alive(), CLOSE_SECONDS)
+        await deaths.kill(deaths.alive())
         await asyncio.wait_for(shutdown_context(GOODBYE_SECONDS).as_asyncio(), CLOSE_SECONDS)

@@ -118,6 +118,7 @@ class Recovery:
             self._lost.add(trainers)
         if self._run.weights is not None:
             await self._run.weights.abandon(trainers_lost=trainers in self._lost)
+        await self._run.meshes.turn_of_trainers()  # colocated engines leave them the memory to start in
         for mesh in list(self._lost):
             with self._run.terminal.phase(f"{mesh.name}: respawned"):
                 await mesh.respawn()

@@ -3,7 +3,8 @@
     run (the plan's copies, for one trainer rank and one reader) -> blocks of whole rows -> a checksum each
 
 A block consists of whole rows of known parameters, so it can be gathered back from a live model and hashed in place.
-Checksums are XXH3 (64 bits): they detect accidents, not adversaries. Pure, as the plan is.
+Checksums have 64 bits: XXH3 on a host; on a GPU, where its serial steps would be slow, a sum of mixed words
+(kernels/block_hash.py). They detect accidents, not adversaries. Pure, as the plan is.
 """
 
 from array import array
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from titan_rl.wire.weight_plan import Copy
+from titan_rl.wire.weight_source import HashKind
 
 checksum = xxhash.xxh3_64_intdigest
 """13 GB/s on one core where memcpy reaches 10; it releases the GIL meanwhile."""
@@ -78,10 +80,10 @@ def blocks(copies: Sequence[Copy], most: int) -> tuple[Block, ...]:
     return (*found, Block(start, elements, tuple(taken))) if taken else ()
 
 
-def layout(copies: Sequence[Copy], dtype: str, block_bytes: int) -> int:
+def layout(copies: Sequence[Copy], dtype: str, block_bytes: int, kind: HashKind = "xxh3") -> int:
     """Hash a run's layout: equal exactly if both ends mean the same rows of the same tensors, in the same order, dtype
-    and blocks."""
-    hashed = xxhash.xxh3_64(f"{dtype} {block_bytes}".encode())
+    and blocks, and compute the same kind of checksums."""
+    hashed = xxhash.xxh3_64((f"{dtype} {block_bytes}" + f" {kind}" * (kind != "xxh3")).encode())
     for copy in copies:
         hashed.update(repr(copy).encode())
     return hashed.intdigest()

@@ -245,6 +245,7 @@ class EngineStats:
     tokens: int = 0  # sampled
     prompt_tokens: int = 0  # of finished samples
     cached_tokens: int = 0  # of these, read from the prefix cache
+    recomputed: int = 0  # tokens whose keys and values new weights have dropped
     max_batch: int = 0  # most samples advanced by one step
     seconds: float = 0.0  # in add and step
 

@@ -5,13 +5,17 @@ The controller must not import torch for it: that would take it 1.2 CPU seconds 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from titan_rl.config.choices import BYTES, Dtype
 from titan_rl.wire.weight_plan import Copy
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
+
+
+HashKind = Literal["xxh3", "splitmix"]
+"""Of a block's checksum: "xxh3" of bytes on a host, "splitmix" of bytes that a GPU reads (kernels/block_hash.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Offer:
     nbytes: int  # of the run
     layout: int  # of what is packed there, see manifest.layout()
     registered: Registered | None  # only if a reader is remote
+    kind: HashKind = "xxh3"  # of the checksums in its manifests; `layout` covers it
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.cudart import as_on_a_gpu
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 
+DEVICE = {"of": "cpu"}
 ROWS, COLS, BLOCK = 40, 16, 256  # blocks of four rows
 COPIES = (Copy("w", 0, 0, ROWS, COLS, "p", 2, 0), Copy("norm", 0, 0, COLS, 1, "norm", 0, 0))
 
@@ -33,8 +36,9 @@ class Pair:
     """One trainer rank and one reader, in this process."""
 
     def __init__(self, **sync: Any) -> None:
-        self.weights = {"w": torch.randn(ROWS, COLS), "norm": torch.randn(COLS)}
-        self.live = {"p": torch.zeros(ROWS + 4, COLS), "norm": torch.zeros(COLS)}
+        with torch.device(DEVICE["of"]):
+            self.weights = {"w": torch.randn(ROWS, COLS), "norm": torch.randn(COLS)}
+            self.live = {"p": torch.zeros(ROWS + 4, COLS), "norm": torch.zeros(COLS)}
         self.staging = Staging(self.weights, {0: COPIES}, torch.float32, slice_bytes=1024, block_bytes=BLOCK)
         self.landing = Landing(self.live, [self.source], WeightSyncSection(**sync), "generator0[tp=0]")
         self.serial = 0
@@ -65,6 +69,14 @@ class Pair:
         return same and not bool(pads)
 
 
+@pytest.fixture(params=["xxh3", "splitmix", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which checksums: a host's, a GPU's computed on the host, or a GPU's."""
+    if request.param == "splitmix":
+        as_on_a_gpu(monkeypatch)
+    monkeypatch.setitem(DEVICE, "of", "cuda" if request.param == "cuda" else "cpu")
+
+
 @contextmanager
 def bytes_of(source: Source, slot: int) -> Iterator[memoryview]:
     """Open a run in the trainer's memory for writing, as any process of the user may."""
@@ -76,6 +88,7 @@ def bytes_of(source: Source, slot: int) -> Iterator[memoryview]:
             yield run
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("verify", ["transfer", "live"])
 def test_a_corrupted_byte_in_a_slot_is_refused_by_name(verify: str) -> None:
     pair = Pair(verify=verify)
@@ -95,6 +108,7 @@ def test_a_corrupted_byte_in_a_slot_is_refused_by_name(verify: str) -> None:
     assert pair.holds(pair.weights)
 
 
+@pytest.mark.usefixtures("kind")
 def test_without_verification_a_corrupted_byte_goes_unnoticed() -> None:
     pair = Pair(verify="off")
     manifest = pair.publish(1, slot=0)
@@ -104,6 +118,7 @@ def test_without_verification_a_corrupted_byte_goes_unnoticed() -> None:
     assert not pair.holds(pair.weights)
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("verify", ["transfer", "live"])
 def test_a_passing_corruption_is_healed_by_the_second_attempt(verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(verify=verify)
@@ -128,6 +143,7 @@ def test_a_passing_corruption_is_healed_by_the_second_attempt(verify: str, monke
     assert pair.holds(pair.weights)
 
 
+@pytest.mark.usefixtures("kind")
 def test_what_the_live_parameters_hold_is_compared_and_not_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair(verify="live")
     put = pair.landing._put
@@ -141,6 +157,20 @@ def test_what_the_live_parameters_hold_is_compared_and_not_what_was_sent(monkeyp
         pair.pull(pair.publish(1, slot=0))
 
 
+@pytest.mark.usefixtures("kind")
+def test_a_write_that_goes_wrong_once_is_healed_and_one_that_always_does_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, hits = Pair(verify="live"), iter([True])
+    monkeypatch.setattr(failpoints, "hit", lambda point: next(hits, False))
+    pair.pull(pair.publish(1, slot=0))
+    assert pair.holds(pair.weights)
+    monkeypatch.setattr(failpoints, "hit", lambda point: True)
+    with pytest.raises(WeightsRefused, match=r"in the live parameters, .*; 11 blocks are wrong"):
+        pair.pull(pair.publish(2, slot=1))
+
+
+@pytest.mark.usefixtures("kind")
 def test_a_slot_that_holds_another_version_by_now_is_refused_by_name() -> None:
     pair = Pair(verify="off")
     first = pair.publish(4, slot=0)
@@ -150,6 +180,7 @@ def test_a_slot_that_holds_another_version_by_now_is_refused_by_name() -> None:
         pair.pull(first)
 
 
+@pytest.mark.usefixtures("kind")
 def test_a_slot_that_is_packed_between_read_and_write_is_refused() -> None:
     pair = Pair(verify="off")
     manifest = pair.publish(4, slot=0)
@@ -163,6 +194,7 @@ def test_a_slot_that_is_packed_between_read_and_write_is_refused() -> None:
         asyncio.run(work())
 
 
+@pytest.mark.usefixtures("kind")
 def test_a_manifest_of_another_layout_or_with_damage_is_refused() -> None:
     pair = Pair()
     good = pair.publish(1, slot=0)
@@ -177,6 +209,7 @@ def test_a_manifest_of_another_layout_or_with_damage_is_refused() -> None:
         asyncio.run(pair.landing.fetch_weights([], timeout=30))
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize("verify", ["off", "transfer", "live"])
 def test_only_changed_blocks_are_transferred_even_after_missed_versions(verify: str) -> None:
     pair = Pair(verify=verify, delta=True)
@@ -195,6 +228,7 @@ def test_only_changed_blocks_are_transferred_even_after_missed_versions(verify: 
     assert pair.holds(pair.weights)
 
 
+@pytest.mark.usefixtures("kind")
 def test_after_refused_weights_everything_is_transferred_again() -> None:
     pair = Pair(delta=True)
     pair.pull(pair.publish(0, slot=0))
@@ -208,12 +242,33 @@ def test_after_refused_weights_everything_is_transferred_again() -> None:
     assert pair.holds(pair.weights)
 
 
+@pytest.mark.parametrize("verify", ["off", "transfer", "live"])
+def test_after_a_sleep_that_empties_the_parameters_everything_is_transferred_again(verify: str) -> None:
+    pair = Pair(verify=verify, delta=True)
+    everything = pair.pull(pair.publish(0, slot=0))
+    asyncio.run(pair.landing.fetch_weights([pair.publish(1, slot=1)], timeout=30))  # nothing, as nothing changed
+    for parameter in pair.live.values():
+        parameter.zero_()
+    pair.landing.forget()
+    with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
+        asyncio.run(pair.landing.write_weights(timeout=30))
+    assert pair.pull(pair.publish(2, slot=0)) == everything
+    assert pair.holds(pair.weights)
+
+
+@pytest.mark.usefixtures("kind")
 def test_live_parameters_that_somebody_else_changed_are_put_right_under_delta() -> None:
     pair = Pair(delta=True)
     pair.pull(pair.publish(0, slot=0))
     pair.live["p"][20] = 0
     pair.pull(pair.publish(1, slot=1))
     assert pair.holds(pair.weights)
+
+
+def test_a_layout_on_the_host_has_the_digest_that_it_always_had() -> None:
+    copies = (Copy("w", 0, 0, 40, 16, "p", 2, 0),)
+    assert layout(copies, "float32", 256) == layout(copies, "float32", 256, "xxh3") == 0x18FE036A8B2EFF8E
+    assert layout(copies, "float32", 256, "splitmix") != layout(copies, "float32", 256)
 
 
 @given(

@@ -1,6 +1,6 @@
 """The keys of [generator] on their way to vLLM."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args
@@ -17,6 +17,11 @@ def test_every_key_reaches_vllm_under_its_name() -> None:
     assert not NOT_VLLMS & args.keys()
     assert (args["model"], args["tensor_parallel_size"], args["seed"]) == ("folder", 2, 7)
     assert args["distributed_executor_backend"] == "external_launcher"
+
+
+def test_the_head_is_the_models_unless_it_shall_be_float32() -> None:
+    assert engine_args(SETTINGS)["hf_overrides"] == {"head_dtype": "model"}
+    assert engine_args(replace(SETTINGS, head_dtype="float32"))["hf_overrides"] == {"head_dtype": "float32"}
 
 
 def test_a_cache_of_no_size_is_sized_by_vllm() -> None:

@@ -15,8 +15,8 @@ from titan_rl.doctor.installed import (
     parse_requirements,
     requirements,
     satisfies,
-    torch_cuda,
 )
+from titan_rl.wire.torch_build import torch_cuda
 
 
 def distribution(folder: Path, record: str) -> Distribution:

@@ -23,7 +23,7 @@ BF16 = 0.03  # absolute and relative
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernel.TILES, "cpu", (4, 8))
+    monkeypatch.setattr(kernel, "TILE", (4, 8))
 
 
 def case(tokens: int, vocabulary: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
@@ -86,6 +86,32 @@ def test_training_dtypes_agree_with_the_reference(
     assert_same(found, results(reference_token_logprob, *arguments, entropy=entropy), tolerance)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 3), (5, 7, 6), (33, 70, 16)])
+def test_float32_logits_are_those_of_float32_products(shape: tuple[int, int, int], entropy: bool) -> None:
+    def reference(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference_token_logprob(hidden.float(), weight.float(), *rest)
+
+    arguments = (*case(*shape, torch.bfloat16), 0.8)
+    want = results(reference, *arguments, entropy=entropy)
+    found = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy, float32_logits=True)
+    assert found[2].dtype == found[3].dtype == torch.bfloat16
+    assert_same(found, want, BF16)
+    for precise, exact in zip(found[:2], want[:2], strict=True):
+        torch.testing.assert_close(precise, exact)
+    if shape[0] > 1:
+        rounded = results(token_logprob, *arguments, entropy=entropy, with_entropy_grad=entropy)
+        assert (rounded[0] - want[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_float32_logits_change_nothing_where_logits_are_that_wide_anyhow(dtype: torch.dtype) -> None:
+    arguments = (*case(33, 70, 16, dtype), 0.8)
+    found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True, float32_logits=True)
+    want = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
 def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
     hidden, weight, targets = case(5, 11, 3, torch.float64)
     assert torch.autograd.gradcheck(lambda h, w: reference_token_logprob(h, w, targets, 0.7), (hidden, weight))
@@ -95,7 +121,7 @@ def test_gradcheck_passes_on_the_reference_and_on_the_chunked_version() -> None:
 
 def test_the_shipped_tile_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    arguments = (*case(kernel.TILES["cpu"][0] + 3, kernel.TILES["cpu"][1] + 5, 8), 1.0)
+    arguments = (*case(kernel.TILE[0] + 3, kernel.TILE[1] + 5, 8), 1.0)
     found = results(token_logprob, *arguments, entropy=True, with_entropy_grad=True)
     assert_same(found, results(reference_token_logprob, *arguments, entropy=True), 1e-4)
 
@@ -237,7 +263,7 @@ def rank_matches_single(rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=3)
-    kernel.TILES["cpu"] = (4, 8)
+    kernel.TILE = (4, 8)
     groups = dist.new_group([0, 1]), dist.group.WORLD
     for shards, group in zip(SHARDS, groups, strict=True):
         if rank < len(shards[0]) - 1:

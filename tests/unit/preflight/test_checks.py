@@ -6,6 +6,7 @@ from support.checked_configs import config
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.checks import problems, warnings
+from titan_rl.wire.gpus import Gpus
 
 
 def test_the_defaults_run() -> None:
@@ -133,7 +134,7 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
     ],
 )
 def test_no_problem(tmp_path: Path, toml: str) -> None:
-    assert problems(config(tmp_path, toml), gpus=2 if "cuda" in toml else 0) == []
+    assert problems(config(tmp_path, toml), gpus=Gpus(2 if "cuda" in toml else 0)) == []
 
 
 def test_a_window_needs_something_to_overtake_and_fixed_places(tmp_path: Path) -> None:
@@ -163,6 +164,18 @@ def test_colocated_engines_cannot_drain(tmp_path: Path) -> None:
     assert problems(config(tmp_path, toml)) == []  # without a lag nothing is in flight
     (problem,) = problems(config(tmp_path, f"{toml}[rollout]\nlag = 1"))
     assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep')
+
+
+def test_kept_keys_and_values_need_a_correction_and_devices_of_their_own(tmp_path: Path) -> None:
+    keep = '[weight_sync]\nin_flight = "keep"\n'
+    uncorrected = '[algorithm]\nproximal = "trainer"\ncorrection = "none"\n'
+    assert problems(config(tmp_path, f"{keep}{uncorrected}")) == []  # without a lag nothing is in flight
+    assert problems(config(tmp_path, f"{keep}[rollout]\nlag = 1")) == []  # which is corrected by default
+    assert problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[algorithm]\nproximal = "generator"')) == []
+    (problem,) = problems(config(tmp_path, f"{keep}{uncorrected}[rollout]\nlag = 1"))
+    assert problem.startswith('algorithm.correction: expected "token_tis" or another correction, because weight_sync')
+    (problem,) = problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[placement]\nkind = "colocated"'))
+    assert problem.startswith('weight_sync.in_flight: expected "swap", because engines sleep and free their keys and')
 
 
 def test_a_run_that_goes_on_keeps_its_order_of_prompts_and_its_model(tmp_path: Path) -> None:
@@ -211,6 +224,11 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     ("toml", "message"),
     [
         ('[generator]\ndtype = "bfloat16"', "generator.dtype is bfloat16, training.mixed_precision_param is float32"),
+        (
+            '[model]\nhead_dtype = "float32"\n[debug]\ndeterministic = true\n[generator]\ndtype = "bfloat16"\n'
+            '[training]\nmixed_precision_param = "bfloat16"',
+            'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
+        ),
         ("[rollout]\ntop_p = 0.9", "rollout.top_p is 0.9"),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
     ],
@@ -227,7 +245,7 @@ def test_shipped_configs_need_at_most_files_and_gpus(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # else the folders of an earlier run may be found
-    found = problems(load(find(name)), gpus=8)
+    found = problems(load(find(name)), gpus=Gpus(8))
     sections = ("model", "teacher", "reward_model", "critic")
     models = tuple(f"{section}.hf_assets_path: expected a Hugging Face folder" for section in sections)
     assert all(problem.startswith((*models, "task.path: ", "task.eval_path: ")) for problem in found), found

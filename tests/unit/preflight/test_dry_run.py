@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.folders import write_header, write_hf, write_models
+from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
@@ -14,49 +15,47 @@ from titan_rl.run import main
 from titan_rl.tasks import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape
 
-LLAMA_8B = ModelShape(
-    family="llama3",
-    vocab_size=128256,
-    dim=4096,
-    n_layers=32,
-    n_heads=32,
-    n_kv_heads=8,
-    head_dim=128,
-    hidden_dim=14336,
-    max_seq_len=131072,
-    rope_theta=500000.0,
-    norm_eps=1e-5,
-    tied=False,
-)
+GPU_CONFIGS = {
+    "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "15 GiB per version and replica"]),
+    "grpo_qwen3_0_6b_1gpu": (QWEN_600M, ["596M parameters", "FSDP2 1", "vLLM x 1", "1.11 GiB per version"]),
+}
 
 
 @pytest.fixture
-def assets(tmp_path: Path) -> Path:
-    """What the 8B config expects on disk, less the weights' bytes: a dry run reads none of them."""
-    folder = tmp_path / "Llama-8B"
-    characters.build(folder)
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B.hf_config(bos=1, eos=2, pad=0)))
-    write_header(folder / "model.safetensors", LLAMA_8B.hf_tensors(), "BF16")
+def data(tmp_path: Path) -> list[str]:
     rows = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(20)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return [flag for key in ("path", "eval_path") for flag in (f"--task.{key}", str(tmp_path / "data.jsonl"))]
 
 
-def test_the_8b_config_is_checked_whole(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = str(assets.parent / "data.jsonl")
-    flags = ["--model.hf_assets_path", str(assets), "--task.path", data, "--task.eval_path", data]
+def assets(folder: Path, shape: ModelShape) -> list[str]:
+    """Write what a GPU config expects on disk, without the weights' bytes: a dry run reads none of them."""
+    characters.build(folder)
+    (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
+    write_header(folder / "model.safetensors", shape.hf_tensors(), "BF16")
+    return ["--model.hf_assets_path", str(folder)]
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_a_gpu_config_is_checked_whole_without_a_gpu(
+    name: str, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, expected = GPU_CONFIGS[name]
     dump = tmp_path / "dump"
-    code = main(["--config", "grpo_llama3_8b.toml", "--dry-run", "--job.dump_folder", str(dump), *flags])
+    flags = [*data, *assets(tmp_path / "model", shape), "--job.dump_folder", str(dump)]
+    assert main(["--config", name, "--dry-run", *flags]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert code == 0
-    assert "8.03B parameters" in out
-    assert "FSDP2 4" in out
-    assert "vLLM x 2, TP 2" in out
-    assert "15 GiB per version and replica" in out
+    assert [text for text in (*expected, "cuda, another host", "GiB by estimate") if text not in out] == []
+    assert "hosts." not in out  # no warning about this host, which is not the one that is planned for
     assert not dump.exists()
 
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", name, "--dry-run", *flags, "--hosts.gpu_memory_gb", "10"])
+    assert stop.value.code == 2
+    assert "[parallelism]: expected a trainer that fits 10.0 GiB" in capsys.readouterr().err
 
-@pytest.mark.parametrize("name", [name for name in shipped() if "8b" not in name])
+
+@pytest.mark.parametrize("name", [name for name in shipped() if name not in GPU_CONFIGS])
 def test_every_tiny_config_is_ready(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,33 +1,33 @@
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from support.checked_configs import config
-from titan_rl.preflight.checks import host_problems, problems
+from support.nvidia_smi import two_gpus
+from titan_rl.preflight.checks import host, host_problems, problems
 from titan_rl.preflight.checks.host import CPU_HEAD_DIMS
-from titan_rl.wire.gpus import visible_gpus
+from titan_rl.wire.gpus import Gpus, found_gpus, visible_gpus
 
 
 def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
-    (problem,) = problems(config(tmp_path, toml), gpus=2)
+    (problem,) = problems(config(tmp_path, toml), gpus=Gpus(2))
     assert "hosts.slots" in problem
-    assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=2) == []
-    (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=1)
+    assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=Gpus(2)) == []
+    (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=Gpus(1))
     assert "2 GPUs (2 of the trainer, 1 of the generators; trainer and generators share GPUs)" in problem
 
 
 def test_gpus_are_slots(tmp_path: Path) -> None:
     two = config(tmp_path, "[parallelism]\ndata_parallel_shard_degree = 2\n[generator]\nblock_size = 16")
-    assert problems(two, gpus=3) == []
-    (problem,) = host_problems(two, gpus=2)
+    assert problems(two, gpus=Gpus(3)) == []
+    (problem,) = host_problems(two, gpus=Gpus(2))
     assert "room for 3 processes (2 of the trainer, 1 of the generators), found 2" in problem
-    (problem,) = host_problems(replace(two, hosts=replace(two.hosts, slots=8)), gpus=2)
+    (problem,) = host_problems(replace(two, hosts=replace(two.hosts, slots=8)), gpus=Gpus(2))
     assert problem.startswith("hosts.slots: expected a GPU for each of 3 processes")
     on_cpu = replace(two, hosts=replace(two.hosts, device="cpu"), generator=replace(two.generator, block_size=32))
-    assert problems(on_cpu, gpus=2) == []
+    assert problems(on_cpu, gpus=Gpus(2)) == []
 
 
 def test_head_dims_are_those_of_the_cpu_kernels() -> None:
@@ -60,14 +60,51 @@ def test_head_dims_are_those_of_the_cpu_kernels() -> None:
     [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("1, 0", 2), ("0,7,1", 1), ("GPU-1a2b", 1), ("x", 0)],
 )
 def test_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: int) -> None:
-    """An nvidia-smi of two GPUs, one of them split."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        "#!/bin/sh\necho 'GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-1)\nGPU 1: A (UUID: GPU-2)'\n"
-    )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two_gpus(tmp_path, monkeypatch)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "mib"),
+    [(None, 2, 15360), ("0", 1, 81559), ("GPU-2", 1, 15360), ("MIG-1", 1, 0), ("0,GPU-x", 2, 0), ("", 0, 0)],
+)
+def test_the_smallest_gpu_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int, mib: int
+) -> None:
+    two_gpus(tmp_path, monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus = found_gpus()
+    assert (gpus.count, gpus.nbytes) == (count, mib << 20)
+    assert (gpus.driver, gpus.cuda) == (("580.65.06", "13.0") if count else ("", ""))
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "expected"),
+    [
+        ("", "13.0", "expected a CUDA build of torch for this host's 2 GPUs, found a CPU build"),
+        ("13.0", "12.4", "found 580.65.06, which runs CUDA up to 12.4"),
+        ("13.0", "13.0", ""),
+        ("13.2", "13.0", ""),  # one of a minor version runs, says NVIDIA
+        ("12.8", "13.0", ""),
+    ],
+)
+def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str, expected: str
+) -> None:
+    two_gpus(tmp_path, monkeypatch, cuda)
+    monkeypatch.setattr(host, "torch_cuda", lambda: torch)
+    found = host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=found_gpus())
+    assert len(found) == bool(expected)
+    assert all(expected in problem for problem in found)
+    assert host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=found_gpus()) == []
+
+
+def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "vllm_needs_gpu", lambda: True)
+    (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus(1))
+    assert "expected a GPU, because vLLM's CUDA build is installed" in found
+    assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
+    assert host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=Gpus(2)) == []

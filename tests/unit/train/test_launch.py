@@ -1,14 +1,21 @@
-"""Which GPU each rank gets, and the end of a run."""
+"""Which GPU each rank gets, what it is launched with, in which order meshes start, and the end of a run."""
 
+import asyncio
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.engine import EngineInfo
 from titan_rl.config.toml import find, load, shipped
+from titan_rl.meshes import deaths
 from titan_rl.meshes.spawn import process_group
+from titan_rl.record.terminal import Terminal
 from titan_rl.train import launch
 from titan_rl.wire import gpus
 
@@ -59,6 +66,8 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
     meshes = [(0, run.parallelism.world_size)]
+    if run.placement.kind == "colocated":
+        meshes.clear()  # trainers and generators share
     if run.samples_rollouts:
         tp = run.generator.tensor_parallel_degree
         meshes += [(launch._first_gpu(setup, replica), tp) for replica in range(run.generator.replicas)]
@@ -94,3 +103,90 @@ def test_cuda_ranks_are_launched_with_what_exact_and_deterministic_products_need
     assert not needed.keys() & launch._resources(SimpleNamespace(config=run, device="cpu"), first=0, count=1).keys()  # type: ignore[arg-type]
     fast = load(find("grpo_llama"), [("generator.dtype", "bfloat16")])
     assert launch.cuda_environment(fast) == {}
+
+
+class Started:
+    """The two kinds of meshes, which note when they start and what they are launched with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str, **keys: Any) -> None:
+        self.events: list[str] = []
+        self.env: Mapping[str, str] = {}
+        monkeypatch.setattr(gpus, "_present_gpus", lambda: 12)
+        monkeypatch.setattr(launch, "verify_complete", lambda *_: None)
+        monkeypatch.setattr(launch, "GeneratorMesh", self)
+        monkeypatch.setattr(launch, "ModelMesh", self.model_mesh)
+        shape: Any = SimpleNamespace(with_value_head=lambda: None)
+        config = load(find("grpo_llama"), [(key.replace("__", "."), value) for key, value in keys.items()])
+        setup: Any = SimpleNamespace(
+            config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
+        )
+        nothing: Any = None
+        asyncio.run(launch._start(nothing, setup, Terminal(), nothing))
+
+    def model_mesh(self, host: Any, role: str, *_: Any) -> Any:
+        return SimpleNamespace(start=lambda: self._note(role))
+
+    async def spawn(self, host: Any, settings: Any, *, env: Mapping[str, str], **_: Any) -> "Started":
+        self.env = env
+        return self
+
+    async def start(self) -> list[EngineInfo]:
+        await self._note("generator")
+        return [EngineInfo(1, {}, "V2")]
+
+    async def sleep(self) -> None:
+        self.events.append("generator sleeps")
+
+    async def _note(self, mesh: str) -> None:
+        self.events.append(f"{mesh} starts")
+        await asyncio.sleep(0.01)
+        self.events.append(f"{mesh} is up")
+
+
+def test_generators_that_share_gpus_measure_free_memory_before_trainers_take_any(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = ["trainer starts", "trainer is up"]
+    together = Started(monkeypatch, "cuda", placement__kind="colocated").events
+    assert together == ["generator starts", "generator is up", "generator sleeps", *trainer]
+    assert "generator: vLLM's V2 model runner" in capsys.readouterr().out
+    at_once = ["trainer starts", "generator starts", "trainer is up", "generator is up"]
+    assert Started(monkeypatch, "cuda").events == at_once
+    assert Started(monkeypatch, "cpu", placement__kind="colocated").events == at_once
+    assert (
+        Started(monkeypatch, "cuda", placement__kind="colocated", algorithm__name="sft", eval__size=0).events == trainer
+    )
+
+
+def test_deterministic_engines_on_gpus_are_batch_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Started(monkeypatch, "cuda", debug__deterministic="true").env["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in Started(monkeypatch, "cuda").env
+    for deterministic in ("true", "false"):
+        assert Started(monkeypatch, "cpu", debug__deterministic=deterministic).env == vllm_cpu.ENV
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 10), ("cuda", 60)])
+def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str, seconds: float
+) -> None:
+    async def none_started(*_: Any) -> launch.Meshes:
+        return launch.Meshes(SimpleNamespace(close=lambda: asyncio.sleep(0)))  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(deaths, "kill_seconds", 0.0)
+    monkeypatch.setattr(launch, "this_host", lambda: None)
+    monkeypatch.setattr(launch, "_start", none_started)
+    setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
+    nothing: Any = None
+
+    async def body() -> None:
+        async with launch.launch(setup, Terminal(), nothing):
+            assert deaths.kill_seconds == seconds
+
+    asyncio.run(body())
+
+
+def test_what_outlives_a_kill_is_named_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "_followed", {os.getpid(): "stubborn[tp=0]"})
+    monkeypatch.setattr(deaths.os, "kill", lambda *_: None)
+    monkeypatch.setattr(deaths, "kill_seconds", 0.05)
+    assert asyncio.run(deaths.kill(["stubborn[tp=0]"])) == ["stubborn[tp=0]"]

@@ -9,15 +9,19 @@ from titan_rl.preflight.checks.assets import check_assets, usable_shape
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.folders import check_folders
-from titan_rl.preflight.checks.host import check_placement, snapshot_warning
+from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
+from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
+from titan_rl.wire.gpus import NO_GPUS, Gpus
+
+__all__ = ["gpus_needed", "host_problems", "problems", "warnings"]
 
 
-def problems(config: Config, *, gpus: int = 0) -> list[str]:
-    """Return everything that would make the run fail on this host, which has `gpus` GPUs."""
+def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
+    """Return everything that would make the run fail on a host with these GPUs."""
     shape, unusable = usable_shape(config)
     checks = [check_assets(config, shape), check_task(config)]
     checks += [check_lengths(config, shape)] if shape else []
@@ -29,15 +33,17 @@ def problems(config: Config, *, gpus: int = 0) -> list[str]:
     if shape:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
+        if gpus.nbytes and config.hosts.device != "cpu":
+            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=gpus.count))
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 
 
-def host_problems(config: Config, *, gpus: int = 0) -> list[str]:
-    return list(check_placement(config, usable_shape(config)[0], gpus))
+def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
+    return [*check_driver(config, gpus), *check_placement(config, usable_shape(config)[0], gpus.count)]
 
 
-def warnings(config: Config) -> list[str]:
+def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     found = []
     trainer, generator = config.training.mixed_precision_param, config.generator.dtype
@@ -45,6 +51,11 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"generator.dtype is {generator}, training.mixed_precision_param is {trainer}: expect the log-probs of "
             "trainer and generator to differ by about 4e-3 on average, compared with 3e-7 if both are float32"
+        )
+    if config.debug.deterministic and config.model.head_dtype == "float32" and generator == "bfloat16":
+        found.append(
+            'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
+            'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
         )
     if config.rollout.top_p < 1:
         found.append(
@@ -59,4 +70,4 @@ def warnings(config: Config) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    return [*found, *snapshot_warning(config, usable_shape(config)[0])]
+    return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]

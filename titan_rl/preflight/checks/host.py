@@ -6,14 +6,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES, Config
+from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
+from titan_rl.wire.torch_build import as_numbers, torch_cuda, vllm_needs_gpu
 
 CPU_SLOTS = 16
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK_SIZE = 32
+
+
+def gpus_needed(config: Config) -> int:
+    """Return how many GPUs the run takes: one for each process, which colocated trainers and generators share."""
+    g, trainers = config.generator, config.parallelism.world_size
+    generators = g.replicas * g.tensor_parallel_degree if config.samples_rollouts else 0
+    shared = min(trainers, generators) if config.placement.kind == "colocated" else 0
+    return trainers + generators - shared + sum(role.parallelism.world_size for role in config.roles.values())
 
 
 def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[str]:
@@ -28,7 +38,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
     on_gpu = gpus > 0 and hosts.device != "cpu"
     if on_gpu and config.placement.kind == "colocated":
-        total -= min(trainers, generators)
+        total = gpus_needed(config)
         processes = f"{total} GPUs ({', '.join(parts)}; trainer and generators share GPUs)"
     slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
     if total > slots:
@@ -49,6 +59,11 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     yield from _check_capacity(config, shape, generators, total)
     if not generators:
         return
+    if vllm_needs_gpu():
+        yield (
+            "hosts.device: expected a GPU, because vLLM's CUDA build is installed, which samples on nothing else; "
+            "./scripts/run --extra cpu installs the build for CPUs"
+        )
     if generator.kv_cache_memory_mb == 0:
         yield "generator.kv_cache_memory_mb: expected a size above 0 on a CPU, found 0"
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
@@ -56,6 +71,23 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"
     if generator.block_size % CPU_BLOCK_SIZE:
         yield f"generator.block_size: expected a multiple of {CPU_BLOCK_SIZE} on a CPU, found {generator.block_size}"
+
+
+def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:
+    """Check that torch can use the GPUs of this host: with a driver that is too old, it finds none."""
+    wanted = torch_cuda()
+    if not gpus.cuda or config.hosts.device == "cpu":
+        return
+    if not wanted:
+        yield (
+            f"hosts.device: expected a CUDA build of torch for this host's {gpus.count} GPUs, found a CPU build; "
+            './scripts/run --extra cuda installs one, and hosts.device = "cpu" runs on the CPU'
+        )
+    elif as_numbers(gpus.cuda)[:1] < as_numbers(wanted)[:1]:
+        yield (
+            f"hosts.device: expected a driver that runs CUDA {wanted}, for which torch is built, found {gpus.driver}, "
+            f'which runs CUDA up to {gpus.cuda}; update it, or set hosts.device = "cpu"'
+        )
 
 
 def host_memory() -> int:

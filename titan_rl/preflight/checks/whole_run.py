@@ -29,12 +29,24 @@ def check_run(config: Config) -> Iterator[str]:
     if rollout.window and config.algorithm.dynamic_sampling:
         why = "because replaced groups would exceed the window"
         yield f"rollout.window: expected 0 with algorithm.dynamic_sampling, {why}, found {rollout.window}"
-    if rollout.lag and config.placement.kind == "colocated" and config.weight_sync.in_flight == "drain":
-        why = 'because engines sleep before their requests finish if placement.kind is "colocated" and rollout.lag > 0'
-        yield f'weight_sync.in_flight: expected "swap", {why}, found "drain"'
+    yield from _check_in_flight(config)
     yield from _check_streaming(config)
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k: expected 0 (all) or at least 2, as the newest may be half-written, found 1"
+
+
+def _check_in_flight(config: Config) -> Iterator[str]:
+    """Refuse what cannot be done with unfinished requests at a weight update. Without a lag there are none."""
+    how, algorithm = config.weight_sync.in_flight, config.algorithm
+    if not config.rollout.lag or how == "swap":
+        return
+    if config.placement.kind == "colocated":
+        because = {"drain": "before their requests finish", "keep": "and free their keys and values"}[how]
+        why = f'because engines sleep {because} if placement.kind is "colocated" and rollout.lag > 0'
+        yield f'weight_sync.in_flight: expected "swap", {why}, found "{how}"'
+    if how == "keep" and algorithm.kind == "rl" and (algorithm.proximal, algorithm.correction) == ("trainer", "none"):
+        why = 'because weight_sync.in_flight = "keep" samples from a policy that no version of the weights has'
+        yield f'algorithm.correction: expected "token_tis" or another correction, {why}, found "none"'
 
 
 def _check_streaming(config: Config) -> Iterator[str]:

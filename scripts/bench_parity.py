@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Measure how far the log-probs of sampling and training are apart, by dtype and by weight_sync.in_flight.
+
+    .venv/bin/python scripts/bench_parity.py                     # about 5 minutes
+    .venv/bin/python scripts/bench_parity.py --dtypes bfloat16
+
+Every case is a whole run with lag 1 and real updates: one trainer process, one engine, rollouts of long-tailed lengths,
+so that each weight sync meets many unfinished samples. "lag 0" is the same run without a lag: its gap is that of the
+two engines alone, while the others also measure the age of the tokens. The figures are over the steps of one run.
+Appends to docs/benchmarks/parity.csv.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench.async_overlap import LONG_TAILED, WORKLOAD
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, metric_lines, report, run_to_end
+
+COLUMNS = ("part", "case", "way", "measure", *FIGURES, "note", *RAN_ON)
+DTYPES = {  # of the trainer's compute, whose weights are float32, and of the generator
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "mixed": ("float32", "bfloat16"),
+}
+WAYS = {
+    "lag 0": {"rollout.lag": 0},
+    **{how: {"rollout.lag": 1, "weight_sync.in_flight": how} for how in ("swap", "keep", "drain")},
+}
+MEASURES = {
+    "log-prob gap, mean": "logprob_gap/mean",
+    "log-prob gap, max": "logprob_gap/max",
+    "exp |gap|, mean": "logprob_gap/mult",
+    "correction, least weight": "off_policy/weight_min",
+    "correction, effective samples": "off_policy/ess",
+    "policy age, mean": "policy_age/mean",
+    "tokens recomputed per sync": "engine/recomputed_tokens",
+    "sampling, s": "engine/sampling_seconds",
+    "step, s": "time/step",
+}
+FIRST, LAST = 3, 2  # steps before the backlog is even, and while nothing is left to sample
+
+
+def parity(dtypes: Sequence[str], steps: int) -> Iterator[Row]:
+    for name in dtypes:
+        trainer, generator = DTYPES[name]
+        for way, keys in WAYS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                run_to_end(
+                    {
+                        **WORKLOAD,
+                        **keys,
+                        "training.mixed_precision_param": trainer,
+                        "generator.dtype": generator,
+                        "training.steps": FIRST + steps + LAST,
+                        "job.dump_folder": folder,
+                    },
+                    program=[str(LONG_TAILED)],
+                )
+                lines = metric_lines(Path(folder), "rl")[FIRST : FIRST + steps]
+            note = f"{trainer} trainer, {generator} generator, {steps} steps"
+            for measure, key in MEASURES.items():
+                if all(key in line for line in lines):
+                    yield Row("parity", name, measure, [line[key] for line in lines], way=way, note=note)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "parity.csv")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
+    parser.add_argument("--steps", type=int, default=10)
+    a = parser.parse_args()
+    report(a.csv, COLUMNS, parity(a.dtypes, a.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Shapes of published models, whose weights no test needs."""
+
+from dataclasses import replace
+
+from titan_rl.wire.model_shape import ModelShape
+
+LLAMA_8B = ModelShape(
+    family="llama3",
+    vocab_size=128256,
+    dim=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=128,
+    hidden_dim=14336,
+    max_seq_len=131072,
+    rope_theta=500000.0,
+    norm_eps=1e-5,
+    tied=False,
+)
+LLAMA_70B = replace(LLAMA_8B, dim=8192, n_layers=80, n_heads=64, hidden_dim=28672)
+QWEN_600M = replace(
+    LLAMA_8B,
+    family="qwen3",
+    vocab_size=151936,
+    dim=1024,
+    n_layers=28,
+    n_heads=16,
+    hidden_dim=3072,
+    max_seq_len=40960,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=True,
+)

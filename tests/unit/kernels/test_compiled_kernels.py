@@ -1,0 +1,57 @@
+"""The log-prob kernels as production launches them, compiled for GPUs that are not here."""
+
+from functools import cache
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench.ahead_of_time import Launch, compile_for
+from bench.kernel_launches import launches
+from titan_rl.kernels import token_logprob_triton as fused
+
+LLAMA, QWEN = (128256, 4096), (151936, 1024)  # vocabulary and width of Llama 3 8B and Qwen3 0.6B
+SHARD = (128256 // 8, 4096)  # under tensor parallelism 8
+
+
+@cache
+def distinct(entropy: bool, float32_logits: bool) -> tuple[Launch, Launch]:
+    """Return the two launches, which depend neither on the model nor on the number of tokens: none is compiled again in
+    the middle of a run."""
+    shapes = [(4096, LLAMA), (4096, QWEN), (4096, SHARD), (4095, LLAMA), (770, LLAMA), (20000, QWEN)]
+    every = [launches(n, *shape, float32_logits=float32_logits, entropy=entropy) for n, shape in shapes]
+    assert all(found == every[0] for found in every[1:])
+    sums, descent = every[0]
+    return sums, descent
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("float32_logits", [False, True])
+def test_the_sums_take_one_pass_at_the_memorys_rate(float32_logits: bool, capability: int) -> None:
+    launch = distinct(False, float32_logits)[0]
+    assert launch.kernel is fused.softmax_sums_kernel
+    found = compile_for(launch, capability)
+    assert found.resident_warps >= 48  # of 64
+    assert found.spilled == found.count("LDL", "STL") == 0
+    assert found.shared <= 64  # for reductions over the warps
+    elements = fused.SUMS_BLOCK // (32 * found.warps)  # of a thread, in a round of the loop
+    assert found.instructions["LDG.E.128"] == elements * (4 if float32_logits else 2) // 16
+    assert found.instructions["LDG.E.U16"] <= 1  # the target's
+    assert found.count("MUFU") == elements + 1
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("float32_logits", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_descent_reads_and_writes_sixteen_bytes_at_once(
+    entropy: bool, float32_logits: bool, capability: int
+) -> None:
+    launch = distinct(entropy, float32_logits)[1]
+    assert launch.kernel is fused.descent_kernel
+    found = compile_for(launch, capability)
+    assert found.resident_warps == 64
+    assert found.spilled == found.count("LDL", "STL") == found.shared == 0
+    elements = fused.DESCENT_BLOCK // (32 * found.warps)
+    assert found.instructions["LDG.E.128"] == elements * (4 if float32_logits else 2) // 16
+    assert found.instructions["STG.E.128"] == elements * 2 // 16
+    assert found.instructions["LDG.E.U16"] == found.instructions["STG.E.U16"] == 0

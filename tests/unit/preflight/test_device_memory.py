@@ -1,0 +1,97 @@
+"""Activations are estimated to the byte: what TorchTitan's blocks keep is counted on tensors without storage, with the
+operations that save tensors on a GPU (FlashAttention, fused RMSNorm)."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common.attention import VarlenMetadata
+from torchtitan.tools.utils import set_default_dtype
+
+from support.shapes import LLAMA_8B, QWEN_600M
+from titan_rl.actors.titan.spec import build_spec
+from titan_rl.config.sections import Config
+from titan_rl.preflight.device_memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
+from titan_rl.wire.model_shape import ModelShape
+
+TOKENS = 4096
+CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC, "full": FullAC}
+
+
+@torch.library.custom_op("titan_rl_tests::rms_norm", mutates_args={})
+def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """CUDA's fused RMSNorm: it saves its input and a float32 per row. The CPU's parts save more."""
+    return torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("titan_rl_tests::rms_norm_backward", mutates_args={})
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+rms_norm.register_fake(lambda x, weight: (torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)))
+rms_norm_backward.register_fake(lambda grad, x, rstd, weight: (torch.empty_like(x), torch.empty_like(weight)))
+rms_norm.register_autograd(
+    lambda ctx, grad, _: rms_norm_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1], inputs[1]),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: rms_norm(x, weight)[0])
+
+
+def counted(shape: ModelShape, layers: int, mode: str) -> tuple[int, int]:
+    """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward."""
+    spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
+    with torch.device("meta"), set_default_dtype(torch.bfloat16):
+        whole: Any = spec.model.build()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = whole.to_empty(device="cpu")
+        if CHECKPOINTING[mode]:
+            CHECKPOINTING[mode].Config().build(dump_folder="").apply(model)
+        model.lm_head = torch.nn.Identity()
+        ends = torch.zeros(9, dtype=torch.int32)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            masks = VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=TOKENS, max_k=TOKENS)
+            tokens, positions = torch.zeros(1, TOKENS, dtype=torch.long), torch.arange(TOKENS)[None]
+            hidden = model(tokens, attention_masks=masks, positions=positions)
+            kept = of_kind(tracker, "current", "ACT")
+            hidden.float().sum().backward()
+            return kept, of_kind(tracker, "peak", "TEMP")
+
+
+def of_kind(tracker: MemTracker, when: Any, kind: str) -> int:
+    (found,) = tracker.get_tracker_snapshot(when).values()
+    return next(nbytes for name, nbytes in found.items() if str(name).endswith(kind))
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M], ids=["llama", "qwen"])
+def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -> None:
+    config = Config()
+    config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
+    (one, _), (two, temporary) = counted(shape, 1, mode), counted(shape, 2, mode)
+    state = 0 if mode == "full" else 16  # of the attention's random numbers
+    assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode) + state
+    bound = TOKENS * gradients_per_token(config, shape, config.parallelism)
+    assert temporary <= bound
+    assert mode != "none" or temporary > 0.8 * bound
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, LLAMA_8B.with_value_head()])
+def test_groups_of_parameters_make_up_the_model(shape: ModelShape) -> None:
+    sizes = {name: torch.Size(size).numel() for name, size in shape.hf_tensors().items()}
+    block = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))
+    assert abs(block_parameters(shape) - block) <= shape.dim  # the last norm is dealt to the blocks
+    own = sizes.get(shape.hf_head_weight, sizes["model.embed_tokens.weight"])
+    assert head_parameters(shape) == own
