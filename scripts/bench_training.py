@@ -42,12 +42,24 @@ class Shape:
 SHAPES = {
     "small": Shape(
         "grpo_llama: 0.8M, 16 x 16 samples of 11 tokens",
-        {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 384, "vocab_size": 64},
+        {
+            "hidden_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 384,
+            "vocab_size": 64,
+        },
         {"groups": 16, "samples": 16, "prompt": 7, "shortest": 4, "longest": 4, "seq_len": 128},
     ),
     "20m": Shape(
         "20M, 4 x 8 samples of 16 + 20..256 tokens",
-        {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "intermediate_size": 1024, "vocab_size": 4096},
+        {
+            "hidden_size": 384,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "intermediate_size": 1024,
+            "vocab_size": 4096,
+        },
         {"groups": 4, "samples": 8, "prompt": 16, "shortest": 20, "longest": 256, "seq_len": 512},
     ),
 }

@@ -258,7 +258,8 @@ class Controller:
             reward = reward_for(config.task.reward)
             judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
         else:
-            judge = by_model(reward_model, config, tokenizer.pad)
+            rows = self.setup.resolved.training.local_batch_size
+            judge = by_model(reward_model, config, tokenizer.pad, rows)
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,

@@ -1,6 +1,6 @@
 """The ranks of bench_training.py: one model, one batch of samples, a step whenever a line arrives on stdin.
 
-    python -m bench.training_ranks bare|titan SETTINGS.json    # answers each line with one of JSON
+python -m bench.training_ranks bare|titan SETTINGS.json    # answers each line with one of JSON
 """
 
 import json
@@ -26,7 +26,7 @@ class Settings:
     prompt: int  # tokens
     shortest: int  # answer, in tokens
     longest: int
-    rows: int  # training.local_batch_size
+    rows: int  # training.local_batch_size; 0: by tokens
     seq_len: int = 0
     lr: float = 1e-4
 
@@ -82,6 +82,8 @@ def titan(settings: Settings) -> Step:
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import pack
     from titan_rl.config import sections as c
+    from titan_rl.preflight.checks.host import host_memory
+    from titan_rl.preflight.microbatches import on_cpu
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.types import Sample
 
@@ -95,6 +97,7 @@ def titan(settings: Settings) -> Step:
         parallelism=c.ParallelismSection(data_parallel_shard_degree=ranks),
     )
     shape = shape_of(config.model)
+    config = on_cpu(config, shape, host_memory())
     model = RoleModel("trainer", config, shape, config.parallelism)
     model.begin_phase("rl", 0)
     samples = [
@@ -103,7 +106,14 @@ def titan(settings: Settings) -> Step:
     ]
 
     def step() -> tuple[float, float]:
-        packed = pack(samples, shards=ranks, seq_len=settings.seq_len, rows_per_microbatch=settings.rows, pad_id=0)
+        packed = pack(
+            samples,
+            shards=ranks,
+            seq_len=settings.seq_len,
+            rows_per_microbatch=config.training.local_batch_size,
+            pad_id=0,
+            fewer_rows=settings.rows == 0,
+        )
         stats = model.step([packed[rank]])
         return stats.loss, stats.grad_norm
 

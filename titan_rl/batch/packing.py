@@ -41,10 +41,12 @@ def pack(
     pad_id: int,
     together: int = 1,
     weighting: Weighting = TOKEN_MEAN,
+    fewer_rows: bool = False,
 ) -> list[Batch]:
     """Return one Batch per shard, all with the same number of microbatches of [rows_per_microbatch, L].
 
-    The number of microbatches is the least that rows of seq_len allow. L is the shortest length at which the samples
+    The number of microbatches is the least that rows of seq_len allow. With `fewer_rows` they then have no more rows
+    than they need. L is the shortest length at which the samples
     still fit those rows, because an empty place costs as much as a filled one. A token whose sampling log-prob is not
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
     row.
@@ -52,9 +54,11 @@ def pack(
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
     units = places.reshape(-1, together).sum(1)  # [N / together]
-    round_of_rows = shards * rows_per_microbatch
-    rounds = max(-(-_rows_needed(units, seq_len) // round_of_rows), 1)
-    slots = rounds * round_of_rows
+    needed = max(_rows_needed(units, seq_len), 1)
+    rounds = -(-needed // (shards * rows_per_microbatch))
+    if fewer_rows:
+        rows_per_microbatch = -(-needed // (shards * rounds))
+    slots = rounds * shards * rows_per_microbatch
     block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
     weights, tokens, sequences = _weights(block, len(samples), weighting)
     if weighting.whole:

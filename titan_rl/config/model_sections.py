@@ -56,8 +56,9 @@ class TrainingSection:
     stream_groups: int = bounds(0, ge=0, le=2**14)
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
-    local_batch_size: int = bounds(8, ge=1, le=2**12)
-    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients."""
+    local_batch_size: int = bounds(0, ge=0, le=2**12)
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
+    many as fit by estimate, on a CPU as many as keep its caches warm."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"

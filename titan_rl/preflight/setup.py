@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.checks.gpu_memory import on_gpus
+from titan_rl.preflight.checks.host import host_memory
+from titan_rl.preflight.microbatches import on_cpu
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -64,7 +65,7 @@ class Setup:
         """Return the config that the ranks work with: without "auto"."""
         if self.device == "cuda":
             return on_gpus(self.config, self.shape, self.gpus.nbytes)
-        return resolved(self.config, "cpu")
+        return on_cpu(self.config, self.shape, host_memory())
 
     @property
     def finished(self) -> bool:

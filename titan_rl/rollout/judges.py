@@ -22,9 +22,9 @@ class Scores(Protocol):
     async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]: ...
 
 
-def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
+def by_model(mesh: Scores, config: Config, pad: int, rows: int) -> Judge:
     """Judge by a reward model, one call per group, so that other groups are sampled meanwhile. A score depends only on
-    its own group: repeating a run gives the same rewards to the last bit."""
+    its own group: repeating a run gives the same rewards to the last bit. `rows`: the most in a microbatch."""
 
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
         samples = [to_judge([*prompt.tokens, *completion.tokens], pad) for completion in completions]
@@ -32,8 +32,9 @@ def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
             samples,
             shards=mesh.dp,
             seq_len=config.training.seq_len,
-            rows_per_microbatch=config.training.local_batch_size,
+            rows_per_microbatch=rows,
             pad_id=pad,
+            fewer_rows=config.training.local_batch_size == 0,
         )
         answers, _ = await mesh.scores(batches)
         return scores_of(samples, unpack(batches, answers, samples))

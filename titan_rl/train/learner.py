@@ -33,6 +33,7 @@ class Learner:
     def __init__(self, run: RunParts) -> None:
         self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
         self._snapshots, self._incidents = run.snapshots, run.incidents
+        self._most_rows = run.setup.resolved.training.local_batch_size
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
@@ -211,10 +212,11 @@ class Learner:
             samples,
             shards=mesh.dp,
             seq_len=training.seq_len,
-            rows_per_microbatch=training.local_batch_size,
+            rows_per_microbatch=self._most_rows,
             pad_id=self._setup.tokenizer.pad,
             together=together,
             weighting=weighting,
+            fewer_rows=training.local_batch_size == 0,
         )
 
     async def scores(

@@ -37,6 +37,22 @@ def test_every_place_arrives_once_and_the_rest_is_padding(case: tuple[int, int, 
 
 
 @given(shapes())
+def test_microbatches_that_may_be_smaller_have_no_more_rows_than_needed(
+    case: tuple[int, int, int, list[Sample]],
+) -> None:
+    shards, seq_len, most, samples = case
+    full = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=most, pad_id=PAD)
+    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=most, pad_id=PAD, fewer_rows=True)
+    packed = [place for rows in microbatches(batches) for place in places(rows)]
+    assert Counter(place for place in packed if place[0] != PAD) == Counter(expected(samples))
+    rounds, rows = len(batches[0].microbatches), len(batches[0].microbatches[0].tokens)
+    assert {len(batch.microbatches) for batch in batches} == {len(full[0].microbatches)} == {rounds}
+    assert rows <= most
+    one_row = pack(samples, shards=1, seq_len=seq_len, rows_per_microbatch=1, pad_id=PAD)
+    assert rows == -(-len(one_row[0].microbatches) // (shards * rounds))
+
+
+@given(shapes())
 def test_all_microbatches_have_one_shape(case: tuple[int, int, int, list[Sample]]) -> None:
     shards, seq_len, rows_per_microbatch, samples = case
     batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=rows_per_microbatch, pad_id=PAD)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -67,7 +68,9 @@ def learner(
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        setup=SimpleNamespace(config=config, folder=folder, tokenizer=SimpleNamespace(pad=0)),
+        setup=SimpleNamespace(
+            config=config, resolved=resolved(config, "cpu"), folder=folder, tokenizer=SimpleNamespace(pad=0)
+        ),
         meshes=SimpleNamespace(
             trainers=trainers or Mesh(folder / "checkpoint"),
             critic=critic,
