@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -219,23 +219,19 @@ class Engine:
         them first. Unfinished samples continue; vLLM's default would abort them without an answer."""
         self.asleep = True
         if self.offloads and self._buffers is None:
-            self._buffers = self._buffer_sums()
+            self._buffers = _sums(self._model.named_buffers())
         self._llm.sleep(level=2 if self.offloads else 0, mode="keep")
 
     def wake(self) -> None:
         """Bring back the parameters' memory, to be written. Buffers must be as before, because no sync writes them."""
-        if not self.asleep:
-            return
-        self._llm.wake_up(None if self.offloads else ["scheduling"])
-        if self._buffers:
-            found = self._buffer_sums()
+        if self.asleep:
+            self._llm.wake_up(None if self.offloads else ["scheduling"])
+        if self.asleep and self._buffers:
+            found = _sums(self._model.named_buffers())
             if lost := [name for name, sum in self._buffers.items() if found[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
         self.asleep = False
-
-    def _buffer_sums(self) -> dict[str, str]:
-        return {name: _sha256(buffer) for name, buffer in self._model.named_buffers()}
 
     def suspend(self) -> None:
         """Refuse to sample until set_version, because the parameters are about to change."""
@@ -258,7 +254,7 @@ class Engine:
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
-        return {name: _sha256(parameter) for name, parameter in self.params().items()}
+        return _sums(self.params().items())
 
     def stats(self) -> EngineStats:
         return replace(self._stats)
@@ -331,10 +327,10 @@ def _begun(request: Request) -> list[Completion]:
     return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish) for s in request.begun]
 
 
-def _sha256(tensor: "Tensor") -> str:
-    import torch
+def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:
+    from torch import uint8
 
-    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data).hexdigest()
+    return {name: hashlib.sha256(t.reshape(-1).view(uint8).cpu().numpy().data).hexdigest() for name, t in tensors}
 
 
 def _import_model(folder: str) -> None:

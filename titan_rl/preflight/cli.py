@@ -17,7 +17,7 @@ from titan_rl.preflight import checks
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
-PIPED_WIDTH = 400  # columns of --help without a terminal: one line per key, for grep
+PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models

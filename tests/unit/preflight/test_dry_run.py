@@ -49,6 +49,10 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
     assert "hosts." not in out  # no warning about this host, which is not the one that is planned for
     assert not dump.exists()
 
+    assert "batch-invariant" not in out
+    assert main(["--config", name, "--dry-run", *flags, "--debug.deterministic", "true"]) == 0
+    assert "batch-invariant kernels" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
     with pytest.raises(SystemExit) as stop:
         main(["--config", name, "--dry-run", *flags, "--hosts.gpu_memory_gb", "10"])
     assert stop.value.code == 2
