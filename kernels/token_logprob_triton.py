@@ -5,7 +5,7 @@
                                                 cuBLAS multiplies -dz twice, and adds to float32 totals itself
 
 A forward with the matmul in the same Triton kernel never writes a logit, but its tiles of 64 x 128 read their operands
-from L2 at 43 FLOP a byte, which holds it at about a quarter of the tensor cores' rate; docs/kernels.md has the sums.
+from L2 at 43 FLOP a byte, which allows about a quarter of the tensor cores' rate (docs/kernels.md).
 """
 # ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types; its launcher passes plain values for constexpr
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -17,10 +17,10 @@ import triton.language as tl
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
 TILE_ELEMENTS = 2**25  # 64 MiB of bf16; not measured
-MOST_TOKENS = 8192  # of a tile: so many tokens or fewer share one window of the vocabulary
+MOST_TOKENS = 8192  # of a tile
 SUMS_BLOCK, SUMS_WARPS = 4096, 8
 DESCENT_BLOCK = 1024
-# One number per token each: their alignment, which changes with the number of tokens, shall not compile a kernel again.
+# One number per token each. Their alignment varies with the number of tokens, and must not cause a compilation.
 BY_TOKEN = ["targets_ptr", "max_ptr", "mass_ptr", "moment_ptr", "target_ptr"]
 GRADIENTS = ["targets_ptr", "lse_ptr", "entropy_ptr", "logprob_grad_ptr", "entropy_grad_ptr"]
 

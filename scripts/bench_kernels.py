@@ -3,6 +3,10 @@
 
     .venv/bin/python scripts/bench_kernels.py                       # all kernels
     .venv/bin/python scripts/bench_kernels.py token_logprob --repeats 9 --csv /tmp/kernels.csv
+    .venv/bin/python scripts/bench_kernels.py --tiny --csv /tmp/kernels.csv    # does it work on this machine?
+
+On a GPU the shapes are those of docs/kernels.md, which has the estimates to compare with, and times are those of CUDA
+events: of the device, after a first round that compiles.
 
 Variants are timed in turn, so that a busy machine slows all of them. With two threads it does not slow them alike,
 because one thread waits for the other at the end of every operation: then use `--threads 1` and read the CPU time.
@@ -18,13 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, ran_on, report
 from titan_rl.actors.titan.titan_cpu import use_cpu
 from titan_rl.kernels.token_logprob import token_logprob
 from titan_rl.record.provenance import machine
@@ -81,7 +86,11 @@ def titan(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
     return loss
 
 
-TOKEN_LOGPROB = {"plain": plain, "titan_rl": tiled, "torchtitan chunked": titan}
+def float32_head(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: -token_logprob(hidden, weight, targets, float32_logits=True)[0].sum()
+
+
+TOKEN_LOGPROB = {"plain": plain, "titan_rl": tiled, "titan_rl float32 head": float32_head, "torchtitan chunked": titan}
 
 
 def label(case: dict[str, Any]) -> str:
@@ -92,37 +101,52 @@ def shape(tokens: int, size: int, dtype: str = "float32", vocabulary: int = 1310
     return {"tokens": tokens, "vocabulary": vocabulary, "size": size, "dtype": dtype}
 
 
+TINY = (shape(64, 32, vocabulary=512), shape(64, 32, "bfloat16", vocabulary=512))
 TIMED = (shape(1024, 64), shape(1024, 256), shape(1024, 1024, vocabulary=32768), shape(1024, 64, "bfloat16"))
-EVERY = tuple(TOKEN_LOGPROB)
-WEIGHED = {1024: EVERY[:1], 2048: EVERY, 4096: EVERY, 8192: EVERY[1:]}  # by tokens; the plain one does not fit the most
+# Llama 3 8B, also under tensor parallelism 8, and Qwen3 0.6B
+ON_GPU = tuple(
+    shape(tokens, size, "bfloat16", vocabulary=vocabulary)
+    for tokens, size, vocabulary in ((4096, 4096, 128256), (16384, 4096, 16032), (4096, 1024, 151936))
+)
+WAYS = tuple(way for way in TOKEN_LOGPROB if way != "titan_rl float32 head")
+WEIGHED = {1024: WAYS[:1], 2048: WAYS, 4096: WAYS, 8192: WAYS[1:]}  # by tokens; the plain one does not fit the most
+
+
+def ways(case: dict[str, Any]) -> tuple[str, ...]:
+    """Return the variants that differ: with float32 inputs logits are float32 anyway."""
+    return tuple(TOKEN_LOGPROB) if case["dtype"] == "bfloat16" else WAYS
 
 
 def seconds(run: Pass) -> dict[str, float]:
+    if DEVICE == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return {"device time, s": start.elapsed_time(end) / 1e3}
     began, began_cpu = time.perf_counter(), time.process_time()
     run()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        return {"wall time, s": time.perf_counter() - began}
     return {"wall time, s": time.perf_counter() - began, "CPU time, s": time.process_time() - began_cpu}
 
 
-def time_rows(repeats: int) -> Iterator[Row]:
-    for case in TIMED:
+def time_rows(cases: tuple[dict[str, Any], ...], repeats: int) -> Iterator[Row]:
+    for case in cases:
         row = partial(Row, KERNEL, label(case))
-        passes = {variant: token_logprob_pass(variant, **case) for variant in TOKEN_LOGPROB}
+        passes = {variant: token_logprob_pass(variant, **case) for variant in ways(case)}
         found: dict[str, dict[str, list[float]]] = {}  # by measure, then variant
-        for turn, variant in in_turn(TOKEN_LOGPROB, 1 + repeats):
+        for turn, variant in in_turn(passes, 1 + repeats):
             for measure, taken in seconds(passes[variant]).items():
                 if turn:  # the first round warms up
-                    found.setdefault(measure, {v: [] for v in TOKEN_LOGPROB})[variant].append(taken)
+                    found.setdefault(measure, {v: [] for v in passes})[variant].append(taken)
         for measure, by_variant in found.items():
             first = median(by_variant["plain"])
             yield from (row(measure, values, v, median(values) / first) for v, values in by_variant.items())
 
 
-def memory_rows() -> Iterator[Row]:
-    for tokens, variants in WEIGHED.items():
-        case = shape(tokens, 64)
+def memory_rows(cases: list[tuple[dict[str, Any], tuple[str, ...]]]) -> Iterator[Row]:
+    for case, variants in cases:
         mib = {variant: peak_mib(variant, case) for variant in variants}
         first = mib.get("plain")
         for variant, peak in mib.items():
@@ -161,6 +185,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "kernels.csv")
+    parser.add_argument("--tiny", action="store_true", help="two small shapes instead of those that are reported")
     parser.add_argument("--weigh", type=json.loads, help=argparse.SUPPRESS)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -170,8 +195,13 @@ def main() -> None:
     more: dict[str, Any] = {"threads": a.threads}
     if DEVICE == "cuda":
         more["machine"] = ", ".join(machine()["gpus"])
-    report(a.csv, COLUMNS, time_rows(a.repeats), **more)
-    report(a.csv, COLUMNS, memory_rows(), **more)
+        more["engines"] = f"{ran_on()['engines']}, triton {version('triton')}, cuda {torch.version.cuda}"
+    cases = TINY if a.tiny else ON_GPU if DEVICE == "cuda" else TIMED
+    weighed = [(case, ways(case)) for case in cases]
+    if not a.tiny and DEVICE == "cpu":
+        weighed = [(shape(tokens, 64), variants) for tokens, variants in WEIGHED.items()]
+    report(a.csv, COLUMNS, time_rows(cases, a.repeats), **more)
+    report(a.csv, COLUMNS, memory_rows(weighed), **more)
 
 
 if __name__ == "__main__":

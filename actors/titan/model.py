@@ -116,8 +116,8 @@ class TitanModel:
         with private.trainer_not_imported():
             spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
         attention = document_attention.overrides(self.device.type, self.config.training.mixed_precision_param)
-        own = [heads.OVERRIDES[self.shape.head], *attention, *self.config.override.imports]
-        apply_overrides(OverrideConfig(imports=own), spec.model)
+        own = [heads.OVERRIDES[self.shape.head], *attention]
+        apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
         return spec
 
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
     from titan_rl.wire.vllm_params import verify_complete
 
     g = config.generator
-    own = {key: getattr(g, key) for key in g.__dataclass_fields__} | {"max_model_len": config.training.seq_len}
+    own: Any = {**asdict(g), "max_model_len": config.training.seq_len}
     settings = EngineSettings(**own, model_dir=folder, sleeps=config.placement.kind == "colocated")
     decided = EngineArgs(**engine_args(settings), enable_sleep_mode=settings.sleeps).create_engine_config()
     with set_current_vllm_config(decided):

@@ -61,7 +61,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     calls["backward"] += 1
     scale, n = scale or 1 / math.sqrt(query.shape[-1]), query.shape[1]
-    grads = tuple(torch.empty_like(x) for x in (query, key, value))
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for at in documents(cum_seq_q):
         q, k, v, g = (heads_first(x[at], n) for x in (query, key, value, grad))
         p = scores(q, k, scale).softmax(-1)

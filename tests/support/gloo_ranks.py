@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from titan_rl.actors.meeting import MEETING
 
@@ -17,7 +17,7 @@ Program = Callable[..., Any]  # of (folder, *arguments): a function of a module,
 def on_ranks(size: int, program: Program, *arguments: Any) -> Any:
     """Return what rank 0 returns, as JSON carries it. A rank that fails raises here, with its traceback."""
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
-        torch.multiprocessing.spawn(_rank, (size, program, folder, arguments), nprocs=size)
+        spawn(_rank, (size, program, folder, arguments), nprocs=size)
         return json.loads(Path(folder, "answer.json").read_text())
 
 

@@ -12,9 +12,7 @@ from titan_rl.wire.types import Group, Rollout, Sample
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
     """Return a sample for every rollout of every group, in order, with the mask of the tokens to train on."""
-    return [
-        Sample(r.tokens, _trained(r, algorithm), {"behaviour": r.logprobs}) for group in groups for r in group.rollouts
-    ]
+    return [_sample(rollout, algorithm) for group in groups for rollout in group.rollouts]
 
 
 def with_advantages(
@@ -63,13 +61,15 @@ def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[
     return parts * algorithm.epochs
 
 
-def _trained(rollout: Rollout, algorithm: AlgorithmSection) -> list[int]:
-    """Return the mask of the sampled tokens, without truncated rollouts if overlong_filter is set, and without tokens
-    whose log-prob is not finite: those would spread to the group through a KL in the reward, and to the whole step
-    through whitening."""
+def _sample(rollout: Rollout, algorithm: AlgorithmSection) -> Sample:
+    """Return a rollout's sample. It trains on the sampled tokens: not on truncated rollouts if overlong_filter is set,
+    and not on tokens whose log-prob is not finite. Those would spread to the group through a KL in the reward, and to
+    the whole step through whitening."""
+    behaviour = np.array(rollout.logprobs)
+    mask = np.array(rollout.mask) * np.isfinite(behaviour)
     if algorithm.overlong_filter and rollout.truncated:
-        return [0] * len(rollout.mask)
-    return (np.asarray(rollout.mask) * np.isfinite(rollout.logprobs)).tolist()
+        mask[:] = 0
+    return Sample(np.array(rollout.tokens, np.int64), mask, {"behaviour": behaviour})
 
 
 def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[np.ndarray]:

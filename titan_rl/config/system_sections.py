@@ -59,9 +59,7 @@ class ProfilingSection:
 class CommSection:
     init_timeout_seconds: int = bounds(300, ge=30, le=MOST_SECONDS)
     """Timeout for spawning processes, loading engines and building process groups, and for the first calls of a new
-    process, which import and compile, if their own timeout is shorter. On a GPU it must cover a cold start of vLLM:
-    reading the weights if it loads any, compiling and capturing CUDA graphs (enforce_eager = false), all of it from a
-    network disk perhaps."""
+    process, if their own timeout is shorter. On a GPU, vLLM compiles and captures CUDA graphs in this time."""
     train_timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for one trainer step, weight sync or checkpoint."""
 
@@ -143,10 +141,8 @@ class WeightSyncSection:
     """Compare with the trainer's checksums before serving new weights: nothing, the bytes received, or the live
     parameters."""
     in_flight: Literal["swap", "keep", "drain"] = "swap"
-    """Unfinished requests at a weight update: "swap" recomputes their keys and values and continues them with the new
-    weights (each token records its version); "keep" continues them with the new weights on their old keys and values,
-    which costs nothing but samples from a policy that no version has; "drain" finishes them with the old weights
-    first."""
+    """Unfinished requests at a weight update: they continue with the new weights, and "swap" recomputes their keys and
+    values, while "keep" leaves those of the old weights; "drain" finishes them with the old weights first."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
 

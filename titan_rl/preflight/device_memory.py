@@ -17,7 +17,7 @@ COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
 FRAGMENTED = 0.05  # of what a process allocates
 PREFILL_TOKENS = 2048  # of one vLLM step, unless max_num_seqs is larger
-TILE_BYTES = 2048 * 16384 * 4  # kernels/token_logprob.py: one tile of logits in float32
+TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 
 
 @dataclass(frozen=True, slots=True)

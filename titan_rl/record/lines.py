@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+import orjson
+
 from titan_rl.wire.errors import RunError
 
 BUFFER = 8192  # bytes
@@ -67,17 +69,20 @@ class LineFile(SelfClosing):
 
     def append(self, lines: Iterable[bytes], *, flush: bool = True) -> None:
         """Write all of `lines` at once: a crash tears only the end of them."""
-        self._pending += b"".join(line + b"\n" for line in lines)
+        for line in lines:
+            self._pending += line
+            self._pending += b"\n"
         if flush or len(self._pending) > BUFFER:
             self.flush()
 
     def flush(self) -> None:
         with self._whole():
-            rest = memoryview(bytes(self._pending))
-            while rest:
-                rest = rest[self._file.write(rest) :]
-            self._size += len(self._pending)
-            self._pending.clear()
+            written = 0
+            with memoryview(self._pending) as pending:
+                while written < len(pending):
+                    written += self._file.write(pending[written:])
+            self._size += written
+            self._pending = bytearray()
 
     def to_disk(self) -> None:
         self.flush()
@@ -206,11 +211,12 @@ def _sync(file: BinaryIO) -> None:
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """Return `value` as standard JSON. NaN and infinities are rare and slow to find, so a search is the fallback."""
+    """Return `value` as compact JSON, with null for NaN and the infinities. The fallback escapes what UTF-8 cannot
+    encode, and writes integers of any size."""
     try:
-        return json.dumps(value, allow_nan=False).encode()
-    except ValueError:
-        return json.dumps(strict(value)).encode()
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return json.dumps(strict(value), separators=(",", ":")).encode()
 
 
 def strict(value: Any) -> Any:
@@ -222,5 +228,7 @@ def strict(value: Any) -> Any:
             return {key: strict(item) for key, item in value.items()}
         case list() | tuple():
             return [strict(item) for item in value]
+        case _ if hasattr(value, "tolist"):  # numpy's, which this module does not import
+            return strict(value.tolist())
         case _:
             return value

@@ -89,8 +89,8 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
 
 def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
-    versions = [v for group in groups for r in group.rollouts for v in r.versions]
-    return step - 1 - np.array(versions or [step - 1])  # aborted rollouts may have no tokens
+    versions = np.concatenate([np.array(r.versions, np.int64) for group in groups for r in group.rollouts])
+    return step - 1 - (versions if versions.size else np.array([step - 1]))  # aborted rollouts may have no tokens
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:

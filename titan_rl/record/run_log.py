@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
@@ -26,7 +28,8 @@ from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.wire.types import Group
 
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
-HEAD = re.compile(rb'\{"kind": "(\w+)", "step": (\d+), ')  # every line begins so: resuming parses no more of it
+# Every line begins so, and resuming parses no more of it. Lines of older versions have spaces.
+HEAD = re.compile(rb'\{"kind": ?"(\w+)", ?"step": ?(\d+),')
 
 
 class RunLog(SelfClosing):
@@ -163,14 +166,17 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 "advantage": rollout.advantage,
                 "tokens": rollout.tokens,
                 "mask": rollout.mask,
-                "logprobs": rollout.logprobs,
+                "logprobs": np.array(rollout.logprobs, np.float32),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
             }
 
 
 def checksum(lines: Iterable[bytes]) -> int:
     """Return the CRC-32 of `lines` with their line ends."""
-    return zlib.crc32(b"".join(line + b"\n" for line in lines))
+    found = 0
+    for line in lines:
+        found = zlib.crc32(b"\n", zlib.crc32(line, found))
+    return found
 
 
 def open_after(path: Path, last: Mapping[str, float], warn: Callable[[str], None] = lambda message: None) -> LineFile:

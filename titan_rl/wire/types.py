@@ -10,6 +10,7 @@ and the controller never needs a tensor.
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -126,22 +127,25 @@ class Rollout:
 
     @property
     def tokens(self) -> list[int]:
-        return [t for turn in self.turns for t in (*turn.context, *turn.completion.tokens)]
+        parts = (part for turn in self.turns for part in (turn.context, turn.completion.tokens))
+        return list(chain.from_iterable(parts))
 
     @property
     def mask(self) -> list[int]:
         """1 exactly on the tokens that the policy sampled."""
-        return [m for turn in self.turns for m in (*(0,) * len(turn.context), *(1,) * len(turn.completion.tokens))]
+        parts = ([0] * len(turn.context) + [1] * len(turn.completion.tokens) for turn in self.turns)
+        return list(chain.from_iterable(parts))
 
     @property
     def logprobs(self) -> list[float]:
         """Sampling log-probs, 0.0 where the mask is 0."""
-        return [p for turn in self.turns for p in (*(0.0,) * len(turn.context), *turn.completion.logprobs)]
+        parts = ([0.0] * len(turn.context) + turn.completion.logprobs for turn in self.turns)
+        return list(chain.from_iterable(parts))
 
     @property
     def versions(self) -> list[int]:
         """Policy versions, of the sampled tokens only."""
-        return [v for turn in self.turns for v in turn.completion.versions]
+        return list(chain.from_iterable(turn.completion.versions for turn in self.turns))
 
     @property
     def sampled(self) -> int:
@@ -162,7 +166,7 @@ class Group:
     @property
     def version(self) -> int:
         """The oldest policy that sampled any of these tokens."""
-        return min(v for r in self.rollouts for v in r.versions)
+        return min(min(r.versions) for r in self.rollouts if r.sampled)
 
     @property
     def rewards(self) -> list[float]:
@@ -182,8 +186,8 @@ class Group:
 class Sample:
     """One packable token sequence. Lists have one entry per token: entry i belongs to tokens[i]."""
 
-    tokens: list[int]
-    mask: list[int]  # 1 on the tokens that are trained on
+    tokens: Sequence[int] | np.ndarray
+    mask: Sequence[int] | np.ndarray  # 1 on the tokens that are trained on
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":

@@ -78,7 +78,7 @@ def test_offloaded_gradients_have_a_backend_on_the_host(
 
 
 def test_float32_products_are_not_tf32() -> None:
-    products = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    products: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [each.allow_tf32 for each in products]
     try:
         for each in products:
@@ -126,9 +126,9 @@ def test_a_colocated_trainer_gives_its_cache_back_before_engines_take_the_weight
     calls = list[str]()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     rank: Any = object.__new__(ModelRank)
-    rank._model: Any = on_cuda(replace(Config(), placement=PlacementSection(kind=kind)))
-    rank._model._phase_name, rank._model._phase = "rl", SimpleNamespace(state=SimpleNamespace(step=3))
-    rank._staging = SimpleNamespace(pack=lambda *_: calls.append("pack") or {0: "manifest"})
+    model: Any = on_cuda(replace(Config(), placement=PlacementSection(kind=kind)))
+    model._phase_name, model._phase = "rl", SimpleNamespace(state=SimpleNamespace(step=3))
+    rank._model, rank._staging = model, SimpleNamespace(pack=lambda *_: calls.append("pack") or {0: "manifest"})
     publish: Any = vars(ModelRank)["publish"]
     manifests, _ = asyncio.run(publish._method(rank, 1, 0, 1))
     assert (manifests, calls) == ({0: "manifest"}, order)

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, titan_tensors
+from titan_rl.actors.sync.checksums import gpu_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging, shards_of
 from titan_rl.actors.sync.transport import here, octets
@@ -125,5 +127,19 @@ def test_parameters_that_cannot_be_described_are_refused() -> None:
         partial = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"^w: expected sharded or replicated values"):
             shards_of([("w", partial)], {"w": "w"}, {})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parameters_that_a_gpu_keeps_on_the_host_are_verified_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """training.enable_cpu_offload: the generators are on GPUs all the same."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        offloaded = DTensor.from_local(torch.zeros(2), mesh, [ShardPlacement(0)], run_check=False)
+        assert gpu_of([torch.zeros(2), offloaded]) is None
+        monkeypatch.setattr(type(mesh), "device_type", "cuda")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        assert gpu_of([torch.zeros(2), offloaded]) == torch.device("cuda:3")
     finally:
         dist.destroy_process_group()

@@ -45,8 +45,8 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 def built(shape: ModelShape, device: str = "cpu", compute: Dtype = "float32") -> Any:
     spec = build_spec(shape, seq_len=32)
-    own = [heads.OVERRIDES[shape.head], *document_attention.overrides(device, compute)]
-    apply_overrides(OverrideConfig(imports=own), spec.model)
+    attention = document_attention.overrides(device, compute)
+    apply_overrides(OverrideConfig(imports=[heads.OVERRIDES[shape.head], *attention]), spec.model)
     with torch.device("meta"):
         return spec.model.build()
 

@@ -21,6 +21,7 @@ from support.cudart import as_on_a_gpu
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
+from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.weight_plan import Copy
@@ -154,6 +155,19 @@ def test_what_the_live_parameters_hold_is_compared_and_not_what_was_sent(monkeyp
     monkeypatch.setattr(pair.landing, "_put", badly)
     with pytest.raises(WeightsRefused, match=r"block 2 .* in the live parameters"):
         pair.pull(pair.publish(1, slot=0))
+
+
+@pytest.mark.usefixtures("kind")
+def test_a_write_that_goes_wrong_once_is_healed_and_one_that_always_does_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, hits = Pair(verify="live"), iter([True])
+    monkeypatch.setattr(failpoints, "hit", lambda point: next(hits, False))
+    pair.pull(pair.publish(1, slot=0))
+    assert pair.holds(pair.weights)
+    monkeypatch.setattr(failpoints, "hit", lambda point: True)
+    with pytest.raises(WeightsRefused, match=r"in the live parameters, .*; 11 blocks are wrong"):
+        pair.pull(pair.publish(2, slot=1))
 
 
 @pytest.mark.usefixtures("kind")

@@ -224,6 +224,11 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
     ("toml", "message"),
     [
         ('[generator]\ndtype = "bfloat16"', "generator.dtype is bfloat16, training.mixed_precision_param is float32"),
+        (
+            '[model]\nhead_dtype = "float32"\n[debug]\ndeterministic = true\n[generator]\ndtype = "bfloat16"\n'
+            '[training]\nmixed_precision_param = "bfloat16"',
+            'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
+        ),
         ("[rollout]\ntop_p = 0.9", "rollout.top_p is 0.9"),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
     ],

@@ -100,3 +100,11 @@ def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
     assert len(found) == bool(expected)
     assert all(expected in problem for problem in found)
     assert host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=found_gpus()) == []
+
+
+def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "vllm_needs_gpu", lambda: True)
+    (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus(1))
+    assert "expected a GPU, because vLLM's CUDA build is installed" in found
+    assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
+    assert host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=Gpus(2)) == []

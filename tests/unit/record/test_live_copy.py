@@ -47,7 +47,7 @@ def test_no_file_of_an_active_run_is_ahead_of_another(
 
 def test_a_change_in_an_active_run_is_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = (folder / NAME).read_bytes()
-    (folder / ROLLOUTS).write_bytes((folder / ROLLOUTS).read_bytes().replace(b'"sample": 0', b'"sample": 1', 1))
+    (folder / ROLLOUTS).write_bytes((folder / ROLLOUTS).read_bytes().replace(b'"sample":0', b'"sample":1', 1))
     with RunLock(folder):
         assert main([str(folder)]) == 1
     assert "is there twice" in capsys.readouterr().out

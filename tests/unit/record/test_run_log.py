@@ -185,7 +185,7 @@ def test_a_torn_line_moves_away_and_the_next_line_is_whole(tmp_path: Path) -> No
     with RunLog(tmp_path, "tiny", Config(), resume_step=2) as log:
         train(log, 3, 3)
     assert steps(torn) == [("rl", 1), ("rl", 3)]
-    assert (tmp_path / "metrics.superseded.jsonl").read_bytes().startswith(b'{"kind": "rl", "step": 2, ')
+    assert (tmp_path / "metrics.superseded.jsonl").read_bytes().startswith(b'{"kind":"rl","step":2,')
 
 
 @settings(deadline=None)  # it waits for the disk

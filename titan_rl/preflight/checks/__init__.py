@@ -52,6 +52,11 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
             f"generator.dtype is {generator}, training.mixed_precision_param is {trainer}: expect the log-probs of "
             "trainer and generator to differ by about 4e-3 on average, compared with 3e-7 if both are float32"
         )
+    if config.debug.deterministic and config.model.head_dtype == "float32" and generator == "bfloat16":
+        found.append(
+            'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
+            'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
+        )
     if config.rollout.top_p < 1:
         found.append(
             f"rollout.top_p is {config.rollout.top_p}: the sampling log-probs are of the truncated distribution, the "

@@ -9,7 +9,7 @@ from titan_rl.config.sections import BYTES, Config
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
-from titan_rl.wire.torch_build import as_numbers, torch_cuda
+from titan_rl.wire.torch_build import as_numbers, torch_cuda, vllm_needs_gpu
 
 CPU_SLOTS = 16
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
@@ -59,6 +59,11 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     yield from _check_capacity(config, shape, generators, total)
     if not generators:
         return
+    if vllm_needs_gpu():
+        yield (
+            "hosts.device: expected a GPU, because vLLM's CUDA build is installed, which samples on nothing else; "
+            "./scripts/run --extra cpu installs the build for CPUs"
+        )
     if generator.kv_cache_memory_mb == 0:
         yield "generator.kv_cache_memory_mb: expected a size above 0 on a CPU, found 0"
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
