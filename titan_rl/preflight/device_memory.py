@@ -156,10 +156,10 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 
 def head(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the log-prob head: hidden states of the masked positions, their gradient in float32 and in
+    """Return the bytes of the log-prob head: masked positions, their gradient in float32 (twice) and in
     the compute dtype, and one tile of logits. A value head has a fraction of them."""
     size = BYTES[config.training.mixed_precision_param]
-    return tokens(config) * shape.dim * (2 * size + 4) + (TILE_BYTES if shape.head == "lm" else 0)
+    return tokens(config) * shape.dim * (2 * size + 8) + (TILE_BYTES if shape.head == "lm" else 0)
 
 
 def block_parameters(shape: ModelShape) -> int:
