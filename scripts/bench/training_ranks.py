@@ -82,9 +82,9 @@ def titan(settings: Settings) -> Step:
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import pack
     from titan_rl.config import sections as c
-    from titan_rl.preflight.checks.host import host_memory
     from titan_rl.preflight.microbatches import on_cpu
     from titan_rl.preflight.shapes import shape_of
+    from titan_rl.wire.cores import host_memory
     from titan_rl.wire.types import Sample
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -117,7 +117,8 @@ class ParallelismSection:
     enable_sequence_parallel: bool = True
     """Use sequence parallelism within tensor parallelism."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default."""
+    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default. On a CPU with
+    room for all ranks' copies, the default is after the last backward of an update."""
 
     @property
     def dp(self) -> int:

@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""How many cores and how much memory this process may use."""
 
 import os
 from contextlib import suppress
@@ -14,3 +14,12 @@ def usable_cores() -> int:
         quota, period = CPU_MAX.read_text().split()
         cores = min(cores, int(quota) // int(period))
     return max(1, cores)
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this process and its children may use."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return found

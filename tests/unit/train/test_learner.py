@@ -120,6 +120,16 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
     assert [len(samples) for samples in made] == ([] if stream_groups else [2])
 
 
+@pytest.mark.parametrize(("given", "rows"), [(0, [2]), (8, [8]), (1, [1, 1])])
+def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
+    tmp_path: Path, given: int, rows: list[int]
+) -> None:
+    learns, _ = learner(tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)))
+    learns._most_rows = given or 32
+    (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
+    assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
+
+
 def ppo(**checkpoint: Any) -> Config:
     return Config(
         algorithm=PPO,
