@@ -35,8 +35,8 @@ SCRIPTS = str(Path(__file__).resolve().parent)
 @dataclass(frozen=True, slots=True)
 class Shape:
     case: str
-    model: dict[str, int]
-    samples: dict[str, int]
+    model: dict[str, Any]
+    samples: dict[str, Any]
 
 
 SHAPES = {

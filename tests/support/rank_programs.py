@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,9 +110,8 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
 
 def train_and_count(folder: Path, cases: Sequence[Case]) -> list[tuple[list[list[float]], int]]:
     """Return loss and gradient norm of each step of each case, and how often it gathered parameters."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    real, answers = _fsdp_param_group.foreach_all_gather, []
+    groups: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    real, answers = groups.foreach_all_gather, []
     for number, case in enumerate(cases):
         calls: list[None] = []
 
@@ -119,9 +119,9 @@ def train_and_count(folder: Path, cases: Sequence[Case]) -> list[tuple[list[list
             calls.append(None)
             return real(*arguments, **keywords)
 
-        _fsdp_param_group.foreach_all_gather = counted
+        groups.foreach_all_gather = counted
         answers.append((trained(folder / str(number), case), len(calls)))
-    _fsdp_param_group.foreach_all_gather = real
+    groups.foreach_all_gather = real
     return answers
 
 

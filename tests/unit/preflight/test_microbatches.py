@@ -11,14 +11,15 @@ from titan_rl.preflight.checks.gpu_memory import needs, on_gpus
 from titan_rl.preflight.device_memory import GIB
 from titan_rl.preflight.microbatches import on_cpu
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.model_shape import ModelShape
 
 
-def sized(rows: int = 0, **training: int) -> Config:
-    return Config(training=TrainingSection(local_batch_size=rows, **training))
+def sized(rows: int = 0, *, seq_len: int) -> Config:
+    return Config(training=TrainingSection(local_batch_size=rows, seq_len=seq_len))
 
 
-def rows_on_cpu(config: Config, host_bytes: int = 16 * GIB, **model: int) -> int:
-    shape = shape_of(ModelSection(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, **model))
+def rows_on_cpu(config: Config, host_bytes: int = 16 * GIB, *, hidden_dim: int) -> int:
+    shape = shape_of(ModelSection(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=hidden_dim))
     return on_cpu(config, shape, host_bytes).training.local_batch_size
 
 
@@ -40,8 +41,8 @@ def test_the_memory_of_a_small_host_bounds_a_microbatch() -> None:
 
 @pytest.mark.parametrize("gib", [16, 24, 40, 79, 141])
 @pytest.mark.parametrize(("name", "shape"), [("grpo_llama3_8b", LLAMA_8B), ("grpo_qwen3_0_6b_1gpu", QWEN_600M)])
-def test_a_microbatch_on_a_gpu_is_the_largest_that_fits_by_estimate(name: str, shape: object, gib: int) -> None:
-    shape, config = LLAMA_8B if name == "grpo_llama3_8b" else QWEN_600M, load(find(name))
+def test_a_microbatch_on_a_gpu_is_the_largest_that_fits_by_estimate(name: str, shape: ModelShape, gib: int) -> None:
+    config = load(find(name))
     config = replace(config, training=replace(config.training, local_batch_size=0))
     found = on_gpus(config, shape, gib * GIB)
     rows, most = found.training.local_batch_size, 2**15 // config.training.seq_len
