@@ -16,7 +16,8 @@ import numpy as np
 
 from titan_rl.wire.types import Sample
 
-FINEST = 8  # prompts are also tried with units of at most 1/2, 1/4 and 1/8 of a row, which fill rows and ranks evenly
+PARTS = (1, 2, 4, 8)  # units of at most this part of a row are tried: small ones fill rows and ranks more evenly
+MOST_KEYS = 16  # per place of a unit: attention copies a prefix's keys and values for each answer, which takes memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,7 @@ def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len
         return []
     if together > 1:
         return [_layout(groups, places)]
-    limits = [seq_len // parts for parts in (1, 2, 4, FINEST)]
-    return [_layout([unit for g in groups for unit in _split(*g, places, limit)], places) for limit in limits]
+    return [_layout([u for g in groups for u in _split(*g, places, seq_len // part)], places) for part in PARTS]
 
 
 Group = tuple[int, list[int]]  # places of the shared prefix, and the samples that share it
@@ -89,14 +89,14 @@ def _prompt(sample: Sample) -> bytes:
 def _split(prefix: int, members: list[int], places: np.ndarray, limit: int) -> list[Group]:
     """Cut a group into units of at most `limit` places. Each has a copy of the prefix."""
     units: list[Group] = []
-    size = limit + 1
+    size = keys = 0
     for member in members:
-        own = int(places[member]) - prefix
-        if size + own > limit:
+        size += int(places[member]) - prefix
+        keys += int(places[member])
+        if not units or size > limit or keys > MOST_KEYS * size:
             units.append((prefix, []))
-            size = prefix
+            size, keys = int(places[member]), prefix + int(places[member])
         units[-1][1].append(member)
-        size += own
     return units
 
 

@@ -108,13 +108,21 @@ def test_rows_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "seq_len", "plain", "shared"),
-    [(grouped(16, 16, 6, 5), 256, 2560, 1408), (grouped(1, 32, 1000, 4), 2048, 16 * 2016, 1136)],
+    [(grouped(16, 16, 6, 5), 256, 2560, 1408), (grouped(1, 32, 200, 30), 2048, 4 * 1840, 1168)],
     ids=["additions", "long prompts"],
 )
 def test_tokens_to_compute(samples: list[Sample], seq_len: int, plain: int, shared: int) -> None:
     rows = 8 if seq_len == 256 else 1
     assert computed(packed((samples, seq_len, 1, rows), share=False)) == plain
     assert computed(packed((samples, seq_len, 1, rows), share=True)) <= shared
+
+
+def test_keys_are_copied_16_times_at_most() -> None:
+    """A prompt of 1,000 tokens with 64 answers of 4 is computed 5 times, not once."""
+    batches = packed((grouped(1, 64, 1000, 4), 2048, 1, 1), share=True)
+    segments = np.concatenate([rows.segments for rows in microbatches(batches)])
+    assert 5 <= np.count_nonzero(segments[:, 1] == 999) <= 6
+    assert segments[:, [1, 3]].sum() <= 16 * segments[:, 1].sum()
 
 
 def test_equal_prompts_of_several_groups_are_one() -> None:
