@@ -250,8 +250,9 @@ class Generator(Actor):
         self._engine.suspend()
         landing = span.now()
         try:
-            outcome: ReaderCost | WeightsRefused = await self._landing.write_weights(timeout)
-            span.parts(landing, write=outcome.write, verify=outcome.verify)
+            written: ReaderCost = await self._landing.write_weights(timeout)
+            span.parts(landing, write=written.write, verify=written.verify)
+            outcome: ReaderCost | WeightsRefused = written
         except WeightsRefused as error:
             outcome = error
         outcomes = self._gather(outcome)
@@ -263,10 +264,10 @@ class Generator(Actor):
         if refusal is not None:
             self._switched.set_exception(refusal)
             return
-        written = [outcome for outcome in outcomes if isinstance(outcome, ReaderCost)]
+        costs = [outcome for outcome in outcomes if isinstance(outcome, ReaderCost)]
         now = self._engine.stats()
         engine, self._reported = now.since(self._reported), now
-        write, verify = max(each.write for each in written), max(each.verify for each in written)
+        write, verify = max(each.write for each in costs), max(each.verify for each in costs)
         pause = time.perf_counter() - began
         self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, engine=engine))
 

@@ -45,7 +45,7 @@ def changed(model: Any) -> Any:
 def loaded(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder: Path = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
-    room = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32}
+    room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "kv_cache_memory_mb": 32}
     return Engine(EngineSettings(model_dir=str(folder), load_format="auto", **room))
 
 

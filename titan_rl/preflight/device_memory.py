@@ -136,6 +136,8 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     queries, keys = (heads * shape.head_dim * size // tp for heads in (shape.n_heads, shape.n_kv_heads))
     wide = shape.hidden_dim * size // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
+    if config.training.mixed_precision_param == "float32":  # SDPA may keep the scores too: at most
+        attention += 4 * shape.n_heads // tp * config.training.seq_len
     if mode == "full":
         return stream
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
@@ -156,10 +158,10 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 
 def head(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the log-prob head: hidden states of the masked positions, their gradient in float32 and in
+    """Return the bytes of the log-prob head: masked positions, their gradient in float32 (twice) and in
     the compute dtype, and one tile of logits. A value head has a fraction of them."""
     size = BYTES[config.training.mixed_precision_param]
-    return tokens(config) * shape.dim * (2 * size + 4) + (TILE_BYTES if shape.head == "lm" else 0)
+    return tokens(config) * shape.dim * (2 * size + 8) + (TILE_BYTES if shape.head == "lm" else 0)
 
 
 def block_parameters(shape: ModelShape) -> int:

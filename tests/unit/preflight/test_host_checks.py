@@ -30,6 +30,17 @@ def test_gpus_are_slots(tmp_path: Path) -> None:
     assert problems(on_cpu, gpus=Gpus(2)) == []
 
 
+def test_float32_attention_is_not_compiled_on_a_gpu(tmp_path: Path) -> None:
+    toml = "[generator]\nblock_size = 16\n[compile]\nenable = {}\n[training]\nmixed_precision_param = {}\n"
+    (problem,) = host_problems(config(tmp_path, toml.format("true", '"float32"')), gpus=Gpus(2))
+    assert problem == (
+        'compile.enable: expected false or "auto" with training.mixed_precision_param = "float32", '
+        "whose attention cannot be compiled, found true"
+    )
+    for enable, compute in (("true", '"bfloat16"'), ('"auto"', '"float32"'), ("false", '"float32"')):
+        assert host_problems(config(tmp_path, toml.format(enable, compute)), gpus=Gpus(2)) == []
+
+
 def test_head_dims_are_those_of_the_cpu_kernels() -> None:
     """vLLM's own tensors, no model: the kernels refuse a size by name."""
     import torch

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.config.sections import BYTES, Config
+from titan_rl.preflight.checks.titan_keys import check_compiled
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
@@ -47,6 +48,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"
 
     if on_gpu or hosts.device == "cuda":
+        yield from check_compiled(config)
         return
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'

@@ -7,6 +7,15 @@ from titan_rl.config.sections import Config
 from titan_rl.preflight.reward_probe import probe
 
 
+def check_compiled(config: Config) -> Iterator[str]:
+    """Check, for a GPU, that what compile.enable asks for can be compiled."""
+    if config.compile.enable is True and config.training.mixed_precision_param == "float32":
+        yield (
+            'compile.enable: expected false or "auto" with training.mixed_precision_param = "float32", '
+            "whose attention cannot be compiled, found true"
+        )
+
+
 def check_titan_keys(config: Config) -> Iterator[str]:
     freq, least = config.profiling.profile_freq, config.profiling.profiler_warmup + config.profiling.profiler_active
     if freq < least:
