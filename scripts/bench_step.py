@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench.rows import BENCHMARKS, append_rows, csv_rows, in_turn, ran_on
 from bench.step_shapes import SHAPES
-from bench.step_waterfall import plot, ratios, steps_of
+from bench.step_waterfall import NEEDED, plot, ratios, steps_of
 from bench.step_ways import ENV, PARTS, TRL, WAYS, engines_of, measured, write_model
 
 
@@ -49,7 +49,8 @@ def main() -> None:
             print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in ("step", *PARTS, "cpu")))
         for name, ratio in ratios(steps).items():
             print(f"{shape}, {name}: {ratio:.2f}")
-    a.csv.with_suffix(".svg").write_text(plot(every))
+    if whole := {shape: steps for shape, steps in every.items() if NEEDED <= steps.keys()}:
+        a.csv.with_suffix(".svg").write_text(plot(whole))
 
 
 def measure(path: Path, name: str, ways: Sequence[str], rounds: int, trl: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from bench.axes import BOTTOM, COLORS, HEIGHT, LEFT, TOP, WIDTH, look_of, svg, text
@@ -9,6 +10,7 @@ from bench.step_ways import LAG, OURS, PARTS, TORCH, TRL, VLLM
 
 Steps = Mapping[str, Mapping[str, float]]
 """Seconds of a step and of its parts, by way."""
+NEEDED = {TORCH, VLLM, OURS}  # for a waterfall
 GAP, LABELS = 64, 34
 FLOOR, ADDED, SAVED, WHOLE = COLORS[0], COLORS[2], COLORS[4], COLORS[1]
 
@@ -70,18 +72,18 @@ def layers(steps: Steps) -> list[Layer]:
 
 def plot(steps: Mapping[str, Steps]) -> str:
     """Draw the shapes side by side."""
-    width = (WIDTH - LEFT - GAP * (len(steps) - 1)) / len(steps)
-    drawn = [part for i, (name, own) in enumerate(steps.items()) for part in panel(name, own, LEFT + i * (width + GAP))]
+    width = (WIDTH - LEFT - GAP * (len(steps) - 1)) / len(steps) - 8
+    lefts = [LEFT + i * (width + GAP) for i in range(len(steps))]
+    panels = [panel(name, own, left, width) for left, (name, own) in zip(lefts, steps.items(), strict=True)]
     words = "grey: floor, orange: added, green: saved, blue: whole step, dashed: TRL"
-    return svg([*drawn, text(LEFT, HEIGHT - 8, words, "")])
+    return svg([*chain.from_iterable(panels), text(LEFT, HEIGHT - 8, words, "")])
 
 
-def panel(name: str, steps: Steps, left: float) -> list[str]:
+def panel(name: str, steps: Steps, left: float, width: float) -> list[str]:
     bars = layers(steps)
     bars.append(Layer("step", 0, steps[OURS]["step"], WHOLE))
     if LAG in steps:
         bars.append(Layer("lag 1", 0, steps[LAG]["step"], WHOLE))
-    width = (WIDTH - LEFT) / 2 - GAP
     pitch = width / len(bars)
     top = max([*(bar.end for bar in bars), *(bar.start for bar in bars), steps.get(TRL, {}).get("step", 0.0)])
 
