@@ -49,7 +49,7 @@ def main() -> None:
             print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in ("step", *PARTS, "cpu")))
         for name, ratio in ratios(steps).items():
             print(f"{shape}, {name}: {ratio:.2f}")
-    if whole := {shape: steps for shape, steps in every.items() if NEEDED <= steps.keys()}:
+    if whole := {shape: steps for shape, steps in every.items() if steps.keys() >= NEEDED}:
         a.csv.with_suffix(".svg").write_text(plot(whole))
 
 

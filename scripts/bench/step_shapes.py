@@ -24,6 +24,7 @@ class Shape:
     seq_len: int  # of a packed row
     chunks: int  # padded batches of bare torch, sorted by length: one where all answers have the same
     lr: float
+    warm_up: int  # steps that are not measured
     steps: int  # measured in each round
 
     @property
@@ -58,6 +59,7 @@ SHAPES = {  # a shape of several turns belongs here, once rollouts have them: wi
         seq_len=128,
         chunks=1,
         lr=8e-4,
+        warm_up=2,
         steps=12,
     ),
     "20M": Shape(
@@ -74,10 +76,10 @@ SHAPES = {  # a shape of several turns belongs here, once rollouts have them: wi
         seq_len=512,
         chunks=4,
         lr=1e-4,
-        steps=3,
+        warm_up=1,
+        steps=2,
     ),
 }
-WARM_UP = 2  # steps that are not measured
 
 
 def share_of_digits(completion: str) -> float:

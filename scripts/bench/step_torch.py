@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from transformers import LlamaForCausalLM
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, WARM_UP, Shape
+from bench.step_shapes import PROMPT_TOKENS, SHAPES, Shape
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=shape.lr, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
-    for step in range(WARM_UP + shape.steps):
+    for step in range(shape.warm_up + shape.steps):
         chunks = list(padded(shape, step))
         advantages = torch.randn(shape.samples).split(shape.samples // shape.chunks)
         began, cpu = time.perf_counter(), time.process_time()
@@ -40,7 +40,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - began
-        if step >= WARM_UP:
+        if step >= shape.warm_up:
             print(json.dumps({"step": seconds, "training": seconds, "cpu": time.process_time() - cpu}), flush=True)
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, WARM_UP, Shape, share_of_digits
+from bench.step_shapes import PROMPT_TOKENS, SHAPES, Shape, share_of_digits
 
 
 class Lengths(LogitsProcessor):
@@ -38,7 +38,8 @@ class Lengths(LogitsProcessor):
 class Clock(TrainerCallback):
     """Prints the seconds of each step and of its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
+        self._warm_up = warm_up
         self.parts: dict[str, float] = {}
         self._began = self._cpu = 0.0
 
@@ -59,7 +60,7 @@ class Clock(TrainerCallback):
         seconds = now - self._began
         training = seconds - self.parts["inputs"]  # the rest of the inputs: prompts, rewards, advantages
         line = {"step": seconds, "generation": self.parts["generation"], "training": training, "cpu": cpu - self._cpu}
-        if state.global_step > WARM_UP:
+        if state.global_step > self._warm_up:
             print(json.dumps(line), flush=True)
         self._began, self._cpu, self.parts = now, cpu, {}
 
@@ -73,7 +74,7 @@ def configuration(shape: Shape, folder: str) -> Any:
         gradient_accumulation_steps=1,
         num_generations=shape.group_size,
         max_completion_length=shape.longest,
-        max_steps=WARM_UP + shape.steps,
+        max_steps=shape.warm_up + shape.steps,
         learning_rate=shape.lr,
         lr_scheduler_type="constant",
         optim="adamw_torch_fused",
@@ -98,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    draw, clock = random.Random(0), Clock()
+    draw, clock = random.Random(0), Clock(shape.warm_up)
     texts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(1000)]
     steps = iter(range(10**9))
     generate = clock.timed("generation", model.generate)

@@ -11,7 +11,7 @@ import time
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, WARM_UP
+from bench.step_shapes import PROMPT_TOKENS, SHAPES
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
         generation_config="vllm",
     )
     draw = random.Random(0)
-    for step in range(WARM_UP + shape.steps):
+    for step in range(shape.warm_up + shape.steps):
         contexts = [draw.choices(range(shape.vocab_size), k=PROMPT_TOKENS) for _ in range(shape.groups)]
         prompts = [{"prompt_token_ids": context} for context in contexts for _ in range(shape.group_size)]
         sampling = [
@@ -48,7 +48,7 @@ def main() -> None:
         began, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, sampling, use_tqdm=False)  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - began
-        if step >= WARM_UP:
+        if step >= shape.warm_up:
             print(json.dumps({"step": seconds, "generation": seconds, "cpu": time.process_time() - cpu}), flush=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rows import metric_lines, run_to_end
-from bench.step_shapes import SHAPES, WARM_UP, Shape
+from bench.step_shapes import SHAPES, Shape
 from titan_rl.actors.vllm import launch_env, vllm_cpu
 from titan_rl.tasks import tokenizer
 
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 TORCH, VLLM, OURS, LAG, TRL = "torch", "vLLM", "titan_rl", "titan_rl, lag 1", "TRL"
 WAYS = (TORCH, VLLM, OURS, LAG, TRL)
 PARTS = ("generation", "training", "sync", "rest")
-AFTER = 2  # steps at the end of a run that are not measured: at a lag, less and less is left to generate
+AFTER = 1  # step at the end of a run that is not measured: at lag 1, nothing is left to generate
 THREADS = str(len(os.sched_getaffinity(0)))
 ENV = {
     **launch_env.ENV,
@@ -51,7 +51,7 @@ def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as dump:
         program = [str(SCRIPTS / "bench" / "step_ours.py"), name]
         run_to_end(run_keys(shape, folder) | keys | {"job.dump_folder": dump}, program=program)
-        lines = metric_lines(Path(dump), "rl")[WARM_UP - 1 : -AFTER]
+        lines = metric_lines(Path(dump), "rl")[shape.warm_up - 1 : -AFTER]
     tokens = {line["tokens/trained"] for line in lines}
     if tokens != {sum(shape.lengths(0))}:
         raise ValueError(f"expected {sum(shape.lengths(0))} trained tokens in each step, found {sorted(tokens)}")
@@ -79,7 +79,7 @@ def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
         "rollout.max_new_tokens": shape.longest,
         "algorithm.entropy_coef": 0,
         "algorithm.max_dead_steps": 0,
-        "training.steps": WARM_UP + shape.steps + AFTER,
+        "training.steps": shape.warm_up + shape.steps + AFTER,
         "training.seq_len": shape.seq_len,
         "optimizer.lr": shape.lr,
         "lr_scheduler.warmup_steps": 0,
