@@ -6,6 +6,8 @@ import pytest
 
 from titan_rl.environment import prepare_environment
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and a run would leave it so
+
 prepare_environment()  # Monarch reads its environment when it is imported
 
 import monarch.actor  # noqa: E402

@@ -1,7 +1,5 @@
 """Model shapes, the shards of TorchTitan's layouts, and the execution of weight plans in numpy."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from titan_rl.wire.model_shape import ModelShape
@@ -20,9 +18,6 @@ TINY = ModelShape(
     rope_theta=1e4,
     norm_eps=1e-6,
     tied=False,
-)
-LLAMA_8B = replace(
-    TINY, vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336
 )
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")  # the trainer's TP

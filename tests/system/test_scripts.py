@@ -116,19 +116,23 @@ def test_an_unknown_extra_is_refused(fresh: Checkout, args: list[str]) -> None:
     assert "--extra expects cpu or cuda, found" in done.stderr
 
 
-def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None:
-    # Use the real pytest of the environment that runs this test.
-    own = next(installed.root.glob(".venv/lib/*/site-packages"))
+def give_tests(checkout: Checkout) -> None:
+    """Write a test of each kind. They run in the real pytest of the environment that runs this test."""
+    own = next(checkout.root.glob(".venv/lib/*/site-packages"))
     (own / "borrowed.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     for tier in ("unit", "system"):
-        (installed.root / "tests" / tier).mkdir(parents=True)
-        (installed.root / "tests" / tier / f"test_{tier}.py").write_text(
+        (checkout.root / "tests" / tier).mkdir(parents=True)
+        (checkout.root / "tests" / tier / f"test_{tier}.py").write_text(
             f"import pytest\n\ndef test_{tier}(): pass\n\n"
             "@pytest.mark.gpu\ndef test_gpu(): pass\n\n@pytest.mark.slow\ndef test_slow(): pass\n"
         )
-    (installed.root / "tests/conftest.py").write_text(
+    (checkout.root / "tests/conftest.py").write_text(
         "from hypothesis import settings\n\nsettings.register_profile('thorough', max_examples=100)\n"
     )
+
+
+def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None:
+    give_tests(installed)
     done = installed.call("-v", script="test")
     assert "installing titan_rl[cpu,dev]" in done.stderr
 
@@ -144,3 +148,12 @@ def test_the_test_script_leaves_out_what_cannot_run(installed: Checkout) -> None
     assert ran("--all", "-k", "system") == {"test_system"}
     assert ran("tests/system") == ran("tests/system/test_system.py::test_system") == {"test_system"}
     assert installed.call().stderr == ""  # run keeps the dev extra
+
+
+def test_on_the_cuda_stack_tests_that_start_runs_are_left_out(fresh: Checkout) -> None:
+    fresh.add_torch()
+    fresh.call("--extra", "cuda", script="test")  # installs; there are no tests yet
+    give_tests(fresh)
+    done = fresh.call("-v", "--all", script="test")
+    assert "leaving out tests/loop and tests/system" in done.stderr
+    assert {line.split("::")[1].split()[0] for line in done.stdout.splitlines() if " PASSED " in line} == {"test_unit"}

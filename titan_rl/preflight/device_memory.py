@@ -136,6 +136,8 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     queries, keys = (heads * shape.head_dim * size // tp for heads in (shape.n_heads, shape.n_kv_heads))
     wide = shape.hidden_dim * size // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
+    if config.training.mixed_precision_param == "float32":  # SDPA may keep the scores too: at most
+        attention += 4 * shape.n_heads // tp * config.training.seq_len
     if mode == "full":
         return stream
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down

@@ -5,8 +5,11 @@ Examples that do not fit are skipped. Then a second integer counts the places th
 so that a run which resumes with other limits continues where it was in the same order.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from titan_rl.tasks.task import Example, Task, shuffled
 from titan_rl.tasks.tokenizer import TextTokenizer
@@ -80,7 +83,7 @@ def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
     return [to_judge(sample.tokens, tokenizer.pad) for sample in preference(prompt, tokenizer)]
 
 
-def to_judge(tokens: list[int], pad: int) -> Sample:
+def to_judge(tokens: Sequence[int] | np.ndarray, pad: int) -> Sample:
     """Return a sequence for a reward model, whose score is its value at the last token. Each position predicts the
     next token, so padding is appended, and only that one is under the mask."""
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1])

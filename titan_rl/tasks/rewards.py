@@ -17,7 +17,7 @@ FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 Reward = Callable[[Prompt, str], float]
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
-_SIGN = r"(?:(?<![\w.)])-)?\$?(?:(?<=\$)-)?"
+_SIGN = r"(?:(?<![\w.)])-\$?|\$-?)?"
 # 1,234.50 | 1234 | .5, and 1.5e3
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
 NUMBER = re.compile(rf"({_SIGN}{_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")

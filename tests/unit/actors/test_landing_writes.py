@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from support.cudart import Cudart, as_on_a_gpu
-from support.weight_layouts import LLAMA_8B
+from support.shapes import LLAMA_8B
 from support.weight_layouts import layout as layout_of
 from titan_rl.actors.sync.landing import WRITE_BYTES, Landing
 from titan_rl.actors.sync.staging import Staging

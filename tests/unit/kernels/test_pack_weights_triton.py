@@ -118,7 +118,8 @@ def test_the_kernel_stores_16_bytes_at_a_time_on_a_gpu_that_is_not_there(held: s
 
 def test_an_8b_model_is_packed_by_groups_of_8() -> None:
     """What each of 4 FSDP ranks packs in bf16, out of fp32 shards on the meta device, which say they are at 0."""
-    from support.weight_layouts import LLAMA_8B, layout
+    from support.shapes import LLAMA_8B
+    from support.weight_layouts import layout
 
     ranks = layout(LLAMA_8B, fsdp=4)
     for rank, copies in plan(ranks, [pieces(LLAMA_8B, tp=1, rank=0)]).incoming(0).items():

@@ -45,7 +45,7 @@ def compare_step(trained: list[Sample] = SAMPLES, case: Case = CASE, **changed: 
 
 
 def masked(change: Callable[[list[int]], list[int]]) -> list[Sample]:
-    return [replace(sample, mask=change(sample.mask)) for sample in SAMPLES]
+    return [replace(sample, mask=change(list(sample.mask))) for sample in SAMPLES]
 
 
 def compare_gae(shift: int = 0, last: float | None = None) -> None:

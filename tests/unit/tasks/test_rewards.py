@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from titan_rl.tasks.rewards import Reward, reward_for
@@ -104,6 +104,7 @@ def test_last_number_reads_any_integer_however_written(number: int, words: str) 
 
 
 @given(st.text("0123456789,.$-# \n", max_size=200))
+@example("-$-0")
 def test_last_number_survives_any_completion(completion: str) -> None:
     assert last_number(completion, "1") in (0.0, 1.0)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.weight_layouts import LLAMA_8B, TINY, execute, hf_sizes, interleaved, layout, numbered, titan_order
+from support.shapes import LLAMA_8B, LLAMA_70B
+from support.weight_layouts import TINY, execute, hf_sizes, interleaved, layout, numbered, titan_order
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, WeightPlan, plan
@@ -166,9 +167,6 @@ def test_replicas_share_the_load() -> None:
     both = [Shard(name, 0, rows, 0, 1) for name, rows in (("a", 1), ("b", 1), ("c", 2))]
     small = plan([both, both], [[Piece(s.name, 0, 0, s.name, 0, s.rows, 0, 1) for s in both]])
     assert [small.sent(rank) for rank in range(2)] == [2, 2], "the largest is placed first"
-
-
-LLAMA_70B = replace(LLAMA_8B, dim=8192, n_heads=64, hidden_dim=28672)
 
 
 @pytest.mark.parametrize("replicate", [1, 8])
