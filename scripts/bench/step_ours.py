@@ -53,11 +53,11 @@ def main() -> None:
         parts = await asyncio.gather(*(generate(self, part) for part in requests_of(request, shape)))
         return [sample for part in parts for sample in part]
 
-    def with_cpu(self: RunLog, step: int, metrics: Any, *rest: Any) -> tuple[int, int]:
+    def with_cpu(self: RunLog, step: int, metrics: Any, histograms: Any, groups: Any) -> tuple[int, int]:
         if not processes:
             own = psutil.Process()
             processes.extend([own, *own.children(recursive=True)])
-        return log_step(self, step, {**metrics, "bench/cpu_seconds": cpu_seconds(processes)}, *rest)
+        return log_step(self, step, {**metrics, "bench/cpu_seconds": cpu_seconds(processes)}, histograms, groups)
 
     GeneratorMesh.generate, RunLog.step = with_lengths, with_cpu
     run.entry()

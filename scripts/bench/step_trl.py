@@ -26,7 +26,7 @@ class Lengths(LogitsProcessor):
     def __init__(self, lengths: list[int], eos: int) -> None:
         self._lengths, self._eos = torch.tensor(lengths), eos
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
         ends = self._lengths == input_ids.shape[1] - PROMPT_TOKENS + 1
         scores = scores.clone()
         scores[:, self._eos] = -torch.inf
@@ -98,7 +98,7 @@ def main() -> None:
     shape, folder = SHAPES[sys.argv[1]], sys.argv[2]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     draw, clock = random.Random(0), Clock(shape.warm_up)
     texts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(1000)]
     steps = iter(range(10**9))

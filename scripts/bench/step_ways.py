@@ -50,7 +50,7 @@ def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as dump:
         program = [str(SCRIPTS / "bench" / "step_ours.py"), name]
-        run_to_end(run_keys(shape, folder) | keys | {"job.dump_folder": dump}, program=program)
+        run_to_end({**run_keys(shape, folder), **keys, "job.dump_folder": dump}, program=program)
         lines = metric_lines(Path(dump), "rl")[shape.warm_up - 1 : -AFTER]
     tokens = {line["tokens/trained"] for line in lines}
     if tokens != {sum(shape.lengths(0))}:
