@@ -31,7 +31,8 @@ from bench.step_ways import ENV, PARTS, TRL, WAYS, engines_of, measured, write_m
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], default=list(SHAPES), help="(default: all)")
+    choices = [*SHAPES, []]  # []: Python 3.11 compares the list of no shapes with the choices, too
+    parser.add_argument("shapes", nargs="*", choices=choices, metavar="shape", help=", ".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--trl", type=Path, help="an interpreter that has TRL. Without it, TRL is not measured")
@@ -40,7 +41,7 @@ def main() -> None:
     a = parser.parse_args()
     if not a.plot:
         ways = [way for way in a.ways if way != TRL or a.trl]
-        for shape in a.shapes:
+        for shape in a.shapes or SHAPES:
             measure(a.csv, shape, ways, a.rounds, a.trl)
     rows = csv_rows(a.csv)
     every = {shape: steps_of(rows, shape) for shape in SHAPES if any(row["shape"] == shape for row in rows)}

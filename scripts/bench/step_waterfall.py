@@ -32,8 +32,8 @@ def steps_of(rows: Sequence[Mapping[str, str]], shape: str) -> dict[str, dict[st
     return found
 
 
-def floor(steps: Steps) -> float:
-    return steps[TORCH]["step"] + steps[VLLM]["step"]
+def floor(steps: Steps, part: str = "step") -> float:
+    return steps[TORCH][part] + steps[VLLM][part]
 
 
 def ratios(steps: Steps) -> dict[str, float]:
@@ -44,8 +44,10 @@ def ratios(steps: Steps) -> dict[str, float]:
             step = steps[way]
             if TRL in steps:
                 found[f"{way}: step / TRL"] = step["step"] / steps[TRL]["step"]
+                found[f"{way}: CPU / TRL"] = step["cpu"] / steps[TRL]["cpu"]
             if TORCH in steps and VLLM in steps:
                 found[f"{way}: step / floor"] = step["step"] / floor(steps)
+                found[f"{way}: CPU / floor"] = step["cpu"] / floor(steps, "cpu")
                 found[f"{way}: training / torch"] = step["training"] / steps[TORCH]["step"]
                 found[f"{way}: generation / vLLM"] = step["generation"] / steps[VLLM]["step"]
     return found

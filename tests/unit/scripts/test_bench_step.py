@@ -45,6 +45,8 @@ def test_ratios_are_to_trl_and_to_the_floor() -> None:
     assert floor(STEPS) == pytest.approx(0.27)
     assert found[f"{OURS}: step / TRL"] == pytest.approx(0.46 / 0.22)
     assert found[f"{OURS}: step / floor"] == pytest.approx(0.46 / 0.27)
+    assert found[f"{OURS}: CPU / TRL"] == pytest.approx(1)
+    assert found[f"{OURS}: CPU / floor"] == pytest.approx(0.5)
     assert found[f"{LAG}: step / TRL"] == pytest.approx(0.36 / 0.22)
     assert found[f"{OURS}: training / torch"] == pytest.approx(0.26 / 0.11)
     assert found[f"{OURS}: generation / vLLM"] == pytest.approx(0.15 / 0.16)
