@@ -80,7 +80,7 @@ def bare(settings: Settings) -> Step:
 def titan(settings: Settings) -> Step:
     """This rank's share of a step of ours, from samples to statistics."""
     from titan_rl.actors.titan.role_model import RoleModel
-    from titan_rl.batch.packing import pack
+    from titan_rl.batch.packing import UpTo, pack
     from titan_rl.config import sections as c
     from titan_rl.preflight.microbatches import on_cpu
     from titan_rl.preflight.shapes import shape_of
@@ -110,9 +110,8 @@ def titan(settings: Settings) -> Step:
             samples,
             shards=ranks,
             seq_len=settings.seq_len,
-            rows_per_microbatch=config.training.local_batch_size,
+            rows_per_microbatch=settings.rows or UpTo(config.training.local_batch_size),
             pad_id=0,
-            fewer_rows=settings.rows == 0,
         )
         stats = model.step([packed[rank]])
         return stats.loss, stats.grad_norm

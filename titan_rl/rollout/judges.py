@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_rl.batch.packing import pack, unpack
+from titan_rl.batch.packing import UpTo, pack, unpack
 from titan_rl.config.sections import Config
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.errors import RunError
@@ -22,19 +22,20 @@ class Scores(Protocol):
     async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]: ...
 
 
-def by_model(mesh: Scores, config: Config, pad: int, rows: int) -> Judge:
+def by_model(mesh: Scores, config: Config, pad: int, rows: int | UpTo) -> Judge:
     """Judge by a reward model, one call per group, so that other groups are sampled meanwhile. A score depends only on
-    its own group: repeating a run gives the same rewards to the last bit. `rows`: the most in a microbatch."""
+    its own group: repeating a run gives the same rewards to the last bit. `rows`: of a microbatch."""
 
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        samples = [to_judge([*prompt.tokens, *completion.tokens], pad) for completion in completions]
+        asked = prompt.tokens
+        samples = [to_judge([*asked, *completion.tokens], pad, len(asked)) for completion in completions]
         batches = pack(
             samples,
             shards=mesh.dp,
             seq_len=config.training.seq_len,
             rows_per_microbatch=rows,
             pad_id=pad,
-            fewer_rows=config.training.local_batch_size == 0,
+            share=config.training.share_prompts,
         )
         answers, _ = await mesh.scores(batches)
         return scores_of(samples, unpack(batches, answers, samples))

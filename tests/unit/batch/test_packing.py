@@ -20,7 +20,7 @@ from support.packed_rows import (
     weights,
     weights_of,
 )
-from titan_rl.batch.packing import ALIGN, Aggregation, Weighting, pack, unpack
+from titan_rl.batch.packing import ALIGN, Aggregation, UpTo, Weighting, pack, unpack
 from titan_rl.wire.types import Sample
 
 
@@ -42,7 +42,7 @@ def test_microbatches_that_may_be_smaller_have_no_more_rows_than_needed(
 ) -> None:
     shards, seq_len, most, samples = case
     full = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=most, pad_id=PAD)
-    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=most, pad_id=PAD, fewer_rows=True)
+    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=UpTo(most), pad_id=PAD)
     packed = [place for rows in microbatches(batches) for place in places(rows)]
     assert Counter(place for place in packed if place[0] != PAD) == Counter(expected(samples))
     rounds, rows = len(batches[0].microbatches), len(batches[0].microbatches[0].tokens)

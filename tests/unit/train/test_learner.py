@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from titan_rl.batch.packing import UpTo
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import (
     AlgorithmSection,
@@ -125,7 +126,7 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     tmp_path: Path, given: int, rows: list[int]
 ) -> None:
     learns, _ = learner(tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)))
-    learns._most_rows = given or 32
+    learns._rows = given or UpTo(32)
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
 

@@ -1,0 +1,87 @@
+"""The batches that bench_step.py gives to every way. Standard library only: TRL's interpreter imports this too.
+
+The weights are random and the lengths of answers are set, not sampled, so every way computes the same tokens.
+"""
+
+import random
+from dataclasses import dataclass
+
+PROMPT_TOKENS = 7  # BOS and "47+38="
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int
+    groups: int
+    group_size: int
+    shortest: int  # tokens of the shortest answer
+    longest: int
+    seq_len: int  # of a packed row
+    chunks: int  # padded batches of bare torch, sorted by length: one where all answers have the same
+    lr: float
+    warm_up: int  # steps that are not measured
+    steps: int  # measured in each round
+
+    @property
+    def samples(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, prompts included once per sample. Every step has as many."""
+        return self.samples * PROMPT_TOKENS + sum(self.lengths(0))
+
+    def lengths(self, step: int) -> list[int]:
+        """Return the length of each sample's answer, group by group: evenly spaced, and shuffled for each step."""
+        span = (self.longest - self.shortest) / max(1, self.samples - 1)
+        lengths = [self.shortest + round(span * i) for i in range(self.samples)]
+        random.Random(step).shuffle(lengths)
+        return lengths
+
+
+SHAPES = {  # a shape of several turns belongs here, once rollouts have them: with lengths per turn
+    "grpo_llama": Shape(
+        dim=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=384,
+        vocab_size=64,
+        groups=16,
+        group_size=16,
+        shortest=4,  # three digits and EOS
+        longest=4,
+        seq_len=128,
+        chunks=1,
+        lr=8e-4,
+        warm_up=2,
+        steps=12,
+    ),
+    "20M": Shape(
+        dim=384,
+        n_layers=8,
+        n_heads=6,
+        n_kv_heads=6,
+        hidden_dim=1536,
+        vocab_size=4096,
+        groups=4,
+        group_size=4,
+        shortest=20,
+        longest=256,
+        seq_len=512,
+        chunks=4,
+        lr=1e-4,
+        warm_up=1,
+        steps=2,
+    ),
+}
+
+
+def share_of_digits(completion: str) -> float:
+    """Reward some of the random answers, so that advantages differ."""
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))

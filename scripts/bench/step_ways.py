@@ -1,0 +1,128 @@
+"""The ways to take a step that bench_step.py compares: each is a program of its own, run to its end."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.rows import metric_lines, run_to_end
+from bench.step_shapes import SHAPES, Shape
+from titan_rl.actors.vllm import launch_env, vllm_cpu
+from titan_rl.tasks import tokenizer
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+TORCH, VLLM, OURS, LAG, TRL = "torch", "vLLM", "titan_rl", "titan_rl, lag 1", "TRL"
+WAYS = (TORCH, VLLM, OURS, LAG, TRL)
+PARTS = ("generation", "training", "sync", "rest")
+AFTER = 1  # step at the end of a run that is not measured: at lag 1, nothing is left to generate
+THREADS = str(len(os.sched_getaffinity(0)))
+ENV = {
+    **launch_env.ENV,
+    **vllm_cpu.ENV,
+    "PYTHONPATH": f"{SCRIPTS.parent}:{SCRIPTS}",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": THREADS,
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin slow each other down many times over on busy cores
+}
+LAG_KEYS = {"rollout.lag": 1, "parallelism.data_parallel_shard_degree": 1}  # as in grpo_llama_async
+
+
+def measured(way: str, name: str, folder: Path, trl: Path | None) -> dict[str, float]:
+    """Return the median seconds of a step and of its parts."""
+    if way in (OURS, LAG):
+        return run(name, folder, LAG_KEYS if way == LAG else {})
+    python, program = (trl, "step_trl") if way == TRL else (sys.executable, f"step_{way.lower()}")
+    command = [str(python), str(SCRIPTS / "bench" / f"{program}.py"), name, str(folder)]
+    env = {**os.environ, **ENV} | ({"PYTHONPATH": str(SCRIPTS)} if way == TRL else {})
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return medians(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"'))
+
+
+def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as dump:
+        program = [str(SCRIPTS / "bench" / "step_ours.py"), name]
+        run_to_end({**run_keys(shape, folder), **keys, "job.dump_folder": dump}, program=program)
+        lines = metric_lines(Path(dump), "rl")[shape.warm_up - 1 : -AFTER]
+    tokens = {line["tokens/trained"] for line in lines}
+    if tokens != {sum(shape.lengths(0))}:
+        raise ValueError(f"expected {sum(shape.lengths(0))} trained tokens in each step, found {sorted(tokens)}")
+    return medians(
+        {
+            "step": line["time/step"],
+            "generation": line["engine/sampling_seconds"],
+            "training": line["engine/training_seconds"],
+            "sync": line["sync/seconds"],
+            "cpu": line["bench/cpu_seconds"] - before["bench/cpu_seconds"],
+        }
+        for before, line in pairwise(lines)
+    )
+
+
+def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
+    """Return what differs from grpo_llama: the shape, equal weights, no schedule, and nothing besides steps."""
+    return {
+        "model.hf_assets_path": folder,
+        "task.reward": "bench.step_shapes:share_of_digits",
+        "cold_start.steps": 0,
+        "cold_start.stop_at": 0,
+        "rollout.groups_per_step": shape.groups,
+        "rollout.group_size": shape.group_size,
+        "rollout.max_new_tokens": shape.longest,
+        "algorithm.entropy_coef": 0,
+        "algorithm.max_dead_steps": 0,
+        "training.steps": shape.warm_up + shape.steps + AFTER,
+        "training.seq_len": shape.seq_len,
+        "optimizer.lr": shape.lr,
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.decay_ratio": 0,
+        "eval.size": 0,
+        "checkpoint.enable": "false",
+    }
+
+
+def medians(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each part over the steps; "rest" is what the other parts leave of the step. Where parts
+    overlap it is negative."""
+    every = list(steps)
+    found = {part: statistics.median(step.get(part, 0.0) for step in every) for part in (*PARTS[:3], "step", "cpu")}
+    return found | {"rest": found["step"] - sum(found[part] for part in PARTS[:3])}
+
+
+def engines_of(python: Path) -> str:
+    """Return the versions that TRL's interpreter has, as rows.ran_on() writes them."""
+    names = ("torch", "transformers", "trl")
+    script = f"from importlib.metadata import version as v; print(', '.join(f'{{n}} {{v(n)}}' for n in {names}))"
+    return subprocess.check_output([python, "-c", script], text=True).strip()
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """Write random weights and the built-in tokenizer, from which every way starts."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer.build(folder)
+    ids = tokenizer.VOCABULARY
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim,
+        num_hidden_layers=shape.n_layers,
+        num_attention_heads=shape.n_heads,
+        num_key_value_heads=shape.n_kv_heads,
+        max_position_embeddings=2048,
+        bos_token_id=ids["<s>"],
+        eos_token_id=ids["</s>"],
+        pad_token_id=ids["<pad>"],
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)

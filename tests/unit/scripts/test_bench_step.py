@@ -1,0 +1,92 @@
+"""What bench_step.py computes from its measurements, and the plot of it."""
+
+import xml.etree.ElementTree as xml
+from itertools import pairwise
+
+import pytest
+
+from bench.step_ours import requests_of
+from bench.step_shapes import SHAPES
+from bench.step_waterfall import floor, layers, plot, ratios, steps_of
+from bench.step_ways import LAG, OURS, PARTS, TORCH, TRL, VLLM, medians
+from titan_rl.wire.types import Request, Sampling
+
+ROUNDS = {  # way: generation, training, sync, step of each round
+    TORCH: [(0.0, 0.11, 0.0, 0.11), (0.0, 0.12, 0.0, 0.12), (0.0, 0.10, 0.0, 0.10)],
+    VLLM: [(0.16, 0.0, 0.0, 0.16), (0.17, 0.0, 0.0, 0.17), (0.15, 0.0, 0.0, 0.15)],
+    OURS: [(0.15, 0.26, 0.01, 0.46), (0.14, 0.25, 0.01, 0.44), (0.16, 0.27, 0.02, 0.47)],
+    LAG: [(0.2, 0.3, 0.01, 0.36), (0.2, 0.3, 0.01, 0.35), (0.2, 0.3, 0.01, 0.37)],
+    TRL: [(0.1, 0.12, 0.0, 0.22), (0.1, 0.12, 0.0, 0.23), (0.1, 0.12, 0.0, 0.21)],
+}
+ROWS = [
+    {"shape": shape, "way": way, "rest": "0", "cpu": "0.5"}
+    | {part: str(value) for part, value in zip(("generation", "training", "sync", "step"), values, strict=True)}
+    for shape in SHAPES
+    for way, rounds in ROUNDS.items()
+    for values in rounds
+]
+STEPS = steps_of(ROWS, "grpo_llama")
+
+
+def test_the_parts_of_a_way_add_up_to_its_step() -> None:
+    for step in STEPS.values():
+        assert sum(step[part] for part in PARTS) == pytest.approx(step["step"])
+    assert STEPS[OURS]["rest"] == pytest.approx(0.46 - 0.15 - 0.26 - 0.01)
+    assert STEPS[LAG]["rest"] < 0  # generation and training overlap
+
+
+def test_a_program_prints_only_what_it_measures_and_medians_fill_in_the_rest() -> None:
+    found = medians([{"step": 3.0, "training": 3.0, "cpu": 5.0}, {"step": 1.0, "training": 1.0, "cpu": 2.0}])
+    assert found == {"generation": 0, "training": 2, "sync": 0, "step": 2, "cpu": 3.5, "rest": 0}
+
+
+def test_ratios_are_to_trl_and_to_the_floor() -> None:
+    found = ratios(STEPS)
+    assert floor(STEPS) == pytest.approx(0.27)
+    assert found[f"{OURS}: step / TRL"] == pytest.approx(0.46 / 0.22)
+    assert found[f"{OURS}: step / floor"] == pytest.approx(0.46 / 0.27)
+    assert found[f"{OURS}: CPU / TRL"] == pytest.approx(1)
+    assert found[f"{OURS}: CPU / floor"] == pytest.approx(0.5)
+    assert found[f"{LAG}: step / TRL"] == pytest.approx(0.36 / 0.22)
+    assert found[f"{OURS}: training / torch"] == pytest.approx(0.26 / 0.11)
+    assert found[f"{OURS}: generation / vLLM"] == pytest.approx(0.15 / 0.16)
+    assert not any("TRL" in name for name in ratios({way: STEPS[way] for way in (TORCH, VLLM, OURS)}))
+
+
+def test_the_layers_lead_from_zero_over_the_floor_to_the_step() -> None:
+    found = layers(STEPS)
+    assert found[0].start == 0
+    assert found[1].end == pytest.approx(floor(STEPS))
+    assert found[-1].end == pytest.approx(STEPS[OURS]["step"])
+    assert all(before.end == after.start for before, after in pairwise(found))
+    assert found[3].end < found[3].start  # generation took less than bare vLLM
+
+
+def test_the_plot_has_a_bar_per_layer_and_way_and_stays_in_its_frame() -> None:
+    root = xml.fromstring(plot({shape: steps_of(ROWS, shape) for shape in SHAPES}))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    bars = [element.attrib for element in root if element.tag.endswith("rect")]
+    assert len(bars) == len(SHAPES) * (len(layers(STEPS)) + 2)
+    for bar in bars:
+        x, y, wide, high = (float(bar[key]) for key in ("x", "y", "width", "height"))
+        assert 0 < x < x + wide <= width
+        assert 0 < y <= y + high < height
+    dashed = [element for element in root if "stroke-dasharray" in element.attrib]
+    assert len(dashed) == len(SHAPES)  # TRL's line
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_step_of_a_shape_has_the_same_tokens_and_each_sample_one_seed(name: str) -> None:
+    shape = SHAPES[name]
+    for step in range(5):
+        lengths = shape.lengths(step)
+        assert (min(lengths), max(lengths), len(lengths)) == (shape.shortest, shape.longest, shape.samples)
+        parts = []
+        for group in range(shape.groups):
+            request = Request(
+                f"prompt-{step * shape.groups + group}", [1], list(range(shape.group_size)), Sampling(999)
+            )
+            parts += requests_of(request, shape)
+        assert [part.sampling.max_new_tokens for part in parts for _ in part.seeds] == lengths
+        assert sum(lengths) + shape.samples * 7 == shape.tokens
+        assert all(part.sampling.stop_token_ids == () for part in parts)
