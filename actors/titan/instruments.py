@@ -21,6 +21,7 @@ class Instruments:
         config = model.config
         record_titan_spans()
         self.tokens = 0  # that this rank's forward has seen in the step, padding included, as TorchTitan counts
+        self.unshared = 0  # that it would have seen without shared prompts
         self._garbage = GarbageCollection(gc_freq=config.training.gc_freq)
         self._profiler = Profiler(
             shared_keys(Profiler.Config, config.profiling),
@@ -41,8 +42,9 @@ class Instruments:
         """Advance the profiler and the garbage collection, and return the step's metrics by their logged names."""
         self._garbage.run(step)
         self._profiler.step()
-        flops, self.tokens = self.tokens * self._flops_per_token / max(seconds, 1e-9), 0
-        metrics = {"throughput/tflops": flops / 1e12}
+        flops = self.tokens * self._flops_per_token / max(seconds, 1e-9)
+        metrics = {"throughput/tflops": flops / 1e12, "tokens/shared": 1 - self.tokens / max(self.unshared, 1)}
+        self.tokens = self.unshared = 0
         if self._peak_flops is not None:
             metrics["throughput/mfu"] = 100 * flops / self._peak_flops
         if self._memory is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -172,7 +173,7 @@ class TitanModel:
             return self._forward(rows)
 
     def _forward(self, rows: "DeviceRows") -> Any:
-        masks = self.model.get_attention_masks(rows.positions)
+        masks = document_attention.masks_of(self.model, rows.segments, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
     def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
@@ -300,13 +301,14 @@ class DeviceRows:
     sequences: torch.Tensor
     count: int  # of sequences
     columns: dict[Any, torch.Tensor]
+    segments: np.ndarray
 
     @classmethod
     def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
         names = ("tokens", "positions", "targets", "mask", "weights", "sequences")
         placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
         columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
-        return cls(**placed, count=len(rows.samples), columns=columns)
+        return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments)
 
 
 def file_numbers(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:

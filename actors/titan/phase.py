@@ -139,6 +139,7 @@ class Phase:
     def accumulate(self, batch: Batch, objective: Objective) -> None:
         """Run forward and backward over one update's microbatches, or over a streamed part of them."""
         last = len(batch.microbatches) - 1
+        self._instruments.unshared += batch.unshared
         with self._timed():
             for i, rows in enumerate(batch.microbatches):
                 self._model.sync_gradients(i == last or self._syncs_each)

@@ -16,9 +16,10 @@ from torch import Tensor
 calls = {"forward": 0, "backward": 0}
 
 
-def documents(cu_seq: Tensor) -> Iterator[slice]:
-    ends = cu_seq.tolist()
-    return (slice(start, end) for start, end in itertools.pairwise(ends))
+def documents(*cu_seqs: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Return each document's queries, and its keys."""
+    ends = (itertools.pairwise(cu_seq.tolist()) for cu_seq in cu_seqs)
+    return zip(*((slice(start, end) for start, end in each) for each in ends), strict=True)
 
 
 def heads_first(x_TNH: Tensor, heads: int) -> Tensor:
@@ -27,19 +28,29 @@ def heads_first(x_TNH: Tensor, heads: int) -> Tensor:
 
 
 def scores(q_NTH: Tensor, k_NTH: Tensor, scale: float) -> Tensor:
-    future = torch.ones(q_NTH.shape[1], q_NTH.shape[1], dtype=torch.bool).triu(1)
+    queries, keys = q_NTH.shape[1], k_NTH.shape[1]
+    future = torch.ones(queries, keys, dtype=torch.bool).triu(
+        1 + keys - queries
+    )  # aligned to the end, as FlashAttention
     return (q_NTH @ k_NTH.transpose(1, 2) * scale).masked_fill(future, -math.inf)
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor, *_: Any, scale: float | None = None, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    *_: Any,
+    scale: float | None = None,
+    **__: Any,
 ) -> tuple[Tensor, ...]:
     assert query.dtype == torch.bfloat16
     calls["forward"] += 1
     scale, n = scale or 1 / math.sqrt(query.shape[-1]), query.shape[1]
     output, lse_NT = torch.empty_like(query), query.new_empty((n, len(query)), dtype=torch.float32)
-    for at in documents(cum_seq_q):
-        q, k, v = (heads_first(x[at], n) for x in (query, key, value))
+    for at, keys in documents(cum_seq_q, cum_seq_k):
+        q, k, v = (heads_first(x, n) for x in (query[at], key[keys], value[keys]))
         scored = scores(q, k, scale)
         output[at] = (scored.softmax(-1) @ v).transpose(0, 1).to(output.dtype)
         lse_NT[:, at] = scored.logsumexp(-1)
@@ -55,6 +66,7 @@ def backward(
     out: Tensor,
     lse_NT: Tensor,
     cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
     *_: Any,
     scale: float | None = None,
     **__: Any,
@@ -62,14 +74,14 @@ def backward(
     calls["backward"] += 1
     scale, n = scale or 1 / math.sqrt(query.shape[-1]), query.shape[1]
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    for at in documents(cum_seq_q):
-        q, k, v, g = (heads_first(x[at], n) for x in (query, key, value, grad))
+    for at, keys in documents(cum_seq_q, cum_seq_k):
+        q, k, v, g = (heads_first(x, n) for x in (query[at], key[keys], value[keys], grad[at]))
         p = scores(q, k, scale).softmax(-1)
         dp = g @ v.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         for to, found in zip(grads, (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g), strict=True):
             shared = found.view(-1, n // to.shape[1], *found.shape[1:]).sum(1) if to is not grads[0] else found
-            to[at] = shared.transpose(0, 1).to(to.dtype)
+            to[at if to is grads[0] else keys] = shared.transpose(0, 1).to(to.dtype)
     return grads
 
 
@@ -82,7 +94,7 @@ def flash_on_cpu() -> Iterator[dict[str, int]]:
     library.impl("_flash_attention_forward", forward)
     library.impl("_flash_attention_backward", backward)
     chosen = document_attention.overrides
-    document_attention.overrides = lambda device, compute: []
+    document_attention.overrides = lambda device, compute: chosen("cuda", "bfloat16")
     try:
         yield calls
     finally:

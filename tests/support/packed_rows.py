@@ -85,3 +85,21 @@ def weights_of(batches: Sequence[Batch], samples: Sequence[Sample]) -> list[floa
 def fill(batches: Sequence[Batch]) -> float:
     """Return the share of places that hold a document."""
     return float(np.mean([rows.sequences >= 0 for rows in microbatches(batches)]))
+
+
+@st.composite
+def groups_of(draw: st.DrawFn, prompt: int, answer: int, members: int = 0) -> list[Sample]:
+    """Return groups with prompts and answers of up to so many tokens: some answers are empty, some tokens or whole
+    answers are not trained on, and some groups have equal prompts."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    made = []
+    for size in draw(st.lists(st.integers(1, prompt), max_size=6)):
+        asked = rng.integers(0, 2 if size < 3 else 50, size).tolist()
+        for _ in range(members or int(rng.integers(1, 9))):
+            n = size + int(rng.integers(0, answer + 1))
+            mask = [0] * size + (rng.random(n - size) < rng.choice([0.0, 0.8, 1.0])).astype(int).tolist()
+            values = rng.standard_normal((3, n)).astype(np.float32)
+            columns = {"behaviour": -4 + 0.1 * values[0], "reference": -4 + 0.1 * values[1], "advantage": values[2]}
+            tokens = asked + rng.integers(0, 50, n - size).tolist()
+            made.append(Sample(tokens, mask, {}, size).with_columns(**columns))
+    return made

@@ -30,6 +30,7 @@ class Case:
     compute: Dtype = "float32"
     sync: Literal["update", "microbatch"] = "update"
     parts: int = 1  # in which each update is accumulated
+    share: bool | None = None  # the prompts of groups; None: each document has its own
 
 
 MESHES = {
@@ -65,6 +66,18 @@ def samples(step: int, rows: int) -> list[Sample]:
     return [Sample(random.integers(3, 60, n).tolist(), [0, 0] + [1] * (n - 2)) for n in lengths]
 
 
+def groups(step: int) -> list[Sample]:
+    """Return groups of four samples, with prompts and answers of random lengths."""
+    random = np.random.default_rng(step)
+    made = []
+    for _ in range(8):
+        asked = random.integers(3, 60, random.integers(2, 12)).tolist()
+        for size in random.integers(1, 8, 4).tolist():
+            answer = random.integers(3, 60, size).tolist()
+            made.append(Sample(asked + answer, [0] * len(asked) + [1] * size, {}, len(asked)))
+    return made
+
+
 def train_and_export(folder: Path, cases: Sequence[Case], exports: Sequence[Case]) -> tuple[list[Any], list[Any]]:
     """Return loss and gradient norm of each step of each case; and the digest of each tensor of each export."""
     losses = [trained(folder / f"trained-{number}", case) for number, case in enumerate(cases)]
@@ -72,6 +85,7 @@ def train_and_export(folder: Path, cases: Sequence[Case], exports: Sequence[Case
 
 
 def trained(folder: Path, case: Case) -> list[list[float]]:
+    import torch
     import torch.distributed as dist
 
     from titan_rl.actors.titan import model as titan_model
@@ -93,12 +107,16 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
         model.begin_phase("rl", 0)
         row, found = dist.get_rank() // given.parallelism.tensor_parallel_degree, []
         for step in range(STEPS):
-            made = samples(step, given.parallelism.dp * MICROBATCHES)
-            batch = pack(made, shards=given.parallelism.dp, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0)[row]
-            assert len(batch.microbatches) == MICROBATCHES
+            shards = given.parallelism.dp
+            made = samples(step, shards * MICROBATCHES) if case.share is None else groups(step)
+            share = bool(case.share)
+            batch = pack(made, shards=shards, seq_len=LENGTH, rows_per_microbatch=1, pad_id=0, share=share)[row]
+            assert case.share is not None or len(batch.microbatches) == MICROBATCHES
+            assert share == any(rows.segments[:, 3].any() for rows in batch.microbatches)
             stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
             found.append([stats.loss, stats.grad_norm])
         model.close()
+    torch._dynamo.reset()  # the next case is a program of its own: its compilations do not count with these
     titan_model.titan_config = real
     if calls is not None:
         assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers

@@ -30,9 +30,17 @@ def synced(layout: str, compute: Dtype = "float32") -> list[Case]:
     return [replace(whole, sync="microbatch"), whole, replace(whole, parts=2)]
 
 
+def sharing(layout: str, *shares: bool) -> list[Case]:
+    """Return cases with and without shared prompts: in float32, with CUDA's attention, and with that compiled."""
+    whole = Case(layout=layout)
+    flash = replace(whole, flash=True, compute="bfloat16", recompute="selective")
+    return [replace(case, share=s) for case in (whole, flash, replace(flash, compiled=True)) for s in shares]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Answer:
     cases = [*on_cuda("one"), *on_cuda("one", compiled=True), Case(compute="bfloat16"), *synced("one")]
+    cases += sharing("one", False, True)
     return on_ranks(1, train_and_export, cases, [Case()])
 
 
@@ -43,12 +51,14 @@ def two() -> Answer:
         for layout in ("fsdp2", "tp2")
         for case in (*on_cuda(layout), *on_cuda(layout, ["selective"], compiled=True))
     ]
-    return on_ranks(2, train_and_export, [*cases, *synced("fsdp2")], [])
+    cases += [*synced("fsdp2"), *sharing("fsdp2", True), *sharing("tp2", True)[:2]]
+    return on_ranks(2, train_and_export, cases, [])
 
 
 @pytest.fixture(scope="module")
 def four() -> Answer:
     cases = [*synced("fsdp2_tp2", "bfloat16"), *synced("hsdp_2x2")]
+    cases += [*sharing("fsdp2_tp2", True)[:1], *sharing("hsdp_2x2", True)[:1]]
     return on_ranks(4, train_and_export, cases, [Case(layout="fsdp2_tp2", recompute=mode) for mode in MODES])
 
 
@@ -74,6 +84,15 @@ def test_nor_do_they_on_a_mesh(first: int, layout: str, alone: Answer, two: Answ
     assert_close(compiled, eager[0], 1e-3)
     if layout == "tp2":  # it has the rows of one process
         assert_close(eager[0], alone[0][0], 1e-2)
+
+
+def test_shared_prompts_change_no_loss_on_any_mesh(alone: Answer, two: Answer, four: Answer) -> None:
+    plain, exact, flash_plain, *flash = alone[0][-6:]
+    fsdp2, tp2 = two[0][-5:-2], two[0][-2:]
+    for found in (exact, fsdp2[0], tp2[0], *four[0][-2:]):
+        assert_close(found, plain, 1e-6)
+    for found in (flash[0], flash[2], *fsdp2[1:], tp2[1]):
+        assert_close(found, flash_plain, 1e-2)
 
 
 def test_gradients_synced_once_per_update_are_those_synced_each_microbatch(

@@ -69,7 +69,8 @@ def _sample(rollout: Rollout, algorithm: AlgorithmSection) -> Sample:
     mask = np.array(rollout.mask) * np.isfinite(behaviour)
     if algorithm.overlong_filter and rollout.truncated:
         mask[:] = 0
-    return Sample(np.array(rollout.tokens, np.int64), mask, {"behaviour": behaviour})
+    prompt = len(rollout.turns[0].context)
+    return Sample(np.array(rollout.tokens, np.int64), mask, {"behaviour": behaviour}, prompt)
 
 
 def _of_groups(groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[np.ndarray]:

@@ -4,7 +4,8 @@
     samples <- unpack <- one [B, L] array per microbatch
 
 A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and columns
-are at place i. So a document's first token is read, but is never a target.
+are at place i. So a document's first token is read, but is never a target. Documents may share the places of a common
+prompt: prefixes.py.
 """
 
 from bisect import bisect_left, insort
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titan_rl.batch import prefixes
+from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
@@ -41,21 +44,22 @@ def pack(
     pad_id: int,
     together: int = 1,
     weighting: Weighting = TOKEN_MEAN,
+    share: bool = False,
 ) -> list[Batch]:
     """Return one Batch per shard, all with the same number of microbatches of [rows_per_microbatch, L].
 
     The number of microbatches is the least that rows of seq_len allow. L is the shortest length at which the samples
     still fit those rows, because an empty place costs as much as a filled one. A token whose sampling log-prob is not
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
-    row.
+    row. `share` prompts where that leaves fewer places, full and empty, to compute.
     """
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
-    units = places.reshape(-1, together).sum(1)  # [N / together]
     round_of_rows = shards * rows_per_microbatch
-    rounds = max(-(-_rows_needed(units, seq_len) // round_of_rows), 1)
-    slots = rounds * round_of_rows
-    block = _write(samples, places, together, slots, _shortest(units, seq_len, slots), pad_id)
+    plain = _fit(prefixes.plain(places, together), seq_len, round_of_rows)
+    shared = prefixes.shared(samples, places, together, seq_len) if share else []
+    fit = min((plain, *(_fit(layout, seq_len, round_of_rows) for layout in shared)), key=lambda fit: fit.places)
+    block = _write(samples, fit, pad_id)
     weights, tokens, sequences = _weights(block, len(samples), weighting)
     if weighting.whole:
         tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without trained tokens has loss 0
@@ -63,10 +67,11 @@ def pack(
     weights = weights.astype(np.float32)
 
     # Rows are sorted fullest first and dealt back and forth, so that shards get nearly equal numbers of tokens.
-    deal = np.arange(slots).reshape(-1, shards)
+    deal = np.arange(fit.slots).reshape(-1, shards)
     deal[1::2] = deal[1::2, ::-1].copy()
-    hands = deal.T.reshape(shards, rounds, rows_per_microbatch)
-    return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences) for hand in hands]
+    hands = deal.T.reshape(shards, -1, rows_per_microbatch)
+    unshared = plain.places // shards
+    return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences, unshared) for hand in hands]
 
 
 def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
@@ -135,6 +140,24 @@ def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fit:
+    """A layout, and the rows that hold it."""
+
+    layout: Layout
+    slots: int
+    length: int
+
+    @property
+    def places(self) -> int:
+        return self.slots * self.length
+
+
+def _fit(layout: Layout, seq_len: int, round_of_rows: int) -> _Fit:
+    slots = max(-(-_rows_needed(layout.units, seq_len) // round_of_rows), 1) * round_of_rows
+    return _Fit(layout, slots, _shortest(layout.units, seq_len, slots))
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     """All rows of the step, fullest first; each array is [slots, length]."""
 
@@ -142,26 +165,26 @@ class _Block:
     positions: np.ndarray
     targets: np.ndarray
     mask: np.ndarray
-    owner: np.ndarray  # the place's sample; -1 is padding
+    owner: np.ndarray  # the place's sample; -1 is padding or a prefix
     columns: dict[Column, np.ndarray]
+    segments: np.ndarray  # [G, 5]: row, offset in it, length; offset and length of its prefix
 
 
-def _write(
-    samples: Sequence[Sample], places: np.ndarray, together: int, slots: int, length: int, pad_id: int
-) -> _Block:
-    units = places.reshape(-1, together)
-    unit_row, unit_offset = _best_fit(units.sum(1), length)
-    row = np.repeat(unit_row, together)
-    offset = (unit_offset[:, None] + units.cumsum(1) - units).reshape(-1)
-    filled = np.bincount(row, weights=places, minlength=slots).astype(np.int64)  # [slots]
+def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
+    at, length, slots = fit.layout, fit.length, fit.slots
+    unit_row, unit_offset = _best_fit(at.units, length)
+    filled = np.bincount(unit_row, weights=at.units, minlength=slots).astype(np.int64)  # [slots]
     fullest = np.argsort(-filled, kind="stable")
-    row = np.argsort(fullest)[row]  # a permutation's argsort is its inverse
+    row = np.argsort(fullest)[unit_row][at.unit]  # a permutation's argsort is its inverse
+    before = at.length.cumsum() - at.length  # of the segment, in all
+    offset = unit_offset[at.unit] + before - (at.units.cumsum() - at.units)[at.unit]
 
-    # Per place, [P]: its position in its document, its destination, and the flat source token that it predicts.
+    # Per place, [P]: its position in its sample, its destination, and the flat source token that it predicts.
     sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
-    position = np.arange(places.sum()) - np.repeat(places.cumsum() - places, places)
-    goes = np.repeat(row * length + offset, places) + position
-    target = np.repeat(sizes.cumsum() - sizes, places) + position + 1
+    within = np.arange(at.length.sum()) - np.repeat(before, at.length)
+    position = np.repeat(at.start, at.length) + within
+    goes = np.repeat(row * length + offset, at.length) + within
+    target = np.repeat((sizes.cumsum() - sizes)[at.sample], at.length) + position + 1
 
     def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate([np.asarray(v, dtype) for v in values] or [np.empty(0, dtype)])
@@ -185,9 +208,22 @@ def _write(
         positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
         targets=block(tokens[target], pad_id),
         mask=block(mask, 0.0),
-        owner=block(np.repeat(np.arange(len(samples)), places), -1),
+        owner=block(np.repeat(at.owner, at.length), -1),
         columns={name: block(np.where(np.isfinite(c), c, np.float32(0)), 0.0) for name, c in columns.items()},
+        segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
     )
+
+
+def _written(at: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    own = at.prefix < 0  # -1 would index the last segment
+    prefix = np.where(own, 0, offset[at.prefix]), np.where(own, 0, at.length[at.prefix])
+    return np.stack([row, offset, at.length, *prefix], 1)[at.length > 0]
+
+
+def _padding(filled: np.ndarray, length: int) -> np.ndarray:
+    """Return what the rows have left, which attends to itself."""
+    none = np.zeros_like(filled)
+    return np.stack([np.arange(len(filled)), filled, length - filled, none, none], 1)[filled < length]
 
 
 def _weights(block: _Block, samples: int, weighting: Weighting) -> tuple[np.ndarray, int, int]:
@@ -212,6 +248,11 @@ def _weights(block: _Block, samples: int, weighting: Weighting) -> tuple[np.ndar
 def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
     owner = block.owner[numbers]
     samples = np.unique(owner[owner >= 0])
+    index = np.full(len(block.tokens), -1)  # row -> its number in this microbatch
+    index[numbers] = np.arange(len(numbers))
+    segments = block.segments[index[block.segments[:, 0]] >= 0]
+    begins = index[segments[:, 0]] * block.tokens.shape[1]
+    segments = np.stack([begins + segments[:, 1], segments[:, 2], begins + segments[:, 3], segments[:, 4]], 1)
     return Rows(
         tokens=block.tokens[numbers],
         positions=block.positions[numbers],
@@ -221,4 +262,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         sequences=np.where(owner >= 0, np.searchsorted(samples, owner), -1),
         samples=samples,
         columns={name: column[numbers] for name, column in block.columns.items()},
+        segments=segments[np.argsort(segments[:, 0])],
     )

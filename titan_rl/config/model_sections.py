@@ -58,6 +58,9 @@ class TrainingSection:
     is the same, summed in another order. 0: wait for the whole step."""
     local_batch_size: int = bounds(8, ge=1, le=2**12)
     """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its samples in a row, where that leaves fewer tokens to compute. Losses and
+    gradients are the same, to rounding."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"

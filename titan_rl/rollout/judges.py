@@ -27,13 +27,15 @@ def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
     its own group: repeating a run gives the same rewards to the last bit."""
 
     async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        samples = [to_judge([*prompt.tokens, *completion.tokens], pad) for completion in completions]
+        asked = prompt.tokens
+        samples = [to_judge([*asked, *completion.tokens], pad, len(asked)) for completion in completions]
         batches = pack(
             samples,
             shards=mesh.dp,
             seq_len=config.training.seq_len,
             rows_per_microbatch=config.training.local_batch_size,
             pad_id=pad,
+            share=config.training.share_prompts,
         )
         answers, _ = await mesh.scores(batches)
         return scores_of(samples, unpack(batches, answers, samples))

@@ -80,18 +80,20 @@ def preference(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
 
 def judged(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
     """Return a pair for a reward model: chosen, rejected."""
-    return [to_judge(sample.tokens, tokenizer.pad) for sample in preference(prompt, tokenizer)]
+    pair = preference(prompt, tokenizer)
+    return [to_judge(sample.tokens, tokenizer.pad, len(prompt.tokens)) for sample in pair]
 
 
-def to_judge(tokens: Sequence[int] | np.ndarray, pad: int) -> Sample:
+def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> Sample:
     """Return a sequence for a reward model, whose score is its value at the last token. Each position predicts the
     next token, so padding is appended, and only that one is under the mask."""
-    return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1])
+    return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
 
 
 def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
     said = [*tokenizer.encode(answer), tokenizer.eos]
-    return Sample(tokens=[*prompt.tokens, *said], mask=[0] * len(prompt.tokens) + [1] * len(said))
+    asked = len(prompt.tokens)
+    return Sample(tokens=[*prompt.tokens, *said], mask=[0] * asked + [1] * len(said), prompt=asked)
 
 
 SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}

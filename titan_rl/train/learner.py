@@ -215,6 +215,7 @@ class Learner:
             pad_id=self._setup.tokenizer.pad,
             together=together,
             weighting=weighting,
+            share=training.share_prompts,
         )
 
     async def scores(

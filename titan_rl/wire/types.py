@@ -189,6 +189,7 @@ class Sample:
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[int] | np.ndarray  # 1 on the tokens that are trained on
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
+    prompt: int = 0  # leading tokens, computed once for all samples that begin with the same; 0: unknown
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         return replace(self, columns={**self.columns, **columns})
@@ -196,16 +197,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One microbatch of packed rows. Position i predicts targets[i]; documents restart positions at 0."""
+    """One microbatch of packed rows. Place i predicts targets[i]."""
 
     tokens: np.ndarray  # [B, L] int64
-    positions: np.ndarray  # [B, L] int64
+    positions: np.ndarray  # [B, L] int64: the token's in its sample
     targets: np.ndarray  # [B, L] int64
     mask: np.ndarray  # [B, L] float32, 1 where targets[i] is trained on
     weights: np.ndarray  # [B, L] float32: weight in the loss; combines mask, aggregation and denominator
-    sequences: np.ndarray  # [B, L] int64: the document's index within the microbatch; -1 is padding
+    sequences: np.ndarray  # [B, L] int64: the document's index within the microbatch; -1 is padding or a shared prompt
     samples: np.ndarray  # [S] int64: index of document s among the batch's samples
     columns: dict[Column, np.ndarray]  # [B, L] float32 each, of targets[i]
+    segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
+    # then begin and length of the prefix that it attends to, besides its own places up to the attending one
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class Batch:
     microbatches: list[Rows]
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
+    unshared: int = 0  # places that these microbatches would have if no prompt were shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_heads_and_attention_are_overridden() -> None:
         ("cpu", "float32", document_attention.DocumentSDPA),
         ("cpu", "bfloat16", document_attention.DocumentSDPA),
         ("cuda", "float32", document_attention.DocumentSDPA),
-        ("cuda", "bfloat16", VarlenAttention),
+        ("cuda", "bfloat16", document_attention.SharedVarlen),
     ],
 )
 def test_attention_runs_on_the_device_and_in_the_dtype(

@@ -1,0 +1,122 @@
+"""What packed rows attend to, as index tensors that all layers of a forward share.
+
+A segment (see batch/prefixes.py) attends to its prefix and, causally, to itself. So its keys and values are gathered
+from two places, one after the other, and then every attention that knows documents of any length computes it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torchtitan.models.common.attention import VarlenMetadata
+
+
+class Gather(NamedTuple):
+    """Indices of a gather of rows, and of its backward."""
+
+    index: torch.Tensor  # [K]
+    back: torch.Tensor  # [T]: where each source row went; a row with copies, where its own segment is
+    shared: torch.Tensor  # [F]: the source rows with copies
+    copies: torch.Tensor  # [F, M]: where their other copies went; -1: it has fewer than M
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _Gathered.apply(x, *self)  # pyright: ignore[reportReturnType]
+
+
+class _Gathered(torch.autograd.Function):
+    """x[index]. The backward adds up copies in a fixed order, in float32: indexing's own does neither everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TNH: torch.Tensor, index: torch.Tensor, *back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*back)
+        return x_TNH.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore
+        (grad_KNH,) = grads
+        back, shared, copies_FM = ctx.saved_tensors
+        grad_TNH = grad_KNH.index_select(0, back)
+        if copies_FM.shape[1]:
+            copied = grad_KNH.index_select(0, copies_FM.clamp(min=0).flatten()).unflatten(0, copies_FM.shape)
+            copied = copied.masked_fill((copies_FM < 0)[:, :, None, None], 0).sum(1, dtype=torch.float32)
+            total = copied + grad_TNH.index_select(0, shared)
+            grad_TNH = grad_TNH.index_copy(0, shared, total.to(grad_TNH.dtype))
+        return grad_TNH, None, None, None, None
+
+
+class SharedMetadata(NamedTuple):
+    """Masks of rows that share prompts, for attention that takes its keys by cu_seq_k."""
+
+    varlen: VarlenMetadata
+    keys: Gather
+
+
+class SegmentClass(NamedTuple):
+    """Segments of one shape, which are attended to together."""
+
+    segments: int
+    length: int
+    prefix: int
+
+
+class ClassedSegments(NamedTuple):
+    """Masks of packed rows for attention that takes equally long documents: segments sorted by class."""
+
+    classes: tuple[SegmentClass, ...]
+    queries: Gather
+    outputs: Gather  # the way back
+    keys: Gather
+
+
+def varlen_masks(segments_G4: np.ndarray, device: torch.device) -> VarlenMetadata | SharedMetadata:
+    _, length, _, prefix = segments_G4.T
+    cu_q, cu_k = (_to(np.append(0, n.cumsum()).astype(np.int32), device) for n in (length, length + prefix))
+    metadata = VarlenMetadata(cu_q, cu_k, int(length.max()), int((length + prefix).max()))
+    if not prefix.any():
+        return metadata._replace(cu_seq_k=cu_q)
+    masks = SharedMetadata(metadata, _keys(segments_G4, device))
+    for tensor in (cu_q, cu_k, *masks.keys):  # compiled blocks would compile again at each other size
+        for dim in range(tensor.dim()):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return masks
+
+
+def classed_masks(segments_G4: np.ndarray, device: torch.device) -> ClassedSegments:
+    begin, length, _, prefix = segments_G4.T
+    order = np.lexsort((begin, length, prefix))
+    shapes, counts = np.unique(segments_G4[order][:, [3, 1]], axis=0, return_counts=True)  # sorted as `order`
+    classes = tuple(
+        SegmentClass(int(n), int(own), int(before)) for n, (before, own) in zip(counts, shapes, strict=True)
+    )
+    to = _ranges(begin[order], length[order])
+    there, back = _to(to, device), _to(np.argsort(to), device)
+    none, nothing = there[:0], there[:0].view(0, 0)
+    queries, outputs = Gather(there, back, none, nothing), Gather(back, there, none, nothing)
+    return ClassedSegments(classes, queries, outputs, _keys(segments_G4[order], device))
+
+
+def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:
+    """Return the gather of each segment's prefix, then its own places."""
+    begins, lengths = segments_G4[:, [2, 0]].ravel(), segments_G4[:, [3, 1]].ravel()
+    index = _ranges(begins, lengths)
+    own = np.repeat(np.arange(len(begins)) % 2 == 1, lengths)
+    back = np.empty(own.sum(), np.int64)
+    back[index[own]] = np.flatnonzero(own)
+    copied = np.flatnonzero(~own)
+    copied = copied[np.argsort(index[copied], kind="stable")]
+    shared, counts = np.unique(index[copied], return_counts=True)
+    copies = np.full((len(shared), counts.max(initial=0)), -1)
+    copies[np.repeat(np.arange(len(shared)), counts), _ranges(np.zeros_like(counts), counts)] = copied
+    if 1 in copies.shape:  # torch.compile takes a size of 1 for a constant: let there be 2, without copies
+        shared = np.append(shared, np.setdiff1d([0, 1], shared)[: 2 - len(shared)])
+        copies = np.pad(copies, [(0, max(2 - n, 0)) for n in copies.shape], constant_values=-1)
+    return Gather(*(_to(x, device) for x in (index, back, shared, copies)))
+
+
+def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return begins[0], begins[0] + 1, ..., lengths[0] numbers, then those of the next."""
+    return np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,0 +1,200 @@
+"""Rows that share prompts have the losses, log-probs, values and gradients of plain rows, in every objective."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support.flash_on_cpu import flash_on_cpu
+from support.packed_rows import groups_of
+from support.whole_model import whole_model
+from titan_rl.actors.titan import document_attention
+from titan_rl.actors.titan.document_masks import classed_masks, varlen_masks
+from titan_rl.actors.titan.model import DeviceRows, TitanModel
+from titan_rl.actors.titan.objectives import Objectives
+from titan_rl.batch.packing import pack, unpack
+from titan_rl.config.sections import AlgorithmSection, Config, TrainingSection
+from titan_rl.wire.model_shape import Family, ModelShape
+from titan_rl.wire.types import Batch, Sample
+
+CPU = torch.device("cpu")
+ALGORITHMS = {
+    "grpo": AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
+    "gspo": AlgorithmSection(name="gspo"),
+    "cispo": AlgorithmSection(name="cispo"),
+    "dr_grpo": AlgorithmSection(name="dr_grpo", correction="sequence_tis"),
+    "sft": AlgorithmSection(name="sft"),
+    "dpo": AlgorithmSection(name="dpo"),
+    "ipo": AlgorithmSection(name="ipo"),
+    "reward_model": AlgorithmSection(name="reward_model"),
+    "critic": AlgorithmSection(name="ppo"),
+}
+
+
+@cache
+def model(family: Family, head: str, device: str = "cpu") -> TitanModel:
+    shape = ModelShape(
+        family=family,
+        vocab_size=50,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        hidden_dim=48,
+        max_seq_len=256,
+        rope_theta=10000.0,
+        norm_eps=1e-5,
+        tied=False,
+    )
+    config = Config(training=TrainingSection(seq_len=80))
+    compute = "float32" if device == "cpu" else "bfloat16"
+    return whole_model(shape if head == "lm" else shape.with_value_head(), config, device, compute)
+
+
+def rows_of(samples: list[Sample], algorithm: AlgorithmSection, share: bool) -> list[Batch]:
+    together = 2 if algorithm.kind in ("preference", "reward") else 1
+    return pack(samples, shards=1, seq_len=80, rows_per_microbatch=1, pad_id=0, together=together, share=share)
+
+
+def learnt(name: str, family: Family, samples: list[Sample], share: bool) -> dict[str, Any]:
+    """Return loss, statistics and gradients of one update, and the scores of the samples."""
+    algorithm = ALGORITHMS[name]
+    on = model(family, "value" if name in ("critic", "reward_model") else "lm")
+    objective = Objectives(on, replace(on.config, algorithm=algorithm)).named(
+        "value" if name == "critic" else algorithm.kind
+    )
+    on.model.zero_grad(set_to_none=False)
+    batches, losses, statistics = rows_of(samples, algorithm, share), [], []
+    for batch in batches:
+        for rows in batch.microbatches:
+            loss, measured = objective(DeviceRows.of(rows, CPU), batch)
+            loss.backward()
+            losses.append(loss.item())
+            statistics.append(measured.tokens | measured.sequences)
+    scores = unpack(batches, [[on.score(rows) for rows in batch.microbatches] for batch in batches], samples)
+    return {
+        "places": sum(rows.tokens.size for batch in batches for rows in batch.microbatches),
+        "loss": math.fsum(losses),
+        "statistics": {key: sum(float(each[key]) for each in statistics) for key in statistics[0]},
+        "scores": [np.asarray(s)[np.asarray(sample.mask) > 0] for s, sample in zip(scores, samples, strict=True)],
+        "gradients": [parameter.grad.clone() for parameter in on.model.parameters() if parameter.grad is not None],
+    }
+
+
+def judged(samples: list[Sample]) -> list[Sample]:
+    """Return the samples with one token under the mask, the last, as a reward model reads them."""
+    return [replace(s, tokens=[*s.tokens, 0], mask=[0] * len(s.tokens) + [1], columns={}) for s in samples]
+
+
+def with_role_columns(samples: list[Sample], seed: int) -> list[Sample]:
+    random = np.random.default_rng(seed)
+    made = [random.standard_normal((2, len(s.tokens))) for s in samples]
+    return [s.with_columns(value=value, **{"return": back}) for s, (value, back) in zip(samples, made, strict=True)]
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=6)
+@given(data=st.data())
+def test_losses_scores_and_gradients_are_those_of_plain_rows(name: str, family: Family, data: st.DataObject) -> None:
+    pairs = ALGORITHMS[name].kind in ("preference", "reward")
+    samples = with_role_columns(data.draw(groups_of(12, 12, members=2 if pairs else 0)), 0)
+    if pairs:  # an answer has its end of sequence at least
+        samples = [s for i, s in enumerate(samples) if all(sum(samples[j].mask) for j in (i, i ^ 1))]
+    assume(samples)
+    samples = judged(samples) if name == "reward_model" else samples
+    plain, shared = (learnt(name, family, samples, share) for share in (False, True))
+    assert shared["places"] <= plain["places"]
+    assert shared["loss"] == pytest.approx(plain["loss"], rel=1e-6, abs=1e-6)
+    assert shared["statistics"] == pytest.approx(plain["statistics"], rel=1e-5, abs=1e-5)
+    for ours, theirs in zip(shared["scores"], plain["scores"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)
+    for ours, theirs in zip(shared["gradients"], plain["gradients"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * max(1.0, float(theirs.abs().max())))
+
+
+def group(size: int, prompt: int, answer: int) -> list[Sample]:
+    random = np.random.default_rng(size)
+    asked = random.integers(3, 50, prompt).tolist()
+    return [
+        Sample(asked + random.integers(3, 50, answer).tolist(), [0] * prompt + [1] * answer, {}, prompt).with_columns(
+            behaviour=np.full(prompt + answer, -4.0), advantage=random.standard_normal(prompt + answer)
+        )
+        for _ in range(size)
+    ]
+
+
+def test_a_step_repeats_to_the_last_bit_with_several_threads() -> None:
+    samples = group(30, 40, 3)
+    torch.set_num_threads(2)
+    try:
+        one, two = (learnt("grpo", "llama3", samples, share=True) for _ in range(2))
+    finally:
+        torch.set_num_threads(1)
+    assert 5 * one["places"] < learnt("grpo", "llama3", samples, share=False)["places"]
+    assert one["loss"] == two["loss"]
+    assert all(torch.equal(a, b) for a, b in zip(one["gradients"], two["gradients"], strict=True))
+
+
+def test_flash_attention_shares_prompts() -> None:
+    """What CUDA computes in bfloat16, on its operators' CPU kernels: as near as rounding lets it be."""
+    samples, found = group(8, 20, 6), []
+    with flash_on_cpu() as calls:
+        on = model("llama3", "lm", "cuda")
+        before = dict(calls)
+        for share in (False, True):
+            on.model.zero_grad(set_to_none=False)
+            (batch,) = batches = rows_of(samples, ALGORITHMS["sft"], share)
+            for each in batches:
+                for rows in each.microbatches:
+                    logprob, _ = on.logprobs(DeviceRows.of(rows, CPU), temperature=1.0)
+                    (logprob * torch.from_numpy(rows.weights)).sum().backward()
+            scores = unpack(batches, [[on.score(rows) for rows in b.microbatches] for b in batches], samples)
+            found.append(
+                (np.stack(scores), [p.grad.float() for p in on.model.parameters() if p.grad is not None], batch)
+            )
+        assert calls["forward"] - before["forward"] >= 8
+        assert calls["backward"] - before["backward"] >= 4
+    (plain, ours), (shared, theirs), batch = found[0][:2], found[1][:2], found[1][2]
+    assert batch.microbatches[0].segments[:, 3].any()
+    np.testing.assert_allclose(plain, shared, atol=0.05)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(a.abs().max()))
+
+
+@given(groups_of(12, 12))
+def test_gathered_keys_have_the_gradients_of_indexing(samples: list[Sample]) -> None:
+    for batch in rows_of(samples, ALGORITHMS["sft"], share=True):
+        for rows in batch.microbatches:
+            masks = varlen_masks(rows.segments, CPU)
+            gathers = [*classed_masks(rows.segments, CPU)[1:]] + ([masks.keys] if hasattr(masks, "keys") else [])
+            for gather in gathers:
+                x = torch.randn(rows.tokens.size, 2, 3, dtype=torch.float64, requires_grad=True)
+                weights = torch.randn(len(gather.index), 2, 3, dtype=torch.float64)
+                (ours,) = torch.autograd.grad((gather(x) * weights).sum(), x)
+                (theirs,) = torch.autograd.grad((x[gather.index] * weights).sum(), x)
+                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_an_attention_of_others_is_refused() -> None:
+    on = model("llama3", "lm", "cuda")
+    (batch,) = rows_of(group(8, 20, 6), ALGORITHMS["sft"], share=True)
+    config = on.model.config
+    found = [layer.attention.inner_attention for layer in config.layers]
+    for layer in config.layers:
+        layer.attention.inner_attention = document_attention.VarlenAttention.Config()
+    try:
+        with pytest.raises(
+            TypeError, match=r"can share prompts, found VarlenAttention.Config.* training.share_prompts"
+        ):
+            document_attention.masks_of(on.model, batch.microbatches[0].segments, CPU)
+    finally:
+        for layer, own in zip(config.layers, found, strict=True):
+            layer.attention.inner_attention = own
