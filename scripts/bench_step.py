@@ -44,13 +44,13 @@ def main() -> None:
         for shape in a.shapes or SHAPES:
             measure(a.csv, shape, ways, a.rounds, a.trl)
     rows = csv_rows(a.csv)
-    every = {shape: steps_of(rows, shape) for shape in SHAPES if any(row["shape"] == shape for row in rows)}
+    every = {shape: steps_of(rows, shape) for shape in dict.fromkeys(row["shape"] for row in rows)}
     for shape, steps in every.items():
         for way, step in steps.items():
             print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in ("step", *PARTS, "cpu")))
         for name, ratio in ratios(steps).items():
             print(f"{shape}, {name}: {ratio:.2f}")
-    if whole := {shape: steps for shape, steps in every.items() if steps.keys() >= NEEDED}:
+    if whole := {shape: every[shape] for shape in SHAPES if every.get(shape, {}).keys() >= NEEDED}:
         a.csv.with_suffix(".svg").write_text(plot(whole))
 
 

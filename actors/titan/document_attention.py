@@ -36,12 +36,13 @@ class DocumentSDPA(VarlenAttention):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: ClassedSegments,
+        attention_masks: Any,
         scale: float | None = None,
         enable_gqa: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        masks, outputs = attention_masks, []
+        masks: ClassedSegments = attention_masks
+        outputs = []
         q_QNH = masks.queries(q_BLNH.flatten(0, 1))
         k_KNH, v_KNH = (masks.keys(x.flatten(0, 1)) for x in (k_BLNH, v_BLNH))
         q_from = k_from = 0

@@ -14,7 +14,7 @@ from torchtitan.models.common.attention import VarlenMetadata
 class Gather(NamedTuple):
     """Indices of a gather of rows, and of its backward."""
 
-    index: torch.Tensor  # [K]
+    source: torch.Tensor  # [K]
     back: torch.Tensor  # [T]: where each source row went; a row with copies, where its own segment is
     shared: torch.Tensor  # [F]: the source rows with copies
     copies: torch.Tensor  # [F, M]: where their other copies went; -1: it has fewer than M

@@ -67,7 +67,12 @@ def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> Non
 
 
 def test_shared_prompts_change_no_loss(runs: Runs, tmp_path: Path) -> None:
-    keys = {"cold_start__steps": 0, "training__steps": 1, "training__local_batch_size": 1, "eval__interval": 0}
+    keys: dict[str, Any] = {
+        "cold_start__steps": 0,
+        "training__steps": 1,
+        "training__local_batch_size": 1,
+        "eval__interval": 0,
+    }
     shared = runs.finish(tmp_path / "shared", **keys)
     plain = runs.finish(tmp_path / "plain", **keys, training__share_prompts=False)
     assert sampled(shared) == sampled(plain)

@@ -15,7 +15,7 @@ from support.flash_on_cpu import flash_on_cpu
 from support.packed_rows import groups_of
 from support.whole_model import whole_model
 from titan_rl.actors.titan import document_attention
-from titan_rl.actors.titan.document_masks import classed_masks, varlen_masks
+from titan_rl.actors.titan.document_masks import SharedMetadata, classed_masks, varlen_masks
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.packing import pack, unpack
@@ -174,12 +174,14 @@ def test_gathered_keys_have_the_gradients_of_indexing(samples: list[Sample]) -> 
     for batch in rows_of(samples, ALGORITHMS["sft"], share=True):
         for rows in batch.microbatches:
             masks = varlen_masks(rows.segments, CPU)
-            gathers = [*classed_masks(rows.segments, CPU)[1:]] + ([masks.keys] if hasattr(masks, "keys") else [])
+            gathers = [*classed_masks(rows.segments, CPU)[1:]] + (
+                [masks.keys] if isinstance(masks, SharedMetadata) else []
+            )
             for gather in gathers:
                 x = torch.randn(rows.tokens.size, 2, 3, dtype=torch.float64, requires_grad=True)
-                weights = torch.randn(len(gather.index), 2, 3, dtype=torch.float64)
+                weights = torch.randn(len(gather.source), 2, 3, dtype=torch.float64)
                 (ours,) = torch.autograd.grad((gather(x) * weights).sum(), x)
-                (theirs,) = torch.autograd.grad((x[gather.index] * weights).sum(), x)
+                (theirs,) = torch.autograd.grad((x[gather.source] * weights).sum(), x)
                 torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
