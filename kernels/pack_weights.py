@@ -8,16 +8,14 @@ torch spreads over its threads. A GPU would launch hundreds of such kernels for 
 `pack_weights_triton.py` makes all of a run's copies in one launch, directly into pinned memory if the run is there.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_rl.kernels.triton_kernels import triton_kernels
 from titan_rl.wire.weight_plan import Copy
 
 
@@ -106,15 +104,9 @@ def _triton(params: Mapping[str, Tensor], copies: Sequence[Copy]) -> Any:
     """Return the module of the Triton kernel if the copies' parameters are on one GPU, in one dtype; else None."""
     if copies and params[copies[0].name].is_cuda:
         kinds = {(param.device, param.dtype) for param in (params[copy.name] for copy in copies)}
-        return _triton_module() if len(kinds) == 1 else None
-    return None
-
-
-@cache
-def _triton_module() -> Any:
-    if find_spec("triton"):
-        from titan_rl.kernels import pack_weights_triton
-
-        return pack_weights_triton
-    warnings.warn("triton is not installed: weights are packed by one torch operation per copy", stacklevel=2)
+        return (
+            triton_kernels("pack_weights", "weights are packed by one torch operation per copy")
+            if len(kinds) == 1
+            else None
+        )
     return None

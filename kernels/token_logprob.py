@@ -21,9 +21,6 @@ the tiles, in one MAX and one SUM all-reduce per call; the backward pass sums hi
 CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed.
 """
 
-import warnings
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +28,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
+from titan_rl.kernels.triton_kernels import triton_kernels
 
 if TYPE_CHECKING:
     from titan_rl.kernels.token_logprob_triton import FusedTile
@@ -269,17 +267,7 @@ def _tile(
 def _triton(hidden_TD: torch.Tensor) -> Any:
     """Return the module of Triton kernels if this tensor can use it."""
     if hidden_TD.is_cuda and hidden_TD.dtype != torch.float64:  # the kernels compute in fp32
-        return _triton_module()
-    return None
-
-
-@cache
-def _triton_module() -> Any:
-    if find_spec("triton"):
-        from titan_rl.kernels import token_logprob_triton
-
-        return token_logprob_triton
-    warnings.warn("triton is not installed: token log-probs run as separate torch operations", stacklevel=2)
+        return triton_kernels("token_logprob", "token log-probs run as separate torch operations")
     return None
 
 

@@ -4,11 +4,8 @@ A trainer rank computes them over what it packed, in the memory that its readers
 live parameters, or over what arrived. Both are on devices of one kind, so they compute the same kind.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from importlib.util import find_spec
-from typing import Any
+from functools import partial
 
 import torch
 import xxhash
@@ -16,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_rl.kernels.block_hash import reference_block_hash
+from titan_rl.kernels.triton_kernels import triton_kernels
 from titan_rl.wire.manifest import Block
 from titan_rl.wire.weight_source import HashKind
 
@@ -41,7 +39,11 @@ def checksums_of(blocks: Sequence[Sequence[Tensor]], gpu: torch.device | None) -
     """Prepare to hash blocks, each given by its copies' windows in the order of the run.  # [blocks, rows, cols]"""
     if gpu is None:
         return partial(_xxh3, blocks)
-    fused = _triton_module() if gpu.type == "cuda" else None
+    fused = (
+        triton_kernels("block_hash", "weights are verified by torch operations, block by block")
+        if gpu.type == "cuda"
+        else None
+    )
     return partial(_splitmix, blocks) if fused is None else fused.HashTable(blocks, gpu).sums
 
 
@@ -63,13 +65,3 @@ def _xxh3(blocks: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[int
 
 def _splitmix(blocks: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[int]:
     return [reference_block_hash(blocks[i]) for i in wanted]
-
-
-@cache
-def _triton_module() -> Any:
-    if find_spec("triton"):
-        from titan_rl.kernels import block_hash_triton
-
-        return block_hash_triton
-    warnings.warn("triton is not installed: weights are verified by torch operations, block by block", stacklevel=2)
-    return None

@@ -1,14 +1,27 @@
 """Run requests on an engine of this process, and compare them with Hugging Face's forward."""
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import Engine, SampleId
+from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONTEXT = [1, 5, 6, 7, 8, 9]
+
+
+def run_checks(file: str) -> None:
+    """Run the check_* functions of a file in a process that was launched as an engine's is."""
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV}
+    checks = subprocess.run([*command, file], env=env, capture_output=True, text=True, timeout=300)
+    assert checks.returncode == 0, checks.stdout + checks.stderr
 
 
 def withdraw_all(engine: Engine) -> list[str]:

@@ -4,10 +4,7 @@ vLLM leaves a process group, patches and settings behind, so one test runs this 
 pytest process.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from support.engine_runs import CONTEXT, finish, gap, overwrite, reference, run, withdraw_all
+from support.engine_runs import CONTEXT, finish, gap, overwrite, reference, run, run_checks, withdraw_all
 from support.tiny import perturbed, tiny_llama
-from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
-from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Completion, Request, Sampling
 
 EOS, STOP = 2, 3
@@ -27,10 +22,7 @@ BEGUN = Completion([4, 5], [0.0, 0.0], [0, 0], "abort")
 
 
 def test_engine_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV}
-    checks = subprocess.run([*command, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert checks.returncode == 0, checks.stdout + checks.stderr
+    run_checks(__file__)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 As in test_engine.py, one test runs this file's check_* functions in a separate pytest process.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from support.engine_runs import finish, gap, overwrite, run, withdraw_all
+from support.engine_runs import finish, gap, overwrite, run, run_checks, withdraw_all
 from support.tiny import perturbed, tiny_llama
-from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
-from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Completion, Request, Sampling
 
 CONTEXT = list(range(40))  # one full block of 32 tokens, and a part of one
@@ -25,10 +20,7 @@ GROUP = Request("group", CONTEXT, list(range(8)), Sampling(24))
 
 
 def test_updates_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV}
-    checks = subprocess.run([*command, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert checks.returncode == 0, checks.stdout + checks.stderr
+    run_checks(__file__)
 
 
 @pytest.fixture(scope="module")

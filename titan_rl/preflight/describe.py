@@ -68,7 +68,7 @@ def on_gpu(config: Config) -> str:
     }
     return ", ".join(
         [
-            "attention in float32, one call per length of document" if exact else "FlashAttention in bfloat16",
+            "attention in float32, by torch's SDPA" if exact else "FlashAttention in bfloat16",
             "blocks compiled" if config.compile.enable else "blocks not compiled",
             recomputed[config.activation_checkpoint.mode],
             f"gradients reduced once per {config.training.gradient_sync}",

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_rl.kernels import token_logprob as kernel
+from titan_rl.kernels import triton_kernels
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -243,16 +244,17 @@ def test_targets_of_another_shape_are_refused() -> None:
 
 
 def test_a_missing_triton_announces_itself_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
-    kernel._triton_module.cache_clear()
+    monkeypatch.setattr(triton_kernels, "find_spec", lambda name: None)
+    found = triton_kernels.triton_kernels
+    found.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="triton is not installed"):
-            assert kernel._triton_module() is None
+        with pytest.warns(UserWarning, match="triton is not installed: it is slow"):
+            assert found("token_logprob", "it is slow") is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert kernel._triton_module() is None
+            assert found("token_logprob", "it is slow") is None
     finally:
-        kernel._triton_module.cache_clear()
+        found.cache_clear()
 
 
 SHARDS = [[[0, 20, 37], [0, 30, 33], [0, 0, 17]], [[0, 11, 30, 37], [0, 19, 37, 37]]]  # over two ranks, over three

@@ -1,0 +1,67 @@
+"""The contract between what drives a rollout and what samples its turns.
+
+A driver writes each turn's whole context as token ids, and is given what the policy sampled:
+
+    driver.drive(session):  completion = await session.sample(tokens) -> ... -> Outcome
+
+A context that extends the tokens of an earlier turn continues that turn's branch; any other context begins a branch.
+So a rollout is a tree, and nothing that was sampled is ever tokenized again. A single answer is the one-turn case.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from titan_rl.wire.types import Completion, Prompt
+
+Status = Literal[
+    "completed",
+    "max_turns",
+    "max_tokens",  # of the whole rollout
+    "context_overflow",  # the next turn's context leaves no room to sample
+    "parse_error",  # the driver could not read the policy's answer
+    "tool_error",
+    "timeout",  # the rollout's own deadline passed
+    "error",  # the user's code raised
+    "lost",  # its process died, on every attempt
+]
+"""Why a rollout ended."""
+
+FAILED: frozenset[Status] = frozenset(("timeout", "error", "lost"))
+"""Endings that say nothing about the policy: such a rollout has no reward, and is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a driver returns about a rollout, besides the tokens, which its session has."""
+
+    status: Status = "completed"
+    reward: float | None = None  # None: the task's reward judges the sampled text
+    rewards: Mapping[str, float] = field(default_factory=dict)  # its components, for people
+    turn_rewards: Sequence[float] = ()  # of each turn, in the order in which they were sampled; empty: none
+    messages: Sequence[Mapping[str, Any]] = ()  # the conversation, for people and for rewards
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to log, such as tool calls and seconds
+    error: str = ""  # what failed, if the status is one of FAILED
+
+
+class Session(Protocol):
+    """One rollout's access to the policy."""
+
+    @property
+    def id(self) -> str: ...  # unique among all that run at the same time
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def seed(self) -> int: ...  # the rollout's own, for the environment's randomness
+
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit."""
+        ...
+
+
+class Driver(Protocol):
+    """Drives rollouts: a single answer, an environment mesh, an agent behind the endpoint."""
+
+    async def drive(self, session: Session) -> Outcome: ...
