@@ -20,6 +20,11 @@ def gradient_sync(config: Config, *, fits: bool = True) -> Literal["update", "mi
     return config.training.gradient_sync
 
 
+MOST_THREADS = 8
+"""Beyond that a process is given threads by hosts.threads only: no machine with more cores has measured what they add,
+and models that train on CPUs are small."""
+
+
 def threads(config: Config, kind: Literal["model", "generator"], device: str, cores: int) -> int:
     """Return the OpenMP threads of each process that holds a model of TorchTitan's, or an engine of vLLM's."""
     if config.hosts.threads:
@@ -31,7 +36,8 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     engines = config.generator.replicas * config.generator.tensor_parallel_degree if config.samples_rollouts else 0
     overlap = config.algorithm.kind == "rl" and (config.rollout.lag or config.training.stream_groups)
     judges = roles.get("reward_model", 0)  # while other groups are sampled
-    return max(1, cores // (models + engines if overlap else models if kind == "model" else engines + judges))
+    together = models + engines if overlap else models if kind == "model" else engines + judges
+    return min(MOST_THREADS, max(1, cores // together))
 
 
 def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: int = 1) -> Config:

@@ -69,6 +69,13 @@ def test_threads_are_the_cores_of_those_that_compute_at_the_same_time(
     assert threads(config, "generator", "cpu", 8) == engines
 
 
+def test_a_small_model_is_not_spread_over_all_cores_of_a_large_machine() -> None:
+    config = load(find("grpo_llama"))
+    assert threads(config, "model", "cpu", 96) == threads(config, "generator", "cpu", 96) == 8
+    offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
+    assert threads(offloaded, "model", "cuda", 96) == 48  # an optimizer of billions of parameters
+
+
 def test_ranks_on_gpus_have_one_thread_unless_they_compute_in_host_memory() -> None:
     config = load(find("grpo_llama"))
     assert threads(config, "model", "cuda", 8) == threads(config, "generator", "cuda", 8) == 1
