@@ -28,7 +28,7 @@ from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
-from titan_rl.train.learner import Learner
+from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.seeds import derive
@@ -258,7 +258,7 @@ class Controller:
             reward = reward_for(config.task.reward)
             judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
         else:
-            judge = by_model(reward_model, config, tokenizer.pad)
+            judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,

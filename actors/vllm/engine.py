@@ -106,6 +106,7 @@ class Engine:
 
             on_cpu = current_platform.is_cpu()
             if on_cpu:
+                vllm_cpu.use_given_threads()
                 vllm_cpu.patch()
             _import_model(settings.model_dir)
         meet_in_file()

@@ -1,5 +1,6 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
+import os
 from typing import Any
 
 ENV: dict[str, str] = {
@@ -18,6 +19,13 @@ def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
     keep_linear_weights()
     reduce_over_gloo()
+
+
+def use_given_threads() -> None:
+    """Compute on as many threads as this process was launched with: OpenMP read the number of its zygote."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def check_head_size(size: int) -> None:
