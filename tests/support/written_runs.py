@@ -24,9 +24,9 @@ from titan_rl.record.metrics import step_metrics
 from titan_rl.record.run_log import RunLog
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
-from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer as characters
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Completion, Request, Sampling, StepStats, SyncStats
 

@@ -13,12 +13,12 @@ from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
-from titan_rl.tasks import tokenizer as characters
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.tasks.task import Example, Task, load_task, shuffled
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer as characters
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive

@@ -14,7 +14,7 @@ import numpy as np
 
 from titan_rl.config import sections as config
 from titan_rl.tasks.jsonl_rows import Example, jsonl
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.task import Task
-from titan_rl.tasks.tokenizer import TextTokenizer, messages_of
+from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.types import Sample
 
 if TYPE_CHECKING:

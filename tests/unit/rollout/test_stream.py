@@ -13,7 +13,7 @@ from support.rollout_streams import Echo, ids, source, stream
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.ledger import events
 from titan_rl.record.metrics import ages_of
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.seeds import derive, sample_seed
 from titan_rl.wire.types import Completion, Request
 

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection
 from titan_rl.preflight.setup import Policy, policy_of
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.tasks import tokenizer as characters
+from titan_rl.text import tokenizer as characters
 from titan_rl.train.hf_folder import new_folder, write_assets
 
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.weights import check_weights
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.tasks.tokenizer import TextTokenizer, build
+from titan_rl.text.tokenizer import TextTokenizer, build
 from titan_rl.wire.model_shape import ModelShape
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from titan_rl.tasks import tokenizer
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok?"}]
 ROLES = st.sampled_from(["system", "user", "assistant"])
@@ -188,7 +188,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
 def test_the_data_side_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys; from titan_rl.batch import advantages, packing; "
-        "from titan_rl.tasks import prompts, rewards, task, tokenizer; "
+        "from titan_rl.tasks import prompts, rewards, task; from titan_rl.text import tokenizer; "
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
