@@ -44,9 +44,9 @@ class ChatRenderer:
         self.outside = OutsideText(tokenizer)
         self._decode = decode
         ends = [token for id in eos_ids if (token := tokenizer.id_to_token(id))]
-        self._ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
+        self.end_of_turn = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
         self._mark, self._probe = (
-            f"\ue004{secrets.token_hex(8)}\ue005" for _ in range(2)
+            f"\ue004{secrets.randbits(64)}\ue005" for _ in range(2)
         )  # nobody outside writes these
         self._shown: dict[str, bool] = {}
 
@@ -107,7 +107,7 @@ class ChatRenderer:
         except Exception:
             return "text"
         written = whole[common_length(opened, whole) :]
-        end = self._ends.search(written)
+        end = self.end_of_turn.search(written)
         for form in PROBED:
             try:
                 parsed = parse_answer(written[: end.start()] if end else written, form, split_thinking=True)
@@ -142,7 +142,7 @@ class ChatRenderer:
 
     def _end_of_dummy(self, text: str) -> re.Match[str] | None:
         at = text.rfind(self._mark)
-        return self._ends.search(text, at) if at >= 0 else None
+        return self.end_of_turn.search(text, at) if at >= 0 else None
 
     def _closes(self, dummy: Message, tools: Tools) -> bool:
         """Return True if the template ends a turn itself. Others let the next turn's first token end it, which must

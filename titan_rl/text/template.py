@@ -22,6 +22,7 @@ MOST_STEPS = 1_000_000
 """Loop steps and calls of one rendering. A conversation of 1,000 messages takes about 20,000."""
 MOST_REPEATED = 100_000  # as `"x" * n` in a template
 MOST_POWER = 1_000
+DAY = "\ue006"  # instead of today's date, to see where a template writes it
 MORE_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer that has several
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -58,13 +59,17 @@ class ChatTemplate:
         """Return True if the template reads a message's reasoning_content."""
         return "reasoning_content" in self.source
 
-    def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool) -> str:
+    def depends_on_date(self, messages: Sequence[Message]) -> bool:
+        """Return True if the text holds today's date, unless date_string pins it."""
+        return DAY in self.render(messages, opened=True, today=DAY)
+
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool, today: str = "") -> str:
         """Return the conversation as text; `opened`: up to the start of the assistant's next answer."""
         if not messages:
             raise ValueError("expected at least one message, found none")
         compiled = _compiled(self._sources[bool(tools)])
         environment: Any = compiled.environment
-        environment.steps, environment.date_string = 0, self._named.get("date_string")
+        environment.steps, environment.date_string = 0, self._named.get("date_string", today)
         try:
             return self._rendered(compiled, messages, tools, opened)
         except TypeError:  # some templates join a call's arguments to text, others read them as a table
@@ -131,7 +136,7 @@ def _sandbox() -> Any:
     class CountingSandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**"))
         steps = 0
-        date_string: str | None = None
+        date_string = ""
 
         def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
             for loop in list(source.find_all(nodes.For)):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_folders import CONTROL, chat_folder
+from support.chat_folders import CONTROL, chat_folder
 from titan_rl.text.chat import ChatRenderer
 from titan_rl.text.template import ChatSettings, Message
 from titan_rl.text.tokenizer import TextTokenizer
