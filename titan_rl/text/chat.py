@@ -24,6 +24,7 @@ from titan_rl.text.outside import OutsideText
 from titan_rl.text.template import ChatTemplate, Message, Thinking, Tools
 
 OPENING: Message = {"role": "user", "content": "u"}
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
 PROBED: tuple[CallFormat, ...] = ("hermes", "llama")
 
 
@@ -53,6 +54,9 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool = True) -> str:
         """Return the conversation as text; control tokens in messages appear as marks, which `outside` reads."""
         readable = [_readable(message) for message in messages]
+        for role in {message["role"] for message in messages} - ROLES:
+            if any(role in token for token in self.outside.control):  # templates write '<|' + role + '|>'
+                raise ValueError(f"expected a role among {', '.join(sorted(ROLES))}, found {role!r}")
         return self.template.render(self.outside.masked(readable), self.outside.masked(tools), opened=opened)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -63,7 +67,7 @@ class ChatRenderer:
         """Return the tokens that `messages` add to `tokens`, which end in a sampled turn. They begin with the end token
         if the turn was cut off. None if the template cannot extend its own text: begin a branch with `prompt`. (Some
         templates put a tool's answer into the turn that called it, and some drop it.)"""
-        if not messages or any(message["role"] == "assistant" for message in messages):
+        if not tokens or not messages or any(message["role"] == "assistant" for message in messages):
             return None
         answers_tool = messages[0]["role"] == "tool"
         if self.thinking == "template" and not (self._keeps_after_tool if answers_tool else self._keeps_after_user):

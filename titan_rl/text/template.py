@@ -68,18 +68,24 @@ class ChatTemplate:
         if not messages:
             raise ValueError("expected at least one message, found none")
         compiled = _compiled(self._sources[bool(tools)])
-        environment: Any = compiled.environment
-        environment.steps, environment.date_string = 0, self._named.get("date_string", today)
+        compiled.environment.steps = 0
         try:
-            return self._rendered(compiled, messages, tools, opened)
+            return self._rendered(compiled, messages, tools, opened, today)
         except TypeError:  # some templates join a call's arguments to text, others read them as a table
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            return self._rendered(compiled, [_with_text_arguments(message) for message in messages], tools, opened)
+            return self._rendered(
+                compiled, [_with_text_arguments(message) for message in messages], tools, opened, today
+            )
 
-    def _rendered(self, compiled: Any, messages: Sequence[Message], tools: Tools, opened: bool) -> str:
-        given = {"tools": tools, "documents": None, "add_generation_prompt": opened, **self._named}
-        return compiled.render(messages=messages, **given)
+    def _rendered(self, compiled: Any, messages: Sequence[Message], tools: Tools, opened: bool, today: str) -> str:
+        day = self._named.get("date_string", today)
+
+        def strftime_now(form: str) -> str:
+            return day or datetime.now().strftime(form)
+
+        given = {"tools": tools, "documents": None, "add_generation_prompt": opened, "strftime_now": strftime_now}
+        return compiled.render(messages=messages, **{**given, **self._named})
 
 
 def own_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -136,7 +142,6 @@ def _sandbox() -> Any:
     class CountingSandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**"))
         steps = 0
-        date_string = ""
 
         def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
             for loop in list(source.find_all(nodes.For)):
@@ -173,9 +178,6 @@ def _sandbox() -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def strftime_now(form: str) -> str:
-        return sandbox.date_string or datetime.now().strftime(form)
-
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -185,5 +187,4 @@ def _sandbox() -> Any:
     sandbox = CountingSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = tojson
     sandbox.globals["raise_exception"] = raise_exception
-    sandbox.globals["strftime_now"] = strftime_now
     return sandbox
