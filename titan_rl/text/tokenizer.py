@@ -6,7 +6,7 @@ The Rust `tokenizers` library does all of it and imports in 0.04 s. Chats are re
 import json
 import string
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
@@ -67,7 +67,7 @@ class TextTokenizer:
     bos: int | None  # whether a prompt begins with it is up to the post-processor of tokenizer.json
     eos_ids: tuple[int, ...]  # every id that ends a turn; the tokenizer's own first
     pad: int
-    settings: Mapping[str, Any]  # tokenizer_config.json, over special_tokens_map.json
+    settings: Mapping[str, Any] = field(hash=False)  # tokenizer_config.json, over special_tokens_map.json
     chat_settings: ChatSettings
 
     @classmethod
