@@ -251,7 +251,7 @@ class Routing:
         tokens than the context has, or a quarter more."""
         least = min(candidates, key=outstanding.__getitem__)
         most = outstanding[least] + max(len(request.tokens), outstanding[least] // 4)
-        homes = (self._homes.get(name) for name in request.affinity)
+        homes = (self._homes[name] for name in request.affinity if name in self._homes)
         return next((home for home in homes if home in candidates and outstanding[home] <= most), least)
 
     def _put(self, replica: int, unsent: Unsent) -> PartialRequest:
