@@ -42,6 +42,10 @@ TURNS: dict[str, tuple[list[Message], list[Message]]] = {
 }
 SAMPLE: list[Message] = [SYSTEM, ASKED, SAID, MORE]
 TEXTS = ("12 + 34 = 46\n", "  two  spaces,\ttab\n\n\n", "naïve café 東京 🙂", 'def f(x): return {"a": x}')
+PIN = (
+    "the chat template writes today's date, so runs differ from day to day: "
+    'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
+)
 SHOWN = 8  # tokens of context on each side of a difference
 
 
@@ -249,8 +253,7 @@ def _keeps(text: TextTokenizer) -> Iterator[Finding]:
     else:
         yield Finding("tool calls")
     dated = text.chat.template.depends_on_date([ASKED])
-    pin = 'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}, or runs differ from day to day'
-    yield Finding("date", f"the prompt holds today's date: {pin}" if dated else "")
+    yield Finding("date", PIN if dated else "")
 
 
 def _masks(text: TextTokenizer) -> Iterator[Finding]:
