@@ -1,7 +1,7 @@
 """Usage: python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]
 
-Check how messages become tokens: render sample conversations with tools and thinking, say what the chat template does to
-them, and show one with its control tokens and its mask. Any key of the config can be given, as in --task.template chat.
+Check how messages become tokens: render sample conversations with tools and thinking, say what the chat template does
+to them, and show one with its control tokens and its mask. Any key can be given, as in --task.template chat.
 
 Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
 """
