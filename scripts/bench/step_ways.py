@@ -14,7 +14,7 @@ from typing import Any
 from bench.rows import metric_lines, run_to_end
 from bench.step_shapes import SHAPES, Shape
 from titan_rl.actors.vllm import launch_env, vllm_cpu
-from titan_rl.tasks import tokenizer
+from titan_rl.text import tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 TORCH, VLLM, OURS, LAG, TRL = "torch", "vLLM", "titan_rl", "titan_rl, lag 1", "TRL"

@@ -1,6 +1,7 @@
 """Generators without an engine, and the streams that run on them."""
 
 import asyncio
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Sampling
 
@@ -47,7 +48,7 @@ class Echo:
         for _ in range(self.delays[len(self.requests) % len(self.delays)]):
             await asyncio.sleep(0)
         self.running -= 1
-        flat, n = self.flat(int(request.id.removeprefix("prompt-").partition("@")[0])), self.length
+        flat, n = self.flat(int(re.split(r"[-@.]", request.id)[1])), self.length
         return [
             Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [self.version] * n, "stop")
             for k in range(len(request.seeds))

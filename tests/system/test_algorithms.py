@@ -12,7 +12,7 @@ import pytest
 from support.running import Run, Runs
 from titan_rl.tasks.prompts import judged
 from titan_rl.tasks.task import addition
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt
 
 STEPS: dict[str, Any] = {"training__steps": 3, "eval__interval": 3, "checkpoint__interval": 100}

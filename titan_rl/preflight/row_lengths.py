@@ -11,7 +11,7 @@ from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.jsonl_rows import MOST_NAMED, BadRows, Example
 from titan_rl.tasks.task import Task
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 
 CHUNK = 512  # rows that are tokenized at once, on all cores
 SURELY_TOKENIZED = 1_000_000  # characters of a text whose tokens are counted, however few are allowed

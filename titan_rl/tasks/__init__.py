@@ -1,1 +1,1 @@
-"""Holds tasks: examples, their order, tokenizer, rewards, and the fixed sets used for evaluation."""
+"""Holds tasks: examples, their order, rewards, and the fixed sets used for evaluation."""

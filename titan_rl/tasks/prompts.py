@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.tasks.task import Example, Task, shuffled
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from titan_rl.config import sections as config
 from titan_rl.tasks.jsonl_rows import Example, jsonl
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.template import ChatSettings
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt
 
 
@@ -33,6 +34,11 @@ class Task:
         tokens = tokenizer.prompt(example.prompt, self.template, self.system_prompt)
         text = example.prompt if self.template == "plain" else tokenizer.decode(tokens, skip_special=False)
         return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected)
+
+
+def chat_settings(task: config.TaskSection) -> ChatSettings:
+    """Return how the task renders chats."""
+    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:

@@ -12,7 +12,7 @@ from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
-from titan_rl.tasks import tokenizer as characters
+from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape
 
 GPU_CONFIGS = {

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.tasks import tokenizer as characters
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer as characters
+from titan_rl.text.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

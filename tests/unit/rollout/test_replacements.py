@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.rollout_streams import Echo, Failing, ids, source, stream, told
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 
 
 def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from support.rollout_streams import Echo, Failing, begin, ids, replayed, right_if_one, source, stream
 from titan_rl.config.sections import RolloutSection
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Completion, Request
 
 STEPS = 8

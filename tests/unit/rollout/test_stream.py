@@ -13,7 +13,7 @@ from support.rollout_streams import Echo, ids, source, stream
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.ledger import events
 from titan_rl.record.metrics import ages_of
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.seeds import derive, sample_seed
 from titan_rl.wire.types import Completion, Request
 
@@ -218,8 +218,8 @@ def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
             rollouts.admit(1)
             (group,) = await rollouts.take(1, 1)
         (rollout, *_) = group.rollouts
-        assert rollout.tokens == [*group.prompt.tokens, 8]
-        assert rollout.mask == [0] * len(group.prompt.tokens) + [1]
+        assert rollout.branches[0].tokens == [*group.prompt.tokens, 8]
+        assert rollout.branches[0].mask == [0] * len(group.prompt.tokens) + [1]
         assert rollout.text == "1"
         assert rollout.reward == 1.0
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection
-from titan_rl.tasks import tokenizer
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
 from titan_rl.tasks.task import Example, Task
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
 
@@ -73,7 +73,7 @@ import json, sys
 from pathlib import Path
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Example, Task
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 
 folder, state = Path(sys.argv[1]), json.loads(sys.argv[2])
 task = Task([Example(f"{i}=", str(i), {"i": i}) for i in range(7)], [])

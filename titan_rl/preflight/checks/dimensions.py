@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.checks.role_folders import shape_of_role
-from titan_rl.tasks.tokenizer import SIZE
+from titan_rl.text.tokenizer import SIZE
 from titan_rl.wire.model_shape import ModelShape
 
 ADDITION_PROMPT = 7  # tokens: BOS and "47+38="

@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.assets import policy_tokenizer
 from titan_rl.preflight.checks.weights import check_weights
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 

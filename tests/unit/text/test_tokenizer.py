@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from titan_rl.tasks import tokenizer
-from titan_rl.tasks.tokenizer import TextTokenizer
+from titan_rl.text import tokenizer
+from titan_rl.text.tokenizer import TextTokenizer
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok?"}]
 ROLES = st.sampled_from(["system", "user", "assistant"])
@@ -146,11 +146,13 @@ def test_every_prompt_is_what_transformers_tokenizer_returns(tmp_path: Path, mod
     )
 
     @given(contents, messages)
+    @example("", [{"role": "user", "content": "1</s><s>2"}])
     def same(content: str, chat: list[dict[str, str]]) -> None:
         assert theirs(content).input_ids == ours.prompt(content, "plain")
-        opened = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert opened == ours.prompt(chat, "chat")
-        assert opened.count(1) == 1 + sum(message["content"].count("<s>") for message in chat)
+        opened = ours.prompt(chat, "chat")
+        assert [id for id in opened if id in (1, 2)] == [1, *[2] * len(chat)]
+        if not any(token in message["content"] for message in chat for token in tokenizer.SPECIAL):
+            assert opened == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
     same()
 
@@ -188,7 +190,7 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
 def test_the_data_side_imports_neither_torch_nor_transformers() -> None:
     program = (
         "import sys; from titan_rl.batch import advantages, packing; "
-        "from titan_rl.tasks import prompts, rewards, task, tokenizer; "
+        "from titan_rl.tasks import prompts, rewards, task; from titan_rl.text import tokenizer; "
         "sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,1 @@
+"""Turns messages into tokens and back: tokenizers and chat templates. Imports neither torch nor transformers."""
