@@ -92,8 +92,9 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
                 first = [*PROMPT.tokens, *(await session.sample(PROMPT.tokens)).tokens]
                 await session.sample([*first, TOOL])
                 await session.sample([*first, TOOL, TOOL])  # from the inside of the branch
-                await session.sample(PROMPT.tokens)  # asked again
-                return Outcome(turn_rewards=[1.0, 2.0, 3.0, 4.0])
+                again = await session.sample(PROMPT.tokens)  # asked again
+                await session.sample([*PROMPT.tokens, *again.tokens, TOOL])  # which continues that answer
+                return Outcome(turn_rewards=[1.0, 2.0, 3.0, 4.0])  # the last turn has none
 
         engine = Answering(vocabulary=40)
         return await player(Fork(), engine, warn=said.append).play(Play(id="p", prompt=PROMPT, sampling=SAMPLING)), said
@@ -103,7 +104,7 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
     assert [turn.context for turn in first.turns] == [PROMPT.tokens, [TOOL]]
     begun = [*PROMPT.tokens, *first.turns[0].completion.tokens]
     assert [branch.turns[0].context for branch in others] == [[*begun, TOOL, TOOL], PROMPT.tokens]
-    assert [[turn.reward for turn in branch.turns] for branch in rollout.branches] == [[1.0, 2.0], [3.0], [4.0]]
+    assert [[turn.reward for turn in branch.turns] for branch in rollout.branches] == [[1.0, 2.0], [3.0], [4.0, 0.0]]
     (message,) = said  # though two branches began
     assert message.startswith(f"p: a branch begins with turn 2, because only {len(begun) + 1} of its {len(begun) + 2}")
 
