@@ -124,6 +124,23 @@ def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() 
     assert asyncio.run(body()) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
 
 
+def test_of_several_branches_the_longest_continues() -> None:
+    """The second answer to a prompt begins with the first one, so what extends it extends both."""
+    answers = [[10], [10, 11], [12]]
+
+    async def ask(request: TurnRequest) -> Completion:
+        said = answers[request.index]
+        return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
+
+    async def body() -> list[list[list[int]]]:
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
+            await session.sample(context)
+        return [[turn.context for turn in branch.turns] for branch in session.branches()]
+
+    assert asyncio.run(body()) == [[PROMPT.tokens], [PROMPT.tokens, [TOOL]]]
+
+
 @pytest.mark.parametrize(
     ("limits", "error", "turns"),
     [
