@@ -94,9 +94,9 @@ class Completion:
         return math.isfinite(sum(self.logprobs))
 
 
-Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
-rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float]]]
+"""Returns the rewards of a group's rollouts. An exception means that this group has no rewards, unless it is a
+RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):
