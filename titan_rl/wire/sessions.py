@@ -31,6 +31,16 @@ FAILED: frozenset[Status] = frozenset(("timeout", "error", "lost"))
 """Endings that say nothing about the policy: such a rollout has no reward, and is not trained on."""
 
 
+class LimitReached(Exception):
+    """A session may not sample this turn. A driver that does not catch it ends its rollout with `status`."""
+
+    status: Status
+
+
+class DriverLost(Exception):
+    """The process that drove a rollout died. The rollout begins again, from its start and with the same seeds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a driver returns about a rollout, besides the tokens, which its session has."""
