@@ -25,7 +25,7 @@ from titan_rl.config.sections import Config
 from titan_rl.record.ledger import Ledger, digest
 from titan_rl.record.metrics import ages_of
 from titan_rl.record.run_log import RunLog
-from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 PROMPT, SAMPLES, SHARDS, VOCABULARY = 200, 8, 4, 128256
@@ -58,8 +58,9 @@ def step(number: int, sent: list[list[bytes]], length: int, log: RunLog, ledger:
     )
     prompts = [Prompt(i, "p" * 800, [i % VOCABULARY] * PROMPT, "1") for i in range(len(answers))]
     timed("digests", lambda: [digest(c.tokens, c.versions) for group in answers for c in group])
+    text = "x" * 4 * length
     groups = [
-        Group(prompt, [Rollout([Turn(prompt.tokens, c)], "x" * 4 * length, float(i % 2)) for i, c in enumerate(group)])
+        Group(prompt, [Rollout([Branch([Turn(prompt.tokens, c)])], text, float(i % 2)) for i, c in enumerate(group)])
         for prompt, group in zip(prompts, answers, strict=True)
     ]
     timed("versions", lambda: [group.version for group in groups])

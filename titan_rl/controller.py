@@ -21,7 +21,9 @@ from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import accuracy, by_model, scores_of
+from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
+from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
@@ -32,6 +34,7 @@ from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.seeds import derive
+from titan_rl.wire.sessions import Driver, Plays
 from titan_rl.wire.types import Group, PhaseName, Sample, SyncStats
 
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
@@ -237,14 +240,32 @@ class Controller:
                 tokenizer = self.setup.tokenizer
                 pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
                 return accuracy(scores_of(pairs, await self.learner.scores(pairs)))
-            assert self.meshes.generators is not None
-            return await self.setup.heldout.score(self.meshes.generators, self.run.terminal.warn)
+            return await self.setup.heldout.score(self.plays(), self.run.terminal.warn)
 
     async def practice(self) -> float:
         """Return the greedy score on training problems."""
         await self.sync(BEFORE_RL)
+        return await self.setup.practice.score(self.plays(), self.run.terminal.warn)
+
+    def driver(self) -> Driver:
+        """Return what drives rollouts, in training and in evaluations."""
+        return SingleTurn()
+
+    def session_limits(self) -> SessionLimits:
+        longest = self.config.generator.max_model_len or self.config.training.seq_len
+        context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
+        return SessionLimits(context=context, seconds=self.config.rollout.timeout_seconds)
+
+    def plays(self) -> Plays:
         assert self.meshes.generators is not None
-        return await self.setup.practice.score(self.meshes.generators, self.run.terminal.warn)
+        return Player(
+            self.driver(),
+            self.meshes.generators,
+            self.setup.tokenizer.decode,
+            limits=self.session_limits(),
+            attempts=self.config.fault.environment_attempts,
+            warn=self.run.terminal.warn,
+        ).alone
 
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
         return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
@@ -268,5 +289,9 @@ class Controller:
             groups=(config.training.steps - start) * config.rollout.groups_per_step,
             reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
+            driver=self.driver(),
+            driver_attempts=config.fault.environment_attempts,
+            limits=self.session_limits(),
+            warn=self.run.terminal.warn,
         )
         return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)

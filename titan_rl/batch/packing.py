@@ -60,7 +60,7 @@ def pack(
     shared = prefixes.shared(samples, places, together, seq_len) if share else []
     fit = min((plain, *(_fit(layout, seq_len, round_of_rows) for layout in shared)), key=lambda fit: fit.places)
     block = _write(samples, fit, pad_id)
-    weights, tokens, sequences = _weights(block, len(samples), weighting)
+    weights, tokens, sequences = _weights(block, samples, weighting)
     if weighting.whole:
         tokens, sequences = max(tokens, 1), max(sequences, 1)  # a step without trained tokens has loss 0
         weights = weights / divisor(weighting.aggregation, tokens, sequences)
@@ -226,23 +226,25 @@ def _padding(filled: np.ndarray, length: int) -> np.ndarray:
     return np.stack([np.arange(len(filled)), filled, length - filled, none, none], 1)[filled < length]
 
 
-def _weights(block: _Block, samples: int, weighting: Weighting) -> tuple[np.ndarray, int, int]:
+def _weights(block: _Block, samples: Sequence[Sample], weighting: Weighting) -> tuple[np.ndarray, int, int]:
     """Return each token's weight before the divisor, and the numbers of trained tokens and sequences. The numbers are
-    global, which makes the loss independent of mesh and microbatching.
+    global, which makes the loss independent of mesh and microbatching. All branches of a rollout are one sequence.
 
     token_mean      1 / tokens
     sequence_mean   1 / (tokens of the sequence x sequences)
     sequence_sum    1 / (length x sequences)        Dr.GRPO's constant
     """
     on = block.mask > 0
-    per_sample = np.bincount(block.owner[on], minlength=samples)
+    owners = np.array([-1 - i if s.sequence < 0 else s.sequence for i, s in enumerate(samples)], np.int64)
+    sequence = np.unique(owners, return_inverse=True)[1]  # [N]
+    per_sequence = np.bincount(sequence[block.owner[on]], minlength=len(samples))
     weights = block.mask.astype(np.float64)
     if weighting.aggregation == "sequence_mean":
-        own = np.append(per_sample, 1)[block.owner]  # padding, -1, indexes the appended 1
+        own = np.append(per_sequence[sequence], 1)[block.owner]  # padding, -1, indexes the appended 1
         weights = weights / np.maximum(own, 1)
     elif weighting.aggregation == "sequence_sum":
         weights = weights / weighting.length
-    return weights, int(on.sum()), int((per_sample > 0).sum())
+    return weights, int(on.sum()), int((per_sequence > 0).sum())
 
 
 def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:

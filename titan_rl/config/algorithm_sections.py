@@ -98,8 +98,11 @@ class AlgorithmSection:
     normalize: Literal["none", "group", "batch"] = "group"
     """Scale of the advantages: unchanged, divided by the group's standard deviation, or whitened over the step's
     tokens."""
+    credit: Literal["outcome", "turn"] = "outcome"
+    """What a token of a rollout with several turns is credited with: the rollout's reward ("outcome"), or what its turn
+    and the later ones earned ("turn"), compared with the turns of the same number in its group."""
     gamma: float = bounds(1.0, ge=0, le=1)
-    """Discount per token (advantage "return" and "gae")."""
+    """Discount per token (advantage "return" and "gae"), or per turn (the others with credit = "turn")."""
     gae_lambda: float = bounds(0.95, ge=0, le=1)
     """Lambda of GAE."""
     ratio: Level = "token"

@@ -86,6 +86,9 @@ class FaultSection:
     reward_attempts: int = bounds(2, ge=1, le=1000)
     """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
     prompt."""
+    environment_attempts: int = bounds(2, ge=1, le=1000)
+    """Attempts at a rollout whose environment process dies. Each begins from the start, with the same seeds. After the
+    last one the rollout is dropped."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)

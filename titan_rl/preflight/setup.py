@@ -95,7 +95,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, by_rule(measure, seconds, thread), tokenizer.decode, policy.sampling)
+        return Problems(prompts, by_rule(measure, seconds, thread), policy.sampling)
 
     return Setup(
         name=name,

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.record.checkpoints import Checkpoints
-from titan_rl.record.ledger import bounds_of, digest
+from titan_rl.record.ledger import bounds_of, digest, read_checksum
 from titan_rl.record.lines import whole_lines
 from titan_rl.record.replay import History, Life
 
@@ -66,7 +66,10 @@ def rollout_problems(folder: Path, history: History) -> Iterator[str]:
 
 
 def _common(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the prompt of a rollout: the tokens before the first sampled one, and the texts."""
+    """Return the prompt of a rollout: the tokens before the first sampled one, and the texts. An environment may let
+    each rollout of a prompt begin with other tokens."""
+    if "turns" in found:
+        return found.get("prompt"), found.get("answer"), found["group"]
     context = found["mask"].index(1) if 1 in found["mask"] else len(found["mask"])
     return found.get("prompt"), found.get("answer"), tuple(found["tokens"][:context]), found["group"]
 
@@ -78,7 +81,7 @@ def _sample_problems(found: Mapping[str, Any], life: Life, prompts: Sequence[int
     own = [token for token, sampled in zip(tokens, mask, strict=False) if sampled]
     if len(versions) != len(own):
         yield f"{len(own)} sampled tokens have {len(versions)} versions"
-    if versions != sorted(versions):
+    if "turns" not in found and versions != sorted(versions):
         yield f"its versions fall: {versions[:8]}"
     if prompts[found["group"] : found["group"] + 1] != [found["prompt_id"]]:
         yield f"it is in group {found['group']}, the step's prompts are {prompts}"
@@ -94,8 +97,50 @@ def _sample_problems(found: Mapping[str, Any], life: Life, prompts: Sequence[int
         yield f"sampled from version {outside[0]}, from {list(life.versions)} in the ledger"
     elif life.digests is not None and digest(own, versions) != life.digests[sample]:
         yield "its tokens or versions are not those that the ledger has the digest of"
+    yield from _turn_problems(found, life)
+    if life.statuses and found.get("status", "completed") != life.statuses[sample]:
+        yield f"it ended as {found.get('status', 'completed')}, as {life.statuses[sample]} in the ledger"
     if sample < len(life.rewards) and found["reward"] != life.rewards[sample]:
         yield f"reward {found['reward']}, {life.rewards[sample]} in the ledger"
+
+
+def _turn_problems(found: Mapping[str, Any], life: Life) -> Iterator[str]:
+    """Compare each turn with the engine's answer in the ledger: the mask has exactly the sampled tokens, what was read
+    before them is what the engine read, and no turn is missing or there twice."""
+    tokens, mask, versions, recorded = found["tokens"], found["mask"], found["versions"], life.turns_of(found["sample"])
+    if not recorded and "turns" not in found:
+        return
+    one = {
+        "turn": min(recorded, default=0),
+        "branch": 0,
+        "read": mask.index(1) if 1 in mask else 0,
+        "sampled": sum(mask),
+    }
+    turns = found.get("turns", [one])
+    if not _are_turns(turns):
+        yield f"expected valid turns, found {str(turns)[:80]}"
+        return
+    if len({turn["turn"] for turn in turns}) < len(turns) or {turn["turn"] for turn in turns} != recorded.keys():
+        yield f"it has the turns {sorted(turn['turn'] for turn in turns)}, the ledger {sorted(recorded)}"
+        return
+    at = own = begin = 0
+    for before, turn in zip([None, *turns], turns, strict=False):
+        if before is None or turn["branch"] != before["branch"]:
+            begin = at
+        answered, middle, end = recorded[turn["turn"]], at + turn["read"], at + turn["read"] + turn["sampled"]
+        what = f"turn {turn['turn']}"
+        if any(mask[at:middle]) or not all(mask[middle:end]):
+            yield f"the mask of {what} is not on exactly the sampled tokens"
+        if [middle - begin, read_checksum(tokens[begin:middle])] != list(answered.read):
+            yield f"what was read before {what} is not what the engine read"
+        sampled, of = tokens[middle:end], versions[own : own + turn["sampled"]]
+        if (turn["sampled"], digest(sampled, of)) != (answered.tokens, answered.digest):
+            yield f"the tokens or versions of {what} are not those that the engine sampled"
+        if of != sorted(of):
+            yield f"the versions of {what} fall: {of[:8]}"
+        at, own = end, own + turn["sampled"]
+    if at != len(tokens):
+        yield f"its turns have {at} of {len(tokens)} tokens"
 
 
 def metric_problems(folder: Path, history: History) -> Iterator[str]:
@@ -126,7 +171,7 @@ def _expected_metrics(history: History, step: int) -> dict[str, float]:
     trained = history.steps[step]
     lives = [history.lives[id] for id in trained.prompts if id in history.lives]
     dropped = [history.lives[id] for id in trained.dropped]
-    rewards = [reward for life in lives for reward in life.rewards]
+    rewards = [reward for life in lives for reward in life.rewards if reward is not None]
     tokens = [count for life in lives for count in life.tokens]
     failed = sum(life.dropped.startswith("failed") for life in dropped)
     wasted = sum(sum(life.tokens) for life in dropped)
@@ -235,6 +280,13 @@ def _list_of_ints(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and abs(item) < 1 << 63 for item in value)
 
 
+def _are_turns(value: Any) -> bool:
+    keys = ("turn", "branch", "read", "sampled")
+    return isinstance(value, list) and all(
+        isinstance(turn, dict) and all(_counts(turn.get(key)) for key in keys) for turn in value
+    )
+
+
 METRIC_KEYS: dict[str, Callable[[Any], bool]] = {"kind": lambda value: isinstance(value, str), "step": _counts}
 ROLLOUT_KEYS: dict[str, Callable[[Any], bool]] = {
     "kind": lambda value: value == "rl",
@@ -242,7 +294,7 @@ ROLLOUT_KEYS: dict[str, Callable[[Any], bool]] = {
     "prompt_id": _counts,
     "group": _counts,
     "sample": _counts,
-    "reward": lambda value: type(value) in (int, float),
+    "reward": lambda value: value is None or type(value) in (int, float),
     "tokens": _list_of_ints,
     "mask": _list_of_ints,
     "logprobs": lambda value: isinstance(value, list),

@@ -5,6 +5,10 @@
                           │           └── failed ────── dropped: failed, and why
                           └── admitted again, by a run that resumes or rewinds: its next attempt
 
+A group whose rollouts may have several turns has an event `turn` for each of them, when an engine has answered it: how
+many tokens were read before it and their checksum, and the digest of what was sampled. Its `sampled` then has the
+status of each rollout, and the attempts of its driver; earlier attempts count for nothing.
+
 Packing has no event: a step packs exactly the prompts that it trains. Replicas have none either: a group's samples may
 be split and may move, and the run's timeline shows which replica sampled when. `failed` counts the attempts at judging
 a group.
@@ -20,6 +24,7 @@ resumes, and later events do not count. A checksum finds damage and bugs; it is 
 """
 
 import json
+import math
 import time
 import zlib
 from array import array
@@ -31,7 +36,7 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
-from titan_rl.wire.types import Completion, Group
+from titan_rl.wire.types import Completion, Group, Rollout
 
 NAME = "ledger.jsonl"
 BOUNDS = (
@@ -85,16 +90,42 @@ class Ledger(SelfClosing):
     def admitted(self, prompt: int, turn: int) -> None:
         self._append("admitted", prompt=prompt, turn=turn, attempt=1 + self._before[prompt])
 
-    def sampled(self, prompt: int, completions: Sequence[Completion]) -> None:
+    def turn(
+        self, prompt: int, sample: int, attempt: int, turn: int, read: tuple[int, int], completion: Completion
+    ) -> None:
+        """An engine has answered turn `turn` of a rollout. `read`: number and checksum of the tokens before it."""
+        found = digest(completion.tokens, completion.versions)
+        self._append(
+            "turn",
+            prompt=prompt,
+            sample=sample,
+            attempt=attempt,
+            turn=turn,
+            read=list(read),
+            tokens=len(completion.tokens),
+            digest=found,
+        )
+
+    def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:
+        """All samples of a prompt are there. `turns`: its rollouts, if each of their turns has had its own event."""
         versions = [version for completion in completions for version in completion.versions]
         span = [min(versions), max(versions)] if versions else []
         digests = [digest(c.tokens, c.versions) for c in completions]
+        more: dict[str, Any] = {}
+        if turns:
+            more = {"statuses": [rollout.status for rollout in turns], "attempts": [r.attempts for r in turns]}
         self._append(
-            "sampled", prompt=prompt, versions=span, tokens=[len(c.tokens) for c in completions], digests=digests
+            "sampled",
+            prompt=prompt,
+            versions=span,
+            tokens=[len(c.tokens) for c in completions],
+            digests=digests,
+            **more,
         )
 
     def scored(self, prompt: int, rewards: Sequence[float]) -> None:
-        self._append("scored", prompt=prompt, rewards=list(rewards))
+        """Record the rewards; NaN: the rollout says nothing about the policy, and has none."""
+        self._append("scored", prompt=prompt, rewards=[None if math.isnan(reward) else reward for reward in rewards])
 
     def failed(self, prompt: int, attempt: int, error: str) -> None:
         """The prompt's judge raised an exception, or did not answer in time."""
@@ -139,6 +170,11 @@ def bounds_of(config: Config) -> dict[str, int]:
 def digest(tokens: Sequence[int], versions: Sequence[int]) -> int:
     """Return a checksum of one sample: its tokens, and the versions that sampled them."""
     return zlib.crc32(array("q", versions), zlib.crc32(array("q", tokens)))
+
+
+def read_checksum(tokens: Sequence[int], before: int = 0) -> int:
+    """Return the checksum of tokens that were read, after those whose checksum is `before`."""
+    return zlib.crc32(array("q", tokens), before)
 
 
 def events(folder: Path) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,13 @@
 """Every scalar that a step may log, and what it means: TensorBoard shows these texts.
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
-number of tokens of each age from 0 on.
+number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
+"reward_part/NAME" that of a component of the reward.
 """
+
+from typing import get_args
+
+from titan_rl.wire.stop_reasons import Status
 
 EVAL_SCORE = "eval/score"
 
@@ -75,6 +80,12 @@ DOCS: dict[str, str] = {
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written with weight_sync.delta.",
     "reward/penalty": "Mean soft overlong penalty; not in reward/mean.",
+    "turns/mean": "Mean number of turns of a rollout.",
+    "turns/max": "Largest number of turns of a rollout.",
+    "branches/mean": "Mean number of branches of a rollout: 1 where every turn's context extends the turn before.",
+    "rollouts/failed": "Rollouts not trained on: their environment failed (stop/error, stop/lost, stop/timeout).",
+    "rollouts/begun_again": "Times that a rollout began again, because the process of its environment was lost.",
+    **{f"stop/{status}": f"Share of the step's rollouts that ended as {status!r}." for status in get_args(Status)},
     "kl/k1": "k1 estimate of the KL to the reference.",
     "kl/k2": "k2 estimate of the KL to the reference.",
     "kl/k3": "k3 estimate of the KL to the reference.",

@@ -1,11 +1,13 @@
 """The numbers of one step, computed from the data that flowed through it and never carried inside that data."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import numpy as np
 
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.wire.types import Backlog, EngineStats, Group, StepStats, SyncStats
+from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats
 
 NOTHING = Backlog(0, 0)
 
@@ -40,12 +42,13 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the metrics of RL step `step`; `score` is the held-out score if an evaluation followed the step."""
     ages = ages_of(step, groups)
-    failed = sum(bool(np.isnan(group.rewards).any()) for group in dropped)
+    failed = sum(bool(np.isnan(group.rewards).all()) for group in dropped)
     wasted = sum(rollout.sampled for group in dropped for rollout in group.rollouts)
     sampled = wasted + sum(rollout.sampled for group in groups for rollout in group.rollouts)
     metrics = {
         **times,
         **_rollout_metrics(groups),
+        **_turn_metrics([rollout for group in groups for rollout in group.rollouts]),
         **_update_metrics(stats),
         **stats.metrics,
         **stats.hardware,
@@ -95,9 +98,9 @@ def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array([r.reward for r in rollouts])
+    rewards = np.array([r.reward for r in rollouts if r.valid])
     lengths = np.array([r.sampled for r in rollouts])
-    advantages = np.array([r.advantage for r in rollouts])
+    advantages = np.array([r.advantage for r in rollouts if r.valid])
     return {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -109,6 +112,30 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float | np.floating]:
         "advantage/max": advantages.max(),
         "advantage/mean": advantages.mean(),
     }
+
+
+def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return what is to say about rollouts that are more than a single answer. A number that only some rollouts report
+    is the mean over those."""
+    if all(rollout.plain for rollout in rollouts):
+        return {}
+    turns = [sum(len(branch.turns) for branch in rollout.branches) for rollout in rollouts]
+    found: dict[str, float] = {
+        "turns/mean": fmean(turns),
+        "turns/max": max(turns),
+        "branches/mean": fmean(len(rollout.branches) for rollout in rollouts),
+        "rollouts/failed": sum(not rollout.valid for rollout in rollouts),
+        "rollouts/begun_again": sum(rollout.attempts - 1 for rollout in rollouts),
+    }
+    statuses = Counter(rollout.status for rollout in rollouts)
+    found |= {f"stop/{status}": count / len(rollouts) for status, count in sorted(statuses.items())}
+    named: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.metrics.items():
+            named[f"environment/{name}"].append(value)
+        for name, value in rollout.rewards.items() if rollout.valid else ():
+            named[f"reward_part/{name}"].append(value)
+    return found | {name: fmean(values) for name, values in named.items()}
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:

@@ -2,13 +2,15 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from titan_rl.record.ledger import BOUNDS, NAME, decode
+from titan_rl.record.event_fields import FIELDS, OPTIONAL
+from titan_rl.record.ledger import NAME, decode
 from titan_rl.record.lines import whole_lines
+from titan_rl.wire.stop_reasons import FAILED
 
 
 @dataclass(slots=True)
@@ -20,6 +22,14 @@ class Start:
     time: float = math.inf
     config: int | None = None  # checksum of config.toml
     digests: bool = False  # of samples
+
+
+class RecordedTurn(NamedTuple):
+    """One turn of a rollout, as an engine answered it."""
+
+    read: Sequence[int]  # number and checksum of all the tokens before it
+    tokens: int
+    digest: int
 
 
 @dataclass(slots=True)
@@ -35,9 +45,12 @@ class Life:
     versions: Sequence[int] = ()  # the oldest and the newest that sampled one of its tokens
     tokens: Sequence[int] = ()  # of each sample
     digests: Sequence[int] | None = None  # of each sample
+    turns: dict[tuple[int, int], dict[int, RecordedTurn]] = field(default_factory=dict)  # by sample and attempt
+    statuses: Sequence[str] = ()  # of each rollout; empty: single answers
+    drives: Sequence[int] = ()  # attempts of each rollout; empty: one
     failures: int = 0  # failed attempts of its judge
     scored: bool = False
-    rewards: Sequence[float] = ()
+    rewards: Sequence[float | None] = ()
     trained: int | None = None  # step
     dropped: str = ""  # reason
     during: int = 0  # the step that trained or dropped it
@@ -46,6 +59,10 @@ class Life:
     def undone(self) -> bool:
         """The run rewound to before the prompt's admission, and has not admitted it again."""
         return self.turn < 0
+
+    def turns_of(self, sample: int) -> dict[int, RecordedTurn]:
+        """Return the turns of a rollout's last attempt."""
+        return self.turns.get((sample, self.drives[sample] if sample < len(self.drives) else 1), {})
 
     @property
     def final(self) -> bool:
@@ -191,6 +208,13 @@ class History:
         self._next += 1
         return self._next - 1
 
+    def _turn(self, event: dict[str, Any], life: Life) -> None:
+        recorded = life.turns.setdefault((event["sample"], event["attempt"]), {})
+        if life.sampled or event["turn"] in recorded:
+            what = "after its group was sampled" if life.sampled else "twice"
+            self._say(f"prompt {event['prompt']}, sample {event['sample']}: turn {event['turn']} is sampled {what}")
+        recorded[event["turn"]] = RecordedTurn(event["read"], event["tokens"], event["digest"])
+
     def _sampled(self, event: dict[str, Any], life: Life) -> None:
         id, versions, tokens = event["prompt"], event["versions"], event["tokens"]
         if life.sampled:
@@ -212,6 +236,10 @@ class History:
         self.start.digests |= life.digests is not None
         life.sampled, life.versions, life.tokens = True, versions, tokens
         life.sampled_after = self.last
+        life.statuses, life.drives = event.get("statuses", ()), event.get("attempts", ())
+        for sample, count in enumerate(tokens if life.statuses else ()):
+            if (turns := sum(turn.tokens for turn in life.turns_of(sample).values())) != count:
+                self._say(f"prompt {id}, sample {sample} has {count} tokens, and its turns {turns}")
 
     def _failed(self, event: dict[str, Any], life: Life) -> None:
         life.failures += 1
@@ -228,6 +256,10 @@ class History:
             self._say(f"prompt {id} is scored before it is sampled")
         elif len(rewards) != len(life.tokens):
             self._say(f"prompt {id} has {len(rewards)} rewards for {len(life.tokens)} samples")
+        statuses = life.statuses or ["completed"] * len(rewards)
+        for sample, (reward, status, tokens) in enumerate(zip(rewards, statuses, life.tokens, strict=False)):
+            if (reward is None) != bool(status in FAILED or (life.statuses and not tokens)):
+                self._say(f"prompt {id}, sample {sample} has the reward {reward}, though it ended as {status}")
         life.scored, life.rewards = True, rewards
 
     def _trained(self, event: dict[str, Any]) -> None:
@@ -283,45 +315,3 @@ class History:
 
 
 SKIPPED = 1000  # skipped prompts that are named one by one
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_number(value: Any) -> bool:
-    return math.isfinite(value) if type(value) is float else type(value) is int and abs(value) < 1 << 63
-
-
-def _is_list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(of, value))
-
-
-def _is_str(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_bounds(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_int(int(value[key])) if type(value.get(key)) in (int, bool) else False for key in BOUNDS
-    )
-
-
-FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
-    "begun": {"step": _is_int, "next": _is_int, "open": _is_list(_is_int)},
-    "admitted": {"prompt": _is_int, "turn": _is_int, "attempt": _is_int},
-    "sampled": {"prompt": _is_int, "versions": _is_list(_is_int), "tokens": _is_list(_is_int)},
-    "scored": {"prompt": _is_int, "rewards": _is_list(_is_number)},
-    "failed": {"prompt": _is_int, "attempt": _is_int, "error": _is_str},
-    "dropped": {"prompt": _is_int, "reason": _is_str, "tokens": _is_int},
-    "trained": {"step": _is_int, "prompts": _is_list(_is_int)},
-    "logged": {"step": _is_int, "metrics": _is_int, "rollouts": _is_int},
-    "saved": {"step": _is_int},
-}
-OPTIONAL: dict[str, Callable[[Any], bool]] = {
-    "attempt": _is_int,
-    "time": _is_number,
-    "bounds": _is_bounds,
-    "config": _is_int,
-    "digests": _is_list(_is_int),
-}

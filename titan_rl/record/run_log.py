@@ -25,7 +25,7 @@ from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
 from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.wire.types import Group
+from titan_rl.wire.types import Group, Rollout
 
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
 # Every line begins so, and resuming parses no more of it. Lines of older versions have spaces.
@@ -160,15 +160,47 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 "prompt": group.prompt.text,
                 "answer": group.prompt.answer,
                 "text": rollout.text,
-                "finish": rollout.turns[-1].completion.finish,
+                "finish": rollout.finish,
                 "reward": rollout.reward,
                 "penalty": rollout.penalty,
                 "advantage": rollout.advantage,
-                "tokens": rollout.tokens,
-                "mask": rollout.mask,
-                "logprobs": np.array(rollout.logprobs, np.float32),  # as sampled: half the digits of Python's floats
+                "tokens": joined([branch.tokens for branch in rollout.branches]),
+                "mask": joined([branch.mask for branch in rollout.branches]),
+                "logprobs": np.array(
+                    joined([branch.logprobs for branch in rollout.branches]), np.float32
+                ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
+                **({} if rollout.plain else turn_fields(rollout)),
             }
+
+
+def joined(parts: Sequence[list[Any]]) -> list[Any]:
+    return parts[0] if len(parts) == 1 else [item for part in parts for item in part]
+
+
+def turn_fields(rollout: Rollout) -> dict[str, Any]:
+    """Return what a line has besides, unless the rollout is a single answer. Its tokens are those of all branches, one
+    after the other, and of each branch those of its turns: `read` tokens, then `sampled` ones."""
+    return {
+        "status": rollout.status,
+        "attempts": rollout.attempts,
+        "turns": [
+            {
+                "turn": turn.index,
+                "branch": number,
+                "read": len(turn.context),
+                "sampled": len(turn.completion.tokens),
+                "finish": turn.completion.finish,
+                "reward": turn.reward,
+            }
+            for number, branch in enumerate(rollout.branches)
+            for turn in branch.turns
+        ],
+        "rewards": dict(rollout.rewards),
+        "metrics": dict(rollout.metrics),
+        "messages": list(rollout.messages),
+        "error": rollout.error,
+    }
 
 
 def checksum(lines: Iterable[bytes]) -> int:

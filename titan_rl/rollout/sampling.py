@@ -1,19 +1,35 @@
-"""Turns a prompt into a judged group: samples it, decodes it, scores it."""
+"""Turns a prompt into a judged group: plays its rollouts and scores them."""
 
+import asyncio
 import math
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
+from titan_rl.rollout.player import Play, Player, SingleTurn
+from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
-from titan_rl.wire.seeds import sample_seed
+from titan_rl.wire.sessions import Driver
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Completion, Decode, Generates, Group, Judge, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.wire.types import (
+    Branch,
+    Completion,
+    Decode,
+    Generates,
+    Group,
+    Judge,
+    Prompt,
+    Request,
+    Rollout,
+    Sampling,
+    Turn,
+)
 
 MEMORY = 0.05
 """Weight of the newest group in the running mean of sample lengths."""
@@ -53,6 +69,13 @@ class SamplingFailed(GroupFailed):
     remedy = 'task.on_unfit_rows = "drop" leaves out rows that do not fit.'
 
 
+class RolloutsFailed(GroupFailed):
+    """Fewer than two rollouts of a group ended by themselves."""
+
+    what = "the rollouts failed on prompt"
+    remedy = "The ledger has the status of each rollout (event sampled)."
+
+
 @dataclass(frozen=True, slots=True)
 class Unjudged(Group):
     """A group that could not be sampled, or whose judge failed on every attempt: its rewards are NaN."""
@@ -72,6 +95,10 @@ class StreamSettings:
     groups: int  # number of groups that the rest of the run trains on
     reward_attempts: int = 2
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
+    driver: Driver = field(default_factory=SingleTurn)
+    driver_attempts: int = 2  # of one whose process is lost
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    warn: Callable[[str], None] = lambda message: None
 
 
 class GroupSampler:
@@ -80,46 +107,80 @@ class GroupSampler:
     def __init__(
         self, settings: StreamSettings, generators: Generates, judge: Judge, decode: Decode, ledger: Ledger
     ) -> None:
-        self._settings, self._generators, self._judge = settings, generators, judge
-        self._decode, self._ledger = decode, ledger
+        self._settings, self._generators, self._judge, self._ledger = settings, generators, judge, ledger
+        self._player = Player(
+            settings.driver,
+            generators,
+            decode,
+            limits=settings.limits,
+            attempts=settings.driver_attempts,
+            ledger=ledger,
+            warn=settings.warn,
+        )
         self._suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""  # of request ids
-        self._mean_length = 0.0  # of recent samples: the length that routing expects next
+        self._mean_length = 0.0  # of recent turns: the length that routing expects next
         self._running = 0
         self.failures: list[GroupFailed] = []  # consecutive groups without rewards, up to the latest one judged
 
     async def sample(self, prompt: Prompt) -> Group:
         try:
-            completions = await self._generate(prompt)
+            rollouts = await (self._answers(prompt) if self._player.single else self._plays(prompt))
         except RequestRefused as error:
             return self._refused(prompt, error)
-        self._ledger.sampled(prompt.id, completions)
-        length = sum(len(completion.tokens) for completion in completions) / len(completions)
+        completions = [rollout.completion for rollout in rollouts]
+        self._ledger.sampled(prompt.id, completions, () if self._player.single else rollouts)
+        turns = sum(len(branch.turns) for rollout in rollouts for branch in rollout.branches)
+        length = sum(len(completion.tokens) for completion in completions) / max(turns, 1)
         self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
-        texts = [self._decode(completion.tokens) for completion in completions]
+        ended = [rollout for rollout in rollouts if rollout.branches and rollout.status not in FAILED]
+        if len(ended) < min(2, len(rollouts)):
+            return self._too_few(prompt, rollouts, len(ended))
+        unjudged = [rollout for rollout in ended if not rollout.valid]
         with span("judge", lane="groups", id=prompt.id):
-            rewards = await self._judged(prompt, completions, texts)
-        failed = isinstance(rewards, GroupFailed)
-        scores = [math.nan] * len(texts) if failed else rewards
-        rollouts = [
-            Rollout([Turn(prompt.tokens, completion)], text, reward, self._penalty(completion))
-            for completion, text, reward in zip(completions, texts, scores, strict=True)
-        ]
-        if failed:
-            return Unjudged(prompt, rollouts, rewards)
-        self._ledger.scored(prompt.id, rewards)
-        return Group(prompt, rollouts)
+            rewards = await self._judged(prompt, unjudged) if unjudged else ()
+        if isinstance(rewards, GroupFailed):
+            return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
+        self.failures = []
+        found = dict(zip(map(id, unjudged), rewards, strict=True))
+        rollouts = [replace(r, reward=found.get(id(r), r.reward), penalty=self._penalty(r)) for r in rollouts]
+        group = Group(prompt, rollouts)
+        self._ledger.scored(prompt.id, group.rewards)
+        return group
 
-    async def _generate(self, prompt: Prompt) -> Sequence[Completion]:
-        rollout, seconds = self._settings.rollout, self._settings.rollout.timeout_seconds
-        seeds = [sample_seed(self._settings.seed, prompt.id, k) for k in range(rollout.group_size)]
-        expected = round(self._mean_length) if rollout.lag else 0
+    def _play(self, prompt: Prompt, sample: int) -> Play:
         name = f"prompt-{prompt.id}{self._suffix}"
-        request = Request(name, prompt.tokens, seeds, self._settings.sampling, expected=expected)
+        return Play(
+            id=f"{name}.{sample}",
+            prompt=prompt,
+            sampling=self._settings.sampling,
+            seed=self._settings.seed,
+            sample=sample,
+            group=name,
+            expected=round(self._mean_length) if self._settings.rollout.lag else 0,
+        )
+
+    async def _plays(self, prompt: Prompt) -> list[Rollout]:
+        """Play the group's rollouts, each on its own."""
+        plays = [self._play(prompt, sample) for sample in range(self._settings.rollout.group_size)]
+        with span("sample", lane="groups", id=prompt.id):
+            playing = [asyncio.create_task(self._player.play(play)) for play in plays]
+            try:
+                return await asyncio.gather(*playing)
+            finally:
+                for task in playing:
+                    task.cancel()
+
+    async def _answers(self, prompt: Prompt) -> list[Rollout]:
+        """Sample the single turns of all the group's rollouts by one request."""
+        plays = [self._play(prompt, sample) for sample in range(self._settings.rollout.group_size)]
+        seeds, seconds = [play.turn_seed(0) for play in plays], self._settings.rollout.timeout_seconds
+        first = plays[0]
+        request = Request(first.group, prompt.tokens, seeds, first.sampling, expected=first.expected)
         self._running += 1
         try:
             with span("sample", lane="groups", id=prompt.id):
                 async with deadline(seconds):
-                    return await self._generators.generate(request)
+                    completions = await self._generators.generate(request)
         except TimeoutError:
             raise DeadlinePassed(
                 f"generators.generate did not answer prompt {prompt.id} within {seconds} s",
@@ -128,19 +189,27 @@ class GroupSampler:
             ) from None
         finally:
             self._running -= 1
+        return [await self._player.answered(*pair) for pair in zip(plays, completions, strict=True)]
 
     def _refused(self, prompt: Prompt, error: RequestRefused) -> Group:
         failure = SamplingFailed(prompt.id, str(error), error.details)
         self._ledger.sampled(prompt.id, [])
         self._ledger.failed(prompt.id, 1, failure.reason)
         nothing = Completion([], [], [], "abort")
-        rollouts = [Rollout([Turn(prompt.tokens, nothing)], "", math.nan)] * self._settings.rollout.group_size
+        rollouts = [Rollout([Branch([Turn(prompt.tokens, nothing)])], "", math.nan)] * self._settings.rollout.group_size
         return Unjudged(prompt, rollouts, self._count(failure))
 
-    async def _judged(
-        self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]
-    ) -> Sequence[float] | GroupFailed:
-        """Return the rewards, or why there are none."""
+    def _too_few(self, prompt: Prompt, rollouts: Sequence[Rollout], ended: int) -> Group:
+        """Return a group that cannot be judged, because too few of its rollouts ended by themselves."""
+        first = next(r for r in rollouts if not r.branches or r.status in FAILED)
+        reason = f"{len(rollouts) - ended} of {len(rollouts)} rollouts failed; the first: {first.status}: {first.error}"
+        failure = RolloutsFailed(prompt.id, reason, "")
+        self._ledger.failed(prompt.id, 1, reason)
+        return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
+
+    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float] | GroupFailed:
+        """Return the rewards of the last turns, or why there are none."""
+        completions, texts = [rollout.turns[-1].completion for rollout in rollouts], [r.text for r in rollouts]
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
@@ -153,7 +222,6 @@ class GroupSampler:
                 errors.append(error)
                 self._ledger.failed(prompt.id, len(errors), RewardFailed.of(prompt.id, error).reason)
             else:
-                self.failures = []
                 return rewards
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
 
@@ -168,8 +236,9 @@ class GroupSampler:
         count = f"{len(self.failures)} groups in a row had no rewards{tried}. {first.remedy}"
         raise type(first)(first.prompt, first.reason, f"{first.details}\n{count}")
 
-    def _penalty(self, completion: Completion) -> float:
-        """Return the soft overlong punishment, 0 if it is off."""
+    def _penalty(self, rollout: Rollout) -> float:
+        """Return the soft overlong punishment of its longest turn, 0 if it is off."""
         algorithm, longest = self._settings.algorithm, self._settings.sampling.max_new_tokens
-        punishment = soft_overlong_punishment(len(completion.tokens), longest=longest, buffer=algorithm.overlong_buffer)
+        length = max((len(turn.completion.tokens) for turn in rollout.turns), default=0)
+        punishment = soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
         return -algorithm.overlong_penalty * punishment

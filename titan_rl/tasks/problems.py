@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from titan_rl.tasks.reward_thread import RewardHung
-from titan_rl.wire.errors import RequestRefused, RunError
-from titan_rl.wire.types import Decode, Generates, Judge, Prompt, Request, Sampling
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.sessions import Plays
+from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.wire.types import Judge, Prompt, Sampling
 
 MOST_HUNG = 3
 """Rewards that may hang in one evaluation, a deadline each; then its other answers are not judged."""
@@ -20,32 +22,40 @@ class Problems:
 
     prompts: Sequence[Prompt]
     judge: Judge
-    decode: Decode
     sampling: Sampling
 
-    async def score(self, generators: Generates, warn: Callable[[str], None]) -> float:
-        """Return the mean reward of one greedy sample per problem, with the weights that the generators hold. An answer
-        that cannot be sampled or judged counts as 0; `warn` is called with their number."""
+    async def score(self, plays: Plays, warn: Callable[[str], None]) -> float:
+        """Return the mean reward of one greedy rollout per problem, with the weights that the generators hold. One that
+        cannot be sampled or judged counts as 0; `warn` is called with their number."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
-        failures: list[Exception] = []
+        failures: list[str] = []
+        hung = 0
         unsound: list[str] = []
         turn = asyncio.Lock()  # one answer at a time: training judges its groups in between
 
         async def one(prompt: Prompt) -> float:
-            request = Request(f"greedy-{prompt.id}", prompt.tokens, [0], greedy)
+            nonlocal hung
+            rollout = await plays(prompt, greedy)
+            turns = [each.completion for each in rollout.turns]
+            bad = [completion.replica for completion in turns if not completion.finite]
+            unsound.extend([f"problem {prompt.id}, by {bad[0]}"] if bad else [])
+            if not turns or rollout.status in FAILED:
+                failures.append(rollout.error or f"it ended as {rollout.status}")
+                return 0.0
+            if rollout.valid:
+                return rollout.reward
             try:
-                (completion,) = await generators.generate(request)
-                unsound.extend([] if completion.finite else [f"problem {prompt.id}, by {completion.replica}"])
                 async with turn:
-                    if sum(isinstance(failure, RewardHung) for failure in failures) >= MOST_HUNG:
+                    if hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
-                    (reward,) = await self.judge(prompt, [completion], [self.decode(completion.tokens)])
+                    (reward,) = await self.judge(prompt, [turns[-1]], [rollout.text])
                 if not math.isfinite(reward):
                     raise ValueError(f"expected a finite reward, found {reward}")
+            except RunError:
+                raise  # of a mesh
             except Exception as error:
-                if isinstance(error, RunError) and not isinstance(error, RequestRefused):
-                    raise  # of a mesh
-                failures.append(error)
+                hung += isinstance(error, RewardHung)
+                failures.append(f"{type(error).__name__}: {error}")
                 return 0.0
             return reward
 
@@ -57,5 +67,5 @@ class Problems:
             warn(f"{what}; the first: {unsound[0]}")
         if failures:
             count = f"{len(failures)} of {len(self.prompts)} evaluated answers had no reward and count as 0"
-            warn(f"{count}; the first: {type(failures[0]).__name__}: {failures[0]}")
+            warn(f"{count}; the first: {failures[0]}")
         return score

@@ -10,25 +10,43 @@ So a rollout is a tree, and nothing that was sampled is ever tokenized again. A 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from titan_rl.wire.types import Completion, Prompt
+from titan_rl.wire.stop_reasons import FAILED as FAILED
+from titan_rl.wire.stop_reasons import Status as Status
+from titan_rl.wire.types import Completion, Prompt, Rollout, Sampling
 
-Status = Literal[
-    "completed",
-    "max_turns",
-    "max_tokens",  # of the whole rollout
-    "context_overflow",  # the next turn's context leaves no room to sample
-    "parse_error",  # the driver could not read the policy's answer
-    "tool_error",
-    "timeout",  # the rollout's own deadline passed
-    "error",  # the user's code raised
-    "lost",  # its process died, on every attempt
-]
-"""Why a rollout ended."""
 
-FAILED: frozenset[Status] = frozenset(("timeout", "error", "lost"))
-"""Endings that say nothing about the policy: such a rollout has no reward, and is not trained on."""
+class LimitReached(Exception):
+    """A session may not sample this turn. A driver that does not catch it ends its rollout with `status`."""
+
+    status: Status
+
+
+class ContextOverflow(LimitReached):
+    """The turn's context leaves no room to sample in."""
+
+    status = "context_overflow"
+
+
+class TokensSpent(LimitReached):
+    """The rollout has sampled as many tokens as it may."""
+
+    status = "max_tokens"
+
+
+class TurnsSpent(LimitReached):
+    """The rollout has sampled as many turns as it may."""
+
+    status = "max_turns"
+
+
+class DriverLost(Exception):
+    """The process that drove a rollout died. The rollout begins again, from its start and with the same seeds."""
+
+
+class SessionOver(Exception):
+    """The rollout has ended, by its deadline for example: nothing of it is sampled or kept any more."""
 
 
 class LimitReached(Exception):
@@ -67,7 +85,8 @@ class Session(Protocol):
     def seed(self) -> int: ...  # the rollout's own, for the environment's randomness
 
     async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
-        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit."""
+        """Sample one turn after `tokens`, the whole context. `max_new_tokens` lowers the configured limit. Raise
+        LimitReached if this turn is one too many, and SessionOver once the rollout has ended."""
         ...
 
 
@@ -75,3 +94,10 @@ class Driver(Protocol):
     """Drives rollouts: a single answer, an environment mesh, an agent behind the endpoint."""
 
     async def drive(self, session: Session) -> Outcome: ...
+
+
+class Plays(Protocol):
+    """Samples one rollout of a prompt that is no group's, for an evaluation. Its reward is NaN if the driver gave
+    none."""
+
+    async def __call__(self, prompt: Prompt, sampling: Sampling) -> Rollout: ...

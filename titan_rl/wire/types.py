@@ -1,7 +1,7 @@
 """The data that flows through a run, in one direction only.
 
-    Prompt -> Turn(s) -> Rollout -> Group -> Batch -> StepStats
-              generators   rewards  stream   trainers
+    Prompt -> Turns -> Rollout -> Group -> Batch -> StepStats
+            generators   rewards  stream   trainers
 
 Carriers are frozen; derived values are properties. Nothing here imports torch: these objects cross process boundaries,
 and the controller never needs a tensor.
@@ -14,6 +14,8 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
@@ -74,6 +76,9 @@ class Request:
     """Partial samples to resume, one per seed; empty for a new request. A sample with finish="abort" continues; any
     other is returned unchanged. max_new_tokens counts old and new tokens."""
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
+    affinity: tuple[str, ...] = ()
+    """Names of what has read this context's beginning, the best first: the rollout, then its group. A hint for routing:
+    the replica that served the last request of that name has its keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +109,21 @@ class Generates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens that the policy read, then those that it sampled. Never re-tokenized text."""
+    """The tokens that the policy read since the turn before on its branch, then those that it sampled. Never
+    re-tokenized text."""
 
     context: list[int]
     completion: Completion
+    reward: float = 0.0
+    index: int = 0  # among the rollout's turns, in the order in which they were asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """A trajectory: one turn, or several with tool output as the later turns' context."""
+class Branch:
+    """One sequence of tokens. What it shares with an earlier branch is context of its first turn, so that each sampled
+    token is under the mask of one branch only."""
 
     turns: list[Turn]
-    text: str  # the sampled text, for people and for rewards
-    reward: float
-    penalty: float = 0.0  # for its length; logged and evaluated rewards do not include it
-    advantage: float = 0.0  # mean over its trained tokens
-
-    @property
-    def signal(self) -> float:
-        """The reward to learn from."""
-        return self.reward - self.penalty
 
     @property
     def tokens(self) -> list[int]:
@@ -142,23 +142,76 @@ class Rollout:
         parts = ([0.0] * len(turn.context) + turn.completion.logprobs for turn in self.turns)
         return list(chain.from_iterable(parts))
 
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A trajectory: one turn, several with tool output as the later turns' context, or a tree of them. All its branches
+    are one member of its group."""
+
+    branches: list[Branch]
+    text: str  # of the last turn, for people and for rewards
+    reward: float  # NaN: it says nothing about the policy, and is not trained on
+    penalty: float = 0.0  # for its length; logged and evaluated rewards do not include it
+    advantage: float = 0.0  # mean over its trained tokens
+    status: Status = "completed"
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the reward's components, for people
+    messages: Sequence[Mapping[str, Any]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    attempts: int = 1  # of its driver
+
+    @property
+    def signal(self) -> float:
+        """The reward to learn from."""
+        return self.reward - self.penalty
+
+    @property
+    def valid(self) -> bool:
+        return not math.isnan(self.reward)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns in the order in which they were asked for."""
+        return sorted((turn for branch in self.branches for turn in branch.turns), key=lambda turn: turn.index)
+
+    @property
+    def completion(self) -> Completion:
+        """All sampled tokens, branch by branch, as if one request had sampled them."""
+        parts = [turn.completion for branch in self.branches for turn in branch.turns]
+        if len(parts) == 1:
+            return parts[0]
+        lists = ([getattr(part, name) for part in parts] for name in ("tokens", "logprobs", "versions"))
+        return Completion(*(list(chain.from_iterable(each)) for each in lists), parts[-1].finish if parts else "abort")
+
     @property
     def versions(self) -> list[int]:
         """Policy versions, of the sampled tokens only."""
-        return list(chain.from_iterable(turn.completion.versions for turn in self.turns))
+        return self.completion.versions
 
     @property
     def sampled(self) -> int:
-        return sum(len(turn.completion.tokens) for turn in self.turns)
+        return sum(len(turn.completion.tokens) for branch in self.branches for turn in branch.turns)
+
+    @property
+    def finish(self) -> Finish:
+        """How its last turn ended; "abort" if there is none."""
+        return turns[-1].completion.finish if (turns := self.turns) else "abort"
 
     @property
     def truncated(self) -> bool:
-        return self.turns[-1].completion.finish != "stop"
+        """True if a limit on tokens ended it, rather than the policy."""
+        return self.finish != "stop" or self.status in ("max_tokens", "context_overflow")
+
+    @property
+    def plain(self) -> bool:
+        """True if there is nothing to tell but its one answer."""
+        told = self.status != "completed" or self.attempts > 1 or self.messages or self.rewards or self.metrics
+        return not told and len(self.branches) == 1 and len(self.branches[0].turns) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The samples of one prompt."""
+    """The rollouts of one prompt."""
 
     prompt: Prompt
     rollouts: list[Rollout]
@@ -173,13 +226,9 @@ class Group:
         return [r.reward for r in self.rollouts]
 
     @property
-    def signals(self) -> list[float]:
-        return [r.signal for r in self.rollouts]
-
-    @property
     def flat(self) -> bool:
         """True if all signals are equal, so that the group teaches nothing."""
-        return len(set(self.signals)) == 1
+        return len({r.signal for r in self.rollouts if r.valid}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +239,7 @@ class Sample:
     mask: Sequence[int] | np.ndarray  # 1 on the tokens that are trained on
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
     prompt: int = 0  # leading tokens, computed once for all samples that begin with the same; 0: unknown
+    sequence: int = -1  # the rollout that it is a branch of: samples of one number are one sequence; -1: it is its own
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         return replace(self, columns={**self.columns, **columns})

@@ -14,7 +14,7 @@ from titan_rl.batch.advantages import gae, kl_penalty
 from titan_rl.batch.experience import dead, minibatches, samples_of, with_advantages
 from titan_rl.config.presets import PRESETS
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection
-from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Sample, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 RL = [name for name in get_args(AlgorithmName) if AlgorithmSection(name=name).kind == "rl"]
 TOOL = 77  # the token that a tool said
@@ -27,14 +27,14 @@ def algorithm(name: str = "grpo", **keys: Any) -> AlgorithmSection:
 
 def rollout(reward: float, tokens: int = 2, *, penalty: float = 0.0, cut: bool = False) -> Rollout:
     completion = Completion([5] * tokens, [-0.5] * tokens, [0] * tokens, "length" if cut else "stop")
-    return Rollout([Turn([1, 2], completion)], "", reward, penalty)
+    return Rollout([Branch([Turn([1, 2], completion)])], "", reward, penalty)
 
 
 def with_tool(reward: float) -> Rollout:
     """One sampled token, one of a tool, two sampled tokens: mask 0 1 0 1 1."""
     first = Turn([1], Completion([5], [-0.5], [0], "stop"))
     second = Turn([TOOL], Completion([6, 7], [-0.25, -0.75], [0, 0], "stop"))
-    return Rollout([first, second], "", reward)
+    return Rollout([Branch([first, second])], "", reward)
 
 
 def group(*rollouts: Rollout) -> Group:
@@ -132,7 +132,7 @@ def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
 
 def test_a_reward_lies_on_the_last_token_that_is_trained_on() -> None:
     completion = Completion([5, 6, 7], [-0.5, -0.5, -math.inf], [0, 0, 0], "stop")  # the last one is not
-    groups = [group(Rollout([Turn([1], completion)], "", 2.0))]
+    groups = [group(Rollout([Branch([Turn([1], completion)])], "", 2.0))]
     a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
     _, samples = with_advantages(groups, samples_of(groups, a), a)
     assert advantages(samples) == [[0, 1, 2, 0]]
@@ -204,7 +204,7 @@ def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
 def test_a_penalty_is_learnt_from_and_is_no_reward() -> None:
     groups = [group(rollout(1.0, penalty=0.5), rollout(1.0))]
     assert groups[0].rewards == [1.0, 1.0]
-    assert groups[0].signals == [0.5, 1.0]
+    assert [rollout.signal for rollout in groups[0].rollouts] == [0.5, 1.0]
     assert not groups[0].flat
     for name in ("dr_grpo", "reinforce_pp"):
         a = algorithm(name, normalize="none")
@@ -234,7 +234,7 @@ def test_a_rollout_without_tokens_tells_0() -> None:
 @pytest.mark.parametrize("name", RL)
 def test_a_token_without_a_finite_logprob_spoils_no_other(name: str, bad: float) -> None:
     """Packing drops it; a KL in the reward, a teacher or the whitening must not have spread it before."""
-    spoilt = Rollout([Turn([1, 2], Completion([5, 5], [bad, -0.5], [0, 0], "stop"))], "", 1.0)
+    spoilt = Rollout([Branch([Turn([1, 2], Completion([5, 5], [bad, -0.5], [0, 0], "stop"))])], "", 1.0)
     groups = [group(spoilt, rollout(0.0), rollout(0.5))]
     a = algorithm(name, kl_coef=0.1)
     samples = with_column(samples_of(groups, a), reference=-1.0, teacher=-1.0, value=0.5)

@@ -47,7 +47,7 @@ from titan_rl.config.sections import AlgorithmSection
 from titan_rl.kernels.kl import kl_estimate
 from titan_rl.kernels.policy_loss import Surrogate, policy_loss
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.wire.types import Group, Prompt, Rollout
+from titan_rl.wire.types import Branch, Group, Prompt, Rollout
 
 VERL_POLICY, VERL_LOSSES = cases("verl_policy.json"), cases("verl_losses.json")
 VERL_ADVANTAGES, VERL_EXPERIENCE = cases("verl_advantages.json"), cases("verl_experience.json")
@@ -212,7 +212,7 @@ def test_rewards_and_kl_become_the_advantages_of_verls_step(name: str) -> None:
         gae_lambda=settings.get("lam", 1.0),
         **ESTIMATORS[settings["adv_estimator"]],
     )
-    rollouts = [Rollout(turns=[], text="", reward=reward) for reward in inputs["rewards"]]
+    rollouts = [Rollout([Branch([])], text="", reward=reward) for reward in inputs["rewards"]]
     groups = [
         Group(Prompt(i, "", [], ""), rollouts[start : start + GROUP])
         for i, start in enumerate(range(0, len(rollouts), GROUP))

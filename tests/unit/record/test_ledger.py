@@ -14,13 +14,13 @@ from titan_rl.record.history import bound_problems
 from titan_rl.record.ledger import NAME, Damaged, Ledger, bounds_of, digest, events
 from titan_rl.record.lines import LineFile, superseded
 from titan_rl.record.replay import History
-from titan_rl.wire.types import Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 COMPLETION = Completion([5, 6], [-0.5, -0.25], [0, 0], "stop")
 
 
 def group(id: int) -> Group:
-    return Group(Prompt(id, "1+1=", [1], "20"), [Rollout([Turn([1], COMPLETION)], "20", 1.0)])
+    return Group(Prompt(id, "1+1=", [1], "20"), [Rollout([Branch([Turn([1], COMPLETION)])], "20", 1.0)])
 
 
 def written(folder: Path, lines: int) -> None:

@@ -17,7 +17,7 @@ from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import fit_metrics, step_metrics, step_times
-from titan_rl.wire.types import Batch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
+from titan_rl.wire.types import Batch, Branch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
 SYNC = SyncStats(3, 4_096, 0.01, 0.02, 0.03, 0.07)
@@ -29,7 +29,7 @@ PROMPT = Prompt(7, "12+34=", [1, 4, 5], "640")
 def rollout(reward: float, advantage: float, versions: list[int], finish: Finish = "stop") -> Rollout:
     n = len(versions)
     completion = Completion(tokens=[9] * n, logprobs=[-0.5] * n, versions=versions, finish=finish)
-    return Rollout([Turn(PROMPT.tokens, completion)], text="6" * n, reward=reward, advantage=advantage)
+    return Rollout([Branch([Turn(PROMPT.tokens, completion)])], text="6" * n, reward=reward, advantage=advantage)
 
 
 LAP = {"wall": 10.0, "judge": 1.0, "train": 3.0, "sync": 0.5, "eval": 2.0, "save": 1.0}

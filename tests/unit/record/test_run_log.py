@@ -19,7 +19,7 @@ from titan_rl.config.sections import Config, MetricsSection
 from titan_rl.record.lines import superseded
 from titan_rl.record.run_log import RunLog, open_after
 from titan_rl.record.summary import summarize
-from titan_rl.wire.types import RATIO_EDGES, Completion, Group, Prompt, Rollout, Turn
+from titan_rl.wire.types import RATIO_EDGES, Branch, Completion, Group, Prompt, Rollout, Turn
 
 METRICS = {"reward/mean": 0.5, "loss": 0.1, "tokens/trained": 4.0, "logprob_gap/mean": 1e-7, "logprob_gap/max": 2e-7}
 
@@ -29,7 +29,7 @@ HISTOGRAMS = {"ratio/histogram": [0.0, 1.0, 0.0, 0.0, 2.0, 5.0, 3.0, 0.0, 0.0, 0
 def group(text: str = "640", logprob: float = -0.25) -> Group:
     prompt = Prompt(7, "12+34=", [1, 4], "640")
     completion = Completion(tokens=[9, 2], logprobs=[logprob, -0.5], versions=[0, 0], finish="stop")
-    rollout = Rollout([Turn([1, 4], completion)], text=text, reward=1.0, penalty=0.125, advantage=0.5)
+    rollout = Rollout([Branch([Turn([1, 4], completion)])], text=text, reward=1.0, penalty=0.125, advantage=0.5)
     return Group(prompt, [rollout, rollout])
 
 

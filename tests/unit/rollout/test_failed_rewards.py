@@ -267,7 +267,7 @@ def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: TextTokeni
             (group,) = await rollouts.take(1, 1)
         assert group.rewards == [1.0] * 3
         assert [r.penalty for r in group.rollouts] == [0.125] * 3
-        assert group.signals == [0.875] * 3
+        assert [rollout.signal for rollout in group.rollouts] == [0.875] * 3
 
     asyncio.run(body())
 

@@ -218,8 +218,8 @@ def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
             rollouts.admit(1)
             (group,) = await rollouts.take(1, 1)
         (rollout, *_) = group.rollouts
-        assert rollout.tokens == [*group.prompt.tokens, 8]
-        assert rollout.mask == [0] * len(group.prompt.tokens) + [1]
+        assert rollout.branches[0].tokens == [*group.prompt.tokens, 8]
+        assert rollout.branches[0].mask == [0] * len(group.prompt.tokens) + [1]
         assert rollout.text == "1"
         assert rollout.reward == 1.0
 

@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from titan_rl.rollout.player import Player, SingleTurn
+from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.problems import MOST_HUNG, Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
+from titan_rl.wire.sessions import Plays
 from titan_rl.wire.types import Completion, Prompt, Request, Sampling
 
 PROMPTS = [Prompt(i, "x", [1, 2], str(i % 4)) for i in range(8)]
@@ -31,12 +34,16 @@ class Engines:
         return [Completion([id % 4], [math.nan if id < self.unsound else 0.0], [0], "stop", "generator1")]
 
 
+def alone(engines: Engines) -> Plays:
+    return Player(SingleTurn(), engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
+
+
 def score(
     reward: Callable[[Prompt, str], float], seconds: float = 30, engines: Engines | None = None
 ) -> tuple[float, list[str], float]:
     """Return the score, the warnings, and the longest time in which the event loop stood still."""
     warnings: list[str] = []
-    problems = Problems(PROMPTS, by_rule(reward, seconds), lambda tokens: str(tokens[0]), Sampling(4))
+    problems = Problems(PROMPTS, by_rule(reward, seconds), Sampling(4))
 
     async def body() -> tuple[float, float]:
         ticks = [time.monotonic()]
@@ -47,7 +54,7 @@ def score(
                 await asyncio.sleep(0.01)
 
         ticking = asyncio.create_task(tick())
-        found = await problems.score(engines or Engines(), warnings.append)
+        found = await problems.score(alone(engines or Engines()), warnings.append)
         ticking.cancel()
         return found, max(b - a for a, b in zip(ticks, [*ticks[1:], time.monotonic()], strict=True))
 
@@ -141,10 +148,10 @@ def test_training_and_evaluation_never_call_user_code_at_once() -> None:
 
     async def body() -> None:
         thread = SideThread()
-        problems = Problems(PROMPTS, by_rule(reward, 30, thread), lambda tokens: "", Sampling(4))
+        problems = Problems(PROMPTS, by_rule(reward, 30, thread), Sampling(4))
         train, done = by_rule(reward, 30, thread), Completion([], [], [], "stop")
         groups = [train(prompt, [done] * 2, ["", ""]) for prompt in PROMPTS]
-        await asyncio.gather(problems.score(Engines(), print), *groups)
+        await asyncio.gather(problems.score(alone(Engines()), print), *groups)
 
     asyncio.run(body())
     assert most == 1

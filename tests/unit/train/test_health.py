@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.sections import Config, FaultSection
 from titan_rl.train.health import Health, Rewind, Ruined
-from titan_rl.wire.types import Completion, Group, Prompt, Rollout, StepStats, Turn
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, StepStats, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 
@@ -31,7 +31,7 @@ def sampled(*logprobs: float, replica: str = "") -> Group:
     prompt = Prompt(7, "1+1=", [1], "2")
     good = Completion([5], [-0.5], [0], "stop")
     bad = Completion([5] * len(logprobs), list(logprobs), [0] * len(logprobs), "stop", replica)
-    return Group(prompt, [Rollout([Turn([1], each)], "2", 1.0) for each in (good, bad)])
+    return Group(prompt, [Rollout([Branch([Turn([1], each)])], "2", 1.0) for each in (good, bad)])
 
 
 def health(warned: list[str] | None = None, **fault: Any) -> Health:

@@ -1,0 +1,174 @@
+"""Plays rollouts: opens a session for each, lets the driver drive it, and makes a Rollout of what came of it.
+
+    Play ──> session ── driver.drive ──> Outcome ──> Rollout: its branches, a reward if the driver gave one, a status
+
+Failures of a driver are data: the rollout's status. Only those of a mesh (RunError) end or heal the run.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from titan_rl.record.ledger import Ledger
+from titan_rl.rollout.session import RolloutSession, SessionLimits, TurnRequest
+from titan_rl.wire.deadlines import deadline
+from titan_rl.wire.errors import RequestRefused, RunError
+from titan_rl.wire.seeds import derive, turn_seed
+from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome, Session
+from titan_rl.wire.spans import span
+from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.wire.types import Completion, Decode, Generates, Prompt, Request, Rollout, Sampling
+
+MOST_CHARACTERS = 200  # of an error's message
+
+
+class SingleTurn:
+    """Answers the prompt once. The rollouts of its groups are sampled by one request."""
+
+    async def drive(self, session: Session) -> Outcome:
+        await session.sample(session.prompt.tokens)
+        return Outcome()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """A rollout to play: number `sample` of its prompt's group, which the run's `seed` seeds."""
+
+    id: str
+    prompt: Prompt
+    sampling: Sampling
+    seed: int = 0
+    sample: int = 0
+    greedy: bool = False  # for an evaluation: no turn is recorded, and its seeds do not matter
+    group: str = ""  # the name of what begins with the same tokens
+    expected: int = 0  # tokens of a turn
+
+    def turn_seed(self, turn: int) -> int:
+        return 0 if self.greedy else turn_seed(self.seed, self.prompt.id, self.sample, turn)
+
+    @property
+    def own_seed(self) -> int:
+        return derive(self.seed, "greedy" if self.greedy else "environment", self.prompt.id, self.sample) % 2**31
+
+
+class Player:
+    def __init__(
+        self,
+        driver: Driver,
+        generators: Generates,
+        decode: Decode,
+        *,
+        limits: SessionLimits,
+        attempts: int = 1,
+        ledger: Ledger | None = None,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`attempts` of a driver whose process is lost; then the rollout's status is "lost"."""
+        self._driver, self._generators, self._decode = driver, generators, decode
+        self.single = isinstance(driver, SingleTurn)
+        self._limits = SessionLimits() if self.single else limits  # of a single answer: those of its request
+        self._attempts, self._ledger, self._warn = attempts, ledger, warn
+        self._branched = False  # a rollout has begun a second branch, and this was reported
+
+    async def alone(self, prompt: Prompt, sampling: Sampling) -> Rollout:
+        """Play a rollout for an evaluation, as wire.sessions.Plays."""
+        return await self.play(Play(id=f"greedy-{prompt.id}", prompt=prompt, sampling=sampling, greedy=True))
+
+    async def answered(self, play: Play, completion: Completion) -> Rollout:
+        """Play a rollout whose only turn has been sampled."""
+
+        async def ask(request: TurnRequest) -> Completion:
+            return completion
+
+        session = RolloutSession(play.id, play.prompt, play.own_seed, ask, limits=SessionLimits())
+        return self._rollout(session, await self._driver.drive(session), 1)
+
+    async def play(self, play: Play) -> Rollout:
+        """Play a rollout. A driver whose process is lost begins again with a new session and the same seeds."""
+        attempt, session = 1, self._open(play, 1)
+        try:
+            async with deadline(self._limits.seconds):
+                while (outcome := await self._drive(session, last=attempt >= self._attempts)) is None:
+                    attempt += 1
+                    session = self._open(play, attempt)
+        except TimeoutError:
+            outcome = Outcome("timeout", error=f"the rollout took longer than {self._limits.seconds:g} s")
+        finally:
+            session.end()
+        return self._rollout(session, outcome, attempt)
+
+    async def _drive(self, session: RolloutSession, *, last: bool) -> Outcome | None:
+        """Return how a rollout ended; None if its driver was lost and another attempt is left."""
+        try:
+            outcome = await self._driver.drive(session)
+        except LimitReached as reached:
+            return Outcome(reached.status)
+        except DriverLost as lost:
+            return Outcome("lost", error=_named(lost)) if last else None
+        except RequestRefused as error:
+            return Outcome("error", error=_named(error))
+        except RunError:
+            raise
+        except Exception as error:
+            return Outcome("error", error=_named(error))
+        finally:
+            session.end()
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            return replace(outcome, status="error", error=f"expected a finite reward, found {outcome.reward}")
+        return outcome
+
+    def _open(self, play: Play, attempt: int) -> RolloutSession:
+        name = play.id if attempt == 1 else f"{play.id}.{attempt}"
+        single = self.single
+
+        async def ask(turn: TurnRequest) -> Completion:
+            sampling = replace(play.sampling, max_new_tokens=min(turn.most, play.sampling.max_new_tokens))
+            request = Request(
+                name if single else f"{name}:{turn.index}",
+                turn.tokens,
+                [play.turn_seed(turn.index)],
+                sampling,
+                expected=min(play.expected, sampling.max_new_tokens),
+                affinity=() if single else (name, play.group) if play.group else (name,),
+            )
+            recorded = span("turn", lane="rollouts", id=play.own_seed, prompt=play.prompt.id, turn=turn.index)
+            with nullcontext() if single else recorded:
+                (completion,) = await self._generators.generate(request)
+            return completion
+
+        def answered(turn: TurnRequest, checksum: int, completion: Completion) -> None:
+            if self._ledger is not None and not play.greedy:
+                read = len(turn.tokens), checksum
+                self._ledger.turn(play.prompt.id, play.sample, attempt, turn.index, read, completion)
+
+        return RolloutSession(
+            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=self._begins
+        )
+
+    def _begins(self, message: str) -> None:
+        if not self._branched:
+            self._branched = True
+            self._warn(f"{message}. This is said once; the metric branches/mean counts them")
+
+    def _rollout(self, session: RolloutSession, outcome: Outcome, attempts: int) -> Rollout:
+        rollout = Rollout(
+            session.branches(outcome.turn_rewards),
+            "",
+            math.nan,
+            status=outcome.status,
+            rewards=outcome.rewards,
+            messages=outcome.messages,
+            metrics=outcome.metrics,
+            error=outcome.error,
+            attempts=attempts,
+        )
+        if not rollout.branches:
+            return rollout
+        failed = outcome.status in FAILED or outcome.reward is None
+        text = self._decode(rollout.turns[-1].completion.tokens)
+        return replace(rollout, text=text, reward=math.nan if failed else float(outcome.reward or 0.0))
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:MOST_CHARACTERS]}"

@@ -1,0 +1,144 @@
+"""A rollout's access to the policy, and the branches that grow from what it samples.
+
+    sample(tokens):  tokens that extend a branch, from its end             the branch continues
+                     any others: an edit, a retry, a fork, a summary       another branch begins
+
+What a new branch shares with an earlier one is context of its first turn. So every sampled token is under the mask of
+exactly one branch, and what an engine read and answered is the beginning of one, token by token.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from titan_rl.record.ledger import read_checksum
+from titan_rl.wire.sessions import ContextOverflow, SessionOver, TokensSpent, TurnsSpent
+from titan_rl.wire.types import Branch, Completion, Prompt, Turn
+
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Limits on one rollout."""
+
+    context: int = NO_LIMIT  # tokens of a branch, read and sampled
+    tokens: int = NO_LIMIT  # sampled in all turns
+    turns: int = NO_LIMIT
+    seconds: float | None = None  # of all attempts of its driver
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A turn to be sampled."""
+
+    index: int  # in the order in which the rollout's turns are asked for
+    tokens: list[int]  # its whole context
+    most: int  # new tokens
+
+
+Ask = Callable[[TurnRequest], Awaitable[Completion]]
+Answered = Callable[[TurnRequest, int, Completion], None]
+"""Called with each answered turn and the checksum of its context."""
+
+
+@dataclass(slots=True, eq=False)
+class GrowingBranch:
+    tokens: list[int] = field(default_factory=list)  # read and sampled
+    turns: list[Turn] = field(default_factory=list)
+    checksum: int = 0  # of the tokens, if turns are recorded
+    asked: bool = False  # its next turn is being sampled
+
+    def continued_by(self, tokens: list[int]) -> bool:
+        return not self.asked and tokens[: len(self.tokens)] == self.tokens
+
+
+class RolloutSession:
+    def __init__(
+        self,
+        id: str,
+        prompt: Prompt,
+        seed: int,
+        ask: Ask,
+        *,
+        limits: SessionLimits,
+        answered: Answered | None = None,
+        begins: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """`begins` is called with the reason when a branch after the first one begins."""
+        self.id, self.prompt, self.seed = id, prompt, seed
+        self._ask, self._limits, self._answered, self._begins = ask, limits, answered, begins
+        self._growing: list[GrowingBranch] = []
+        self._asked = self._sampled = 0  # turns; tokens
+        self._over = False
+
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        if self._over:
+            raise SessionOver(f"{self.id} has ended")
+        request = TurnRequest(self._asked, list(tokens), self._room(len(tokens), max_new_tokens))
+        branch = self._branch(request)
+        read = request.tokens[len(branch.tokens) :]
+        self._asked += 1
+        branch.asked = True
+        try:
+            completion = await self._ask(request)
+        finally:
+            branch.asked = False
+        if self._over:
+            raise SessionOver(f"{self.id} ended while its turn {request.index} was sampled")
+        if not branch.turns:
+            self._growing.append(branch)
+        if self._answered is not None:
+            branch.checksum = read_checksum(read, branch.checksum)
+            self._answered(request, branch.checksum, completion)
+            branch.checksum = read_checksum(completion.tokens, branch.checksum)
+        branch.tokens += read
+        branch.tokens += completion.tokens
+        branch.turns.append(Turn(read, completion, index=request.index))
+        self._sampled += len(completion.tokens)
+        return completion
+
+    def end(self) -> None:
+        """Sample nothing more. What is being sampled is not kept."""
+        self._over = True
+
+    def branches(self, rewards: Sequence[float] = ()) -> list[Branch]:
+        """Return what was sampled, in the order in which the branches were begun. `rewards` are those of its turns in
+        the order in which they were asked for; turns without one get 0."""
+        found = sorted((branch.turns for branch in self._growing), key=lambda turns: turns[0].index)
+        if rewards:
+            order = sorted(turn.index for turns in found for turn in turns)
+            earned = dict(zip(order, rewards, strict=False))
+            found = [[replace(turn, reward=earned.get(turn.index, 0.0)) for turn in turns] for turns in found]
+        return [Branch(turns) for turns in found]
+
+    def _room(self, context: int, asked: int | None) -> int:
+        """Return how many tokens the next turn may sample. Raise LimitReached if none."""
+        limits = self._limits
+        if not context:
+            raise ValueError(f"{self.id}: expected a context of at least 1 token, found none")
+        if self._asked >= limits.turns:
+            raise TurnsSpent(f"{self.id} has sampled {self._asked} turns, the limit")
+        if self._sampled >= limits.tokens:
+            raise TokensSpent(f"{self.id} has sampled {self._sampled} tokens, the limit is {limits.tokens}")
+        if context >= limits.context:
+            raise ContextOverflow(f"{self.id}: a context of {context} tokens leaves no room in {limits.context}")
+        room = min(limits.context - context, limits.tokens - self._sampled)
+        return room if asked is None else max(1, min(room, asked))
+
+    def _branch(self, request: TurnRequest) -> GrowingBranch:
+        """Return the branch that continues: the longest that the context extends. Else return a new one."""
+        continued = [branch for branch in self._growing if branch.continued_by(request.tokens)]
+        if continued:
+            return max(continued, key=lambda branch: len(branch.tokens))
+        if self._growing:
+            shared = max(_shared(branch.tokens, request.tokens) for branch in self._growing)
+            self._begins(
+                f"{self.id}: a branch begins with turn {request.index}, because only {shared} of its "
+                f"{len(request.tokens)} tokens of context continue an earlier turn"
+            )
+        return GrowingBranch()
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two lists have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
