@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from titan_rl.config import sections as config
 from titan_rl.tasks.announced import announced
-from titan_rl.text.tokenizer import Message
+from titan_rl.text.template import Message
 
 MOST_NAMED = 20
 """Bad rows of a file that are named; the others are counted."""

@@ -1,14 +1,13 @@
 """Converts text to token ids and back, with the built-in character tokenizer or that of a Hugging Face folder.
 
-The Rust `tokenizers` library does all of it and imports in 0.04 s; transformers (4 s) is imported only to render a
-chat template.
+The Rust `tokenizers` library does all of it and imports in 0.04 s. Chats are rendered by chat.py.
 """
 
 import json
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,9 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-Message = dict[str, Any]
-"""One chat message: {"role": "user", "content": "..."}."""
+from titan_rl.text.chat import ChatRenderer
+from titan_rl.text.outside import OutsideText
+from titan_rl.text.template import ChatSettings, ChatTemplate, Message, named_tokens, own_template
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>", "<|system|>")
 CHARACTERS = string.digits + "+-*=?., \n" + string.ascii_lowercase
@@ -56,6 +56,9 @@ def build(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+OWN_CHAT = ChatSettings()
+
+
 @dataclass(frozen=True)
 class TextTokenizer:
     folder: Path
@@ -64,9 +67,11 @@ class TextTokenizer:
     bos: int | None  # whether a prompt begins with it is up to the post-processor of tokenizer.json
     eos_ids: tuple[int, ...]  # every id that ends a turn; the tokenizer's own first
     pad: int
+    settings: Mapping[str, Any]  # tokenizer_config.json, over special_tokens_map.json
+    chat_settings: ChatSettings
 
     @classmethod
-    def load(cls, folder: Path) -> "TextTokenizer":
+    def load(cls, folder: Path, chat: ChatSettings = OWN_CHAT) -> "TextTokenizer":
         file = folder / "tokenizer.json"
         if not file.exists():
             raise FileNotFoundError(
@@ -102,6 +107,8 @@ class TextTokenizer:
             bos=named("bos_token"),
             eos_ids=eos_ids,
             pad=eos_ids[0] if pad is None else pad,
+            settings=settings,
+            chat_settings=chat,
         )
 
     @property
@@ -129,27 +136,42 @@ class TextTokenizer:
     def prompt(self, prompt: str | list[Message], template: Literal["plain", "chat"], system: str = "") -> list[int]:
         """Return the tokens that the policy reads, which are those that transformers' AutoTokenizer returns. "plain" is
         `tokenizer(prompt)`: the text, and BOS if the post-processor of tokenizer.json adds it. (transformers 5 ignores
-        add_bos_token.) "chat" is the chat template up to the start of the assistant's answer. `system` comes first
-        unless the messages have a system message."""
+        add_bos_token.) "chat" is the chat template up to the start of the assistant's answer; unlike transformers, it
+        takes control tokens in messages for text. `system` comes first unless the messages have a system message."""
         if template == "plain":
             if not isinstance(prompt, str):
                 raise ValueError(
                     f'task.template: expected "chat" for a prompt of {len(prompt)} messages, found "plain"'
                 )
             return self.tokenizer.encode(prompt).ids
-        messages = messages_of(prompt, system)
-        return list(self._chat.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return self.chat.prompt(messages_of(prompt, system))
+
+    def encode_outside(self, text: str) -> list[int]:
+        """Return the tokens of a text from outside, such as a tool's output: none of them is a control token."""
+        return self._outside.encode(self._outside.masked(text))
 
     @cached_property
-    def _chat(self) -> Any:
-        from transformers import AutoTokenizer
+    def _outside(self) -> OutsideText:
+        return OutsideText(self.tokenizer)
 
-        chat = AutoTokenizer.from_pretrained(self.folder)
-        if chat.chat_template is None:
+    @cached_property
+    def chat(self) -> ChatRenderer:
+        """The renderer of the folder's chat template, or of that of the settings."""
+        default, with_tools = own_template(self.folder, self.settings)
+        given = self.chat_settings.source
+        if not (given or default or with_tools):
             raise ValueError(
                 f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
             )
-        return chat
+        sources = (given, given) if given else (default or with_tools, with_tools)
+        template = ChatTemplate(sources[0], named_tokens(self.settings), self.chat_settings.kwargs, sources[1])
+        return ChatRenderer(
+            self.tokenizer,
+            template,
+            decode=partial(self.decode, skip_special=False),
+            eos_ids=self.eos_ids,
+            thinking=self.chat_settings.thinking,
+        )
 
 
 def messages_of(prompt: str | list[Message], system: str) -> list[Message]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.preflight.setup import Policy, Setup
 from titan_rl.record.run_folder import aside
+from titan_rl.text.template import MORE_TEMPLATES
 
 if TYPE_CHECKING:
     from titan_rl.meshes.model_mesh import ModelMesh
@@ -56,6 +57,10 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     for name in COPIED:
         if (policy.folder / name).exists():
             shutil.copyfile(policy.folder / name, folder / name)
+    if given_template := policy.tokenizer.chat_settings.source:
+        (folder / "chat_template.jinja").write_text(given_template, encoding="utf-8")
+    elif (policy.folder / MORE_TEMPLATES).is_dir():
+        shutil.copytree(policy.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
     policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded
     given = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
     given.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"

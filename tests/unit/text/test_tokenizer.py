@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -146,11 +146,13 @@ def test_every_prompt_is_what_transformers_tokenizer_returns(tmp_path: Path, mod
     )
 
     @given(contents, messages)
+    @example("", [{"role": "user", "content": "1</s><s>2"}])
     def same(content: str, chat: list[dict[str, str]]) -> None:
         assert theirs(content).input_ids == ours.prompt(content, "plain")
-        opened = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        assert opened == ours.prompt(chat, "chat")
-        assert opened.count(1) == 1 + sum(message["content"].count("<s>") for message in chat)
+        opened = ours.prompt(chat, "chat")
+        assert [id for id in opened if id in (1, 2)] == [1, *[2] * len(chat)]
+        if not any(token in message["content"] for message in chat for token in tokenizer.SPECIAL):
+            assert opened == theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
     same()
 

@@ -1,0 +1,84 @@
+"""Text from outside never becomes a control token.
+
+A tool that prints the end token, or a user who types it, would end a turn and begin another in most chat templates.
+So control tokens spelled in messages are replaced by marks before a template renders them:
+
+    messages -> masked -> template -> text with marks -> encode -> tokens
+
+Text with marks is encoded by a twin of the tokenizer that knows the control tokens by other names: the template's own
+are renamed, and what the marks stand for is ordinary text. Any other text is encoded as it always was.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+class OutsideText:
+    """Masks and encodes with one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._nonce = secrets.token_hex(8)  # nobody outside can write a mark
+        self._mark = re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
+
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """The control tokens: text -> id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special and token.content}
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        longest_first = sorted(self.control, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def masked(self, value: Any) -> Any:
+        """Return a message, or any part of one, with marks in place of control tokens."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda found: f"\ue000{self._nonce}:{self.control[found[0]]}\ue001", value)
+        if isinstance(value, Mapping):
+            return {self.masked(key): self.masked(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.masked(part) for part in value]
+        return value
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. Control tokens in it are control tokens, except where there are marks."""
+        if self._nonce not in text:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        text = self._spelled.sub(lambda found: self._renamed(self.control[found[0]]), text)
+        return self._twin.encode(self.unmasked(text), add_special_tokens=False).ids
+
+    def unmasked(self, text: str) -> str:
+        """Return the text with the control tokens that the marks stand for."""
+        spelled = {id: token for token, id in self.control.items()}
+        return self._mark.sub(lambda found: spelled[int(found[1])], text)
+
+    def _renamed(self, id: int) -> str:
+        return f"\ue002{self._nonce}:{id}\ue003"
+
+    @cached_property
+    def _twin(self) -> Tokenizer:
+        """The tokenizer with its control tokens renamed, wherever they are listed."""
+        whole = json.loads(self._tokenizer.to_str())
+        names = {token: self._renamed(id) for token, id in self.control.items()}
+        for token in whole["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"]) if token["special"] else token["content"]
+        model = whole["model"]
+        if isinstance(model.get("vocab"), dict):
+            model["vocab"] = {names.get(token, token): id for token, id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+        if "unk_token" in model:
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        whole["post_processor"] = None  # it adds control tokens around a text, which nobody asks for here
+        twin = Tokenizer.from_str(json.dumps(whole))
+        if odd := [token for token, id in self.control.items() if twin.token_to_id(names[token]) != id]:
+            raise ValueError(f"expected a tokenizer whose control tokens can be renamed, found {odd[0]!r} that cannot")
+        return twin
