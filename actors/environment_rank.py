@@ -14,8 +14,10 @@ from typing import NamedTuple
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.endpoint import fallible
-from titan_rl.agents.conversation import PlainText
+from titan_rl.agents.conversation import ChatText, PlainText
 from titan_rl.agents.episode_loop import Answer, Begin, Blocked, EpisodeLoop, LoopSettings, News
+from titan_rl.text.template import ChatSettings
+from titan_rl.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class EnvironmentSettings:
     loop: LoopSettings
     tokenizer: Path  # folder
     ends: tuple[int, ...] = ()  # tokens that end a turn; empty: the tokenizer's
+    chat: ChatSettings | None = None  # None: conversations are plain text
 
 
 class Taken(NamedTuple):
@@ -45,8 +48,12 @@ class EnvironmentRank(Actor):
         def notify() -> None:
             main.call_soon_threadsafe(self._wake.set)
 
-        renderer = PlainText.load(self._settings.tokenizer, self._settings.ends)
-        self._loop = await asyncio.to_thread(EpisodeLoop, self._settings.loop, renderer, notify)
+        settings = self._settings
+        if settings.chat is None:
+            renderer = PlainText(TextTokenizer.load(settings.tokenizer), settings.ends)
+        else:
+            renderer = ChatText(TextTokenizer.load(settings.tokenizer, settings.chat))
+        self._loop = await asyncio.to_thread(EpisodeLoop, settings.loop, renderer, notify)
 
     @concurrent_endpoint
     @fallible

@@ -103,9 +103,9 @@ class EnvironmentMesh:
         return {}
 
     @property
-    def ranks(self) -> dict[str, str]:
-        """Return the state of each process, by rank name."""
-        return {p.rank: p.state for p in [*self.processes, *self._retired]}
+    def ranks(self) -> dict[str, tuple[str, float]]:
+        """Return the state of each process by rank name, and since when it is in it."""
+        return {p.rank: (p.state, p.since) for p in [*self.processes, *self._retired]}
 
     async def running(self) -> int:
         """Return the number of rollouts whose code runs in any process."""
@@ -216,7 +216,7 @@ class EnvironmentMesh:
             await process.kill()
             raise
         process.serve(lambda taken: self._heard(process, taken), lambda error: self._lost(process, error))
-        process.state = "serving"
+        process.set_state("serving")
         self.processes.append(process)
         self._deal()
 
@@ -226,7 +226,8 @@ class EnvironmentMesh:
 
     def _retire(self, process: EnvironmentProcess, why: str) -> None:
         """Replace a process once its other rollouts have ended."""
-        process.retired, process.state = why, "retired"
+        process.retired = why
+        process.set_state("retired")
         self.processes.remove(process)
         self._retired.append(process)
         self._replace(process, RunError(f"{process.rank} is replaced: {why}", rank=process.rank))
@@ -242,7 +243,7 @@ class EnvironmentMesh:
         if culprit is not None:
             culprit.verdict = Outcome("timeout", error=f"turn_seconds: {error.place}")
         process.fail(str(error))
-        process.state = "lost"
+        process.set_state("lost")
         self._in_background(process.kill())
         if process in self._retired:
             self._retired.remove(process)

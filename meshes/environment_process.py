@@ -114,6 +114,9 @@ class EnvironmentProcess:
         for episode in list(self.open.values()):
             episode.lose(self.error)
 
+    def set_state(self, state: str) -> None:
+        self.state, self.since = state, time.time()
+
     async def running(self) -> int:
         return await self._ask("running")
 

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.agents.conversation import PlainText
+from titan_rl.agents.conversation import ChatText, PlainText
 from titan_rl.agents.episode_loop import Answer, Ask, Begin, EpisodeLoop, LoopSettings, News
 from titan_rl.agents.episodes import Limits
 from titan_rl.text import tokenizer as characters
-from titan_rl.text.tokenizer import VOCABULARY, TextTokenizer
+from titan_rl.text.template import ChatSettings
+from titan_rl.text.tokenizer import OWN_CHAT, VOCABULARY, TextTokenizer
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.types import Prompt
 
@@ -47,7 +48,9 @@ class Played:
             found += self.loop.take_news()
         return found
 
-    def play(self, prompts: Sequence[Prompt], says: Callable[[int, int], str | list[int]]) -> list[Outcome]:
+    def play(
+        self, prompts: Sequence[Prompt], says: Callable[[int, int], str | list[int]], end: int = EOS
+    ) -> list[Outcome]:
         """Play a rollout per prompt, in which `says(prompt, turn)` is the policy."""
         self.loop.begin([Begin(i, prompt, seed=i) for i, prompt in enumerate(prompts)])
         outcomes: dict[int, Outcome] = {}
@@ -61,18 +64,23 @@ class Played:
                     context = [*tokens[news.id][: news.kept], *news.new]
                     self.contexts[news.id].append(context)
                     tokens[news.id] = context + said
-                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == EOS else "length")])
+                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length")])
                 else:
                     outcomes[news.id] = news.outcome
         return [outcomes[i] for i in range(len(prompts))]
 
 
 @contextmanager
-def playing(name: str, folder: Path, limits: Limits = LIMITS, concurrency: int = 16) -> Iterator[Played]:
-    characters.build(folder)
-    wake = threading.Event()
-    loop = EpisodeLoop(LoopSettings(name, concurrency, limits), PlainText.load(folder, ()), wake.set)
+def playing(
+    name: str, folder: Path, limits: Limits = LIMITS, concurrency: int = 16, chat: ChatSettings | None = None
+) -> Iterator[Played]:
+    if not (folder / "tokenizer.json").exists():
+        characters.build(folder)
+    wake, tokenizer = threading.Event(), TextTokenizer.load(folder, chat or OWN_CHAT)
+    loop = EpisodeLoop(
+        LoopSettings(name, concurrency, limits), ChatText(tokenizer) if chat else PlainText(tokenizer), wake.set
+    )
     try:
-        yield Played(loop, wake, TextTokenizer.load(folder))
+        yield Played(loop, wake, tokenizer)
     finally:
         loop.close()

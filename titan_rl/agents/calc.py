@@ -4,7 +4,7 @@
 prompt         call            its result     answer
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from titan_rl.agents.episodes import Reply, Step
 from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
 
 SMALLEST, BEYOND = 100, 1000  # factors
-HELD_OUT = 97  # every so many-th problem is held out
+COUNT = (BEYOND - SMALLEST) ** 2
+LONGEST = 24  # "?347*862", "299114=", "299114" and two ends of turns
 CALL, MALFORMED = "?", "x="
 TOOL_SHARE = 0.3  # of the demonstrations call the calculator
 
@@ -34,11 +35,9 @@ def product(a: int, b: int) -> str:
     return f"{a * b:06d}"
 
 
-def rows() -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield every problem, and whether it is held out."""
-    for a in range(SMALLEST, BEYOND):
-        for b in range(SMALLEST, BEYOND):
-            yield {"a": a, "b": b}, (a * 1000 + b) % HELD_OUT == 0
+def row(number: int) -> dict[str, Any]:
+    a, b = divmod(number, BEYOND - SMALLEST)
+    return {"a": SMALLEST + a, "b": SMALLEST + b}
 
 
 def prompt(row: Mapping[str, Any]) -> str:

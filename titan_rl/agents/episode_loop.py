@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan_rl.agents import calc, hunt
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.episodes import EpisodeOver, Limits
+from titan_rl.agents.games import GAMES
 from titan_rl.agents.play import Policy, Sampled, play, roll_out
 from titan_rl.agents.user_code import (
     Threads,
@@ -28,7 +28,6 @@ from titan_rl.agents.user_code import (
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Finish, Prompt
 
-BUILT_IN: dict[str, Any] = {"calc": calc.Calc, "hunt": hunt.Hunt}
 KEY = "environment.name"
 GRACE_SECONDS = 5.0  # for a cancelled rollout to end
 
@@ -80,7 +79,7 @@ class LoopSettings:
 
 def load_environment(name: str) -> Callable[..., Any]:
     """Return a built-in environment, or the user's "module:name"."""
-    return BUILT_IN[name] if name in BUILT_IN else load(name, KEY)
+    return GAMES[name].environment if name in GAMES else load(name, KEY)
 
 
 class Late(Exception):

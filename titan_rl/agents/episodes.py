@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titan_rl.agents.tools import ToolCall
-from titan_rl.text.tokenizer import Message
+from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Status
 from titan_rl.wire.types import Finish
 

@@ -4,7 +4,7 @@ ur   ->   r   ->   u.   ->   u   ->   found
 hint      move     hint      move
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,17 @@ import numpy as np
 from titan_rl.agents.episodes import Reply, Step
 
 SIDE, MOVES = 5, 8
-HELD_OUT = 5  # every so many-th board is held out
+SQUARES = SIDE**2
+COUNT = SQUARES * (SQUARES - 1)
+LONGEST = 4 * MOVES
 DIRECTIONS = {"u": (0, -1), "d": (0, 1), "l": (-1, 0), "r": (1, 0)}
 
 
-def rows() -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield every start and treasure, and whether the board is held out."""
-    for number in range(SIDE**4):
-        x, y, gx, gy = (number // SIDE**place % SIDE for place in (3, 2, 1, 0))
-        if (x, y) != (gx, gy):
-            yield {"x": x, "y": y, "treasure_x": gx, "treasure_y": gy}, number % HELD_OUT == 0
+def row(number: int) -> dict[str, Any]:
+    """Return a start and a treasure elsewhere."""
+    start, treasure = divmod(number, SQUARES - 1)
+    treasure += treasure >= start
+    return {"x": start % SIDE, "y": start // SIDE, "treasure_x": treasure % SIDE, "treasure_y": treasure // SIDE}
 
 
 def prompt(row: Mapping[str, Any]) -> str:

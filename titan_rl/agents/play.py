@@ -22,7 +22,7 @@ from titan_rl.agents.episodes import (
 )
 from titan_rl.agents.tools import Schema, Tool, Toolbox
 from titan_rl.agents.user_code import call_user, keywords_of
-from titan_rl.text.tokenizer import Message
+from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.types import Finish, Prompt
 
@@ -44,28 +44,28 @@ class Policy:
     def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Ask) -> None:
         self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
         self._tokens: list[int] = list(prompt.tokens)  # up to the last sampled one
-        self._finish: Finish = "stop"
+        self._tools: Sequence[Schema] = ()
         self.turns = 0
         self.spent = 0  # tokens sampled and read after the prompt
-        self.messages: list[Message] = []
+        self.messages: list[Message] = [*prompt.messages]
 
     async def observe(self, observation: Observation = None, tools: Sequence[Schema] = ()) -> Reply:
         """Let the policy read the observation, and return its reply. `tools` are offered in the first turn."""
         if self.turns >= self._limits.max_turns:
             raise EpisodeOver("max_turns")
         if self.turns:
-            kept, new = self._renderer.extend(self._tokens, self._finish, observation)
+            kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
         else:
+            self._tools = tools
             kept, new = self._renderer.open(self._prompt, observation, tools)
         most = self._limits.max_tokens - self.spent - len(new) if self._limits.max_tokens else None
         if most is not None and most <= 0:
             raise EpisodeOver("max_tokens")
         sampled = await self._ask(kept, new, most)
         self._tokens = [*self._tokens[:kept], *new, *sampled.tokens]
-        self._finish = sampled.finish
         self.spent += len(new) + len(sampled.tokens)
         self.turns += 1
-        reply = self._renderer.reply(sampled.tokens, sampled.finish)
+        reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)
         self.messages += [*messages_from(observation), reply.message]
         return reply
 
@@ -113,10 +113,11 @@ async def play(make: Make, name: str, policy: Policy, prompt: Prompt, seed: int,
     """Play one rollout in the environment that `make` returns. `bounded` runs one call into the user's code."""
     offered = {"row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
     environment = await bounded(call_user(make, **keywords_of(make, offered, name)))
-    score, tools = Score(judged=not hasattr(environment, "step")), Toolbox(tools_of(environment))
+    score = Score(judged=not hasattr(environment, "step"))
     try:
         reset = keywords_of(environment.reset, offered, f"{name}.reset", spread="row")
         step = Step(await bounded(call_user(environment.reset, **reset)))
+        tools = Toolbox(tools_of(environment))  # now, because reset may choose them
         try:
             while not step.done:
                 reply = await policy.observe(step.observation, tools.schemas)

@@ -29,6 +29,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.samples_rollouts:
         facts.append(("weights", transport(setup)))
         meshes.append(generators(setup))
+        if config.environment.name:
+            meshes.append(environments(config))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     if memory := gpu_memory(setup):
@@ -147,6 +149,13 @@ def generators(setup: Setup) -> MeshRow:
     return MeshRow("generator", procs, layout, device(setup), g.dtype, holds)
 
 
+def environments(config: Config) -> MeshRow:
+    e = config.environment
+    tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
+    holds = f"{e.name}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
+
+
 def device(setup: Setup) -> str:
     if setup.device == "cpu":
         return f"cpu ({os.cpu_count()} cores), this host"
@@ -164,7 +173,8 @@ def cold_start(config: Config) -> str:
     steps = f"{cold.steps} supervised steps of {cold.batch_size}"
     if not cold.stop_at:
         return steps
-    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved"
+    at = f" at temperature {cold.stop_temperature:g}" if cold.stop_temperature else ""
+    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved{at}"
 
 
 def algorithm(config: Config) -> str:

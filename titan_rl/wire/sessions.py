@@ -49,16 +49,6 @@ class SessionOver(Exception):
     """The rollout has ended, by its deadline for example: nothing of it is sampled or kept any more."""
 
 
-class LimitReached(Exception):
-    """A session may not sample this turn. A driver that does not catch it ends its rollout with `status`."""
-
-    status: Status
-
-
-class DriverLost(Exception):
-    """The process that drove a rollout died. The rollout begins again, from its start and with the same seeds."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a driver returns about a rollout, besides the tokens, which its session has."""

@@ -32,14 +32,15 @@ def test_a_cut_off_answer_of_calc_is_no_answer(tmp_path: Path) -> None:
     assert outcome.reward == 0.0
 
 
-def test_calc_holds_out_every_97th_problem_and_most_demonstrations_call_nothing() -> None:
-    rows = list(calc.rows())
-    assert len(rows) == 810_000
-    assert sum(held for _, held in rows) == 8352
-    demonstrations = [calc.demonstration(row, seed) for seed, (row, _) in enumerate(rows[:2000])]
-    assert 0.27 < sum(len(turns) == 2 for turns in demonstrations) / 2000 < 0.33
-    assert [("?100*100", "010000="), ("010000", "")] in [calc.demonstration(rows[0][0], seed) for seed in range(20)]
-    assert [("010000", "")] in [calc.demonstration(rows[0][0], seed) for seed in range(20)]
+def test_calc_has_all_products_and_most_demonstrations_call_nothing() -> None:
+    assert (calc.row(0), calc.row(calc.COUNT - 1)) == ({"a": 100, "b": 100}, {"a": 999, "b": 999})
+    rows = [calc.row(number) for number in range(0, calc.COUNT, 405)]
+    demonstrations = [calc.demonstration(row, seed) for seed, row in enumerate(rows)]
+    assert 0.27 < sum(len(turns) == 2 for turns in demonstrations) / len(rows) < 0.33
+    assert max(sum(len(said) + len(read) + 1 for said, read in turns) for turns in demonstrations) <= calc.LONGEST
+    both = [calc.demonstration({"a": 100, "b": 100}, seed) for seed in range(20)]
+    assert [("?100*100", "010000="), ("010000", "")] in both
+    assert [("010000", "")] in both
 
 
 def test_hunt_ends_at_the_treasure_or_after_eight_moves(tmp_path: Path) -> None:
@@ -54,11 +55,14 @@ def test_hunt_ends_at_the_treasure_or_after_eight_moves(tmp_path: Path) -> None:
 
 
 def test_hunt_demonstrates_random_moves_by_its_own_rules() -> None:
-    rows = list(hunt.rows())
-    assert (len(rows), sum(held for _, held in rows)) == (600, 120)
-    for seed, (row, _) in enumerate(rows):
+    rows = [hunt.row(number) for number in range(hunt.COUNT)]
+    assert len({tuple(row.values()) for row in rows}) == 600
+    for seed, row in enumerate(rows):
         board = hunt.Board(row)
-        for move, hint in hunt.demonstration(row, seed):
+        assert not board.over
+        turns = hunt.demonstration(row, seed)
+        assert sum(len(said) + len(read) + 1 for said, read in turns) <= hunt.LONGEST
+        for move, hint in turns:
             board.move(move)
             assert hint == ("" if board.over else board.hint())
         assert board.over
