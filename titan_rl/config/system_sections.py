@@ -87,9 +87,8 @@ class FaultSection:
     """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
     prompt."""
     environment_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts at a rollout whose environment process dies, if its turns cannot be replayed in another process because
-    the environment asks something else then. Each begins from the start, with the same seeds. After the last one the
-    rollout is dropped."""
+    """Attempts at a rollout whose environment process dies and whose turns cannot be replayed, because the environment
+    then asks something else. Each begins from the start, with the same seeds."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
@@ -134,9 +133,8 @@ class GeneratorSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     name: str = ""
-    """What drives a rollout of several turns: "calc", "hunt", or your own "package.module:name", a class with reset,
-    step and close, a class whose methods are tools, or `async def rollout(policy, row)`. Empty: the policy answers the
-    prompt once."""
+    """What drives rollouts of several turns: "calc", "hunt", or your own "package.module:name" (docs/environments.md).
+    Empty: the policy answers the prompt once."""
     processes: int = bounds(2, ge=1, le=MOST_RANKS)
     """Number of processes that run environments. One that dies or hangs is replaced."""
     concurrency: int = bounds(64, ge=1, le=2**16)
