@@ -10,19 +10,27 @@ samples share a prefix cache. Without slots that is all, and the order of reques
 that no engine has room for wait here, longest expected first; and a replica that has nothing left takes over unfinished
 samples of the one that would finish last, if by the measured pace of both that wins back the cost of the move, twice.
 
+A turn of a rollout goes to the replica that served the turn before, or else to that of its group, because this one has
+the beginning of its context in its prefix cache: unless another has so much less to do that reading the context again
+costs less.
+
 Replicas come and go. What a lost one had not answered begins again, with the same seeds; what a retired one gives up
 continues where it stopped. Either is sent before any new request, and at once, even without room: a step waits for it.
 With no live replica everything waits. Each part of a request has an id of its own, so that late messages about parts
 that a replica held before it was lost match no part that it holds now.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
 from titan_rl.meshes.stealing import SILENT_SECONDS, PartialRequest, ReplicaLoad, samples_worth_moving
 from titan_rl.wire.types import Completion, Request
+
+MOST_NAMES = 1 << 16
+"""Names of rollouts and groups whose replica is known; the oldest is forgotten."""
 
 
 class Sent(NamedTuple):
@@ -76,6 +84,7 @@ class Routing:
         self._waiting: list[Request] = []  # never sent
         self._again: list[Unsent] = []  # what a replica had before
         self._moves: list[Move] = []  # of thieves; asked for, not answered
+        self._homes: OrderedDict[str, int] = OrderedDict()  # name in an affinity -> the replica that served it last
 
     @property
     def live(self) -> list[int]:
@@ -98,6 +107,7 @@ class Routing:
             self._again.append(Unsent(part.whole, places, [begun[i] for i in indices] if begun else []))
             lost += len(indices)
         self._moves = [move for move in self._moves if replica not in (move.thief, move.victim)]
+        self._homes = OrderedDict((name, home) for name, home in self._homes.items() if home != replica)
         return lost
 
     def retire(self, replica: int) -> list[SampleId]:
@@ -157,7 +167,7 @@ class Routing:
             candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
             if not candidates:
                 break
-            put(min(candidates, key=outstanding.__getitem__), Unsent(request.id, range(samples), request.begun))
+            put(self._best(request, candidates, outstanding), Unsent(request.id, range(samples), request.begun))
             del self._waiting[0]
         return sent
 
@@ -236,6 +246,14 @@ class Routing:
             return live
         return [i for i in live if now - self._held[i].heard < SILENT_SECONDS] or live
 
+    def _best(self, request: Request, candidates: Sequence[int], outstanding: Mapping[int, int]) -> int:
+        """Return the replica with the least to do, or one that knows the context and has little more to do: no more
+        tokens than the context has, or a quarter more."""
+        least = min(candidates, key=outstanding.__getitem__)
+        most = outstanding[least] + max(len(request.tokens), outstanding[least] // 4)
+        homes = (self._homes[name] for name in request.affinity if name in self._homes)
+        return next((home for home in homes if home in candidates and outstanding[home] <= most), least)
+
     def _put(self, replica: int, unsent: Unsent) -> PartialRequest:
         id, places, begun, thief = unsent
         held, whole = self._held[replica], self._wholes[id]
@@ -247,6 +265,13 @@ class Routing:
         lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(begun)}
         held.parts[request.id] = part = PartialRequest(request, id, places, set(lengths), lengths)
         held.stolen += len(places) if thief is not None else 0
+        for name in request.affinity[:1]:
+            self._homes[name] = replica
+            self._homes.move_to_end(name)
+        for name in request.affinity[1:]:
+            self._homes.setdefault(name, replica)
+        while len(self._homes) > MOST_NAMES:
+            self._homes.popitem(last=False)
         return part
 
     def _part(self, replica: int, id: str) -> PartialRequest | None:

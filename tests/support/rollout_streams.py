@@ -1,6 +1,7 @@
 """Generators without an engine, and the streams that run on them."""
 
 import asyncio
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ class Echo:
         for _ in range(self.delays[len(self.requests) % len(self.delays)]):
             await asyncio.sleep(0)
         self.running -= 1
-        flat, n = self.flat(int(request.id.removeprefix("prompt-").partition("@")[0])), self.length
+        flat, n = self.flat(int(re.split(r"[-@.]", request.id)[1])), self.length
         return [
             Completion([8 if flat else 8 + k % 2] * n, [-0.5] * n, [self.version] * n, "stop")
             for k in range(len(request.seeds))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_rl.batch.packing import pack
+from titan_rl.batch.packing import Weighting, pack
 from titan_rl.config.sections import (
     AlgorithmSection,
     Config,
@@ -40,7 +40,7 @@ def config(folder: Path, parallelism: ParallelismSection, **model: object) -> Co
 
 
 def samples(step: int) -> list[Sample]:
-    """Return samples of different lengths, with prompts and every role's columns."""
+    """Return samples of different lengths, with prompts and every role's columns. The first three are one rollout's."""
     random = np.random.default_rng(step)
     made = []
     for _ in range(12):
@@ -54,9 +54,11 @@ def samples(step: int) -> list[Sample]:
             "return": random.standard_normal(n),
         }
         tokens = random.integers(3, 60, n).tolist()
-        made.append(Sample(tokens, [0] * prompt + [1] * (n - prompt), {}).with_columns(**columns))
+        owner = 0 if len(made) < 3 else -1
+        made.append(Sample(tokens, [0] * prompt + [1] * (n - prompt), {}, sequence=owner).with_columns(**columns))
     return made
 
 
 def batches(packed: Sequence[Sample], mesh: ModelMesh, together: int = 1) -> list[Batch]:
-    return pack(packed, shards=mesh.dp, seq_len=64, rows_per_microbatch=2, pad_id=0, together=together)
+    how = Weighting("sequence_mean")
+    return pack(packed, shards=mesh.dp, seq_len=64, rows_per_microbatch=2, pad_id=0, together=together, weighting=how)

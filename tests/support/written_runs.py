@@ -1,6 +1,7 @@
 """Runs whose files are written by the real stream, ledger and log, without engines and trainers."""
 
 import asyncio
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,12 +23,14 @@ from titan_rl.config.sections import (
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.metrics import step_metrics
 from titan_rl.record.run_log import RunLog
+from titan_rl.rollout.player import SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
+from titan_rl.wire.sessions import Driver
 from titan_rl.wire.types import Completion, Request, Sampling, StepStats, SyncStats
 
 TIMES: dict[str, float] = dict.fromkeys(
@@ -50,7 +53,7 @@ class Drifting:
         self.version, self._dynamic = version, dynamic
 
     async def generate(self, request: Request) -> list[Completion]:
-        id, first = int(request.id.removeprefix("prompt-").partition("@")[0]), self.version
+        id, first = int(re.split(r"[-@.]", request.id)[1]), self.version
         for _ in range(id * 7 % 5):
             await asyncio.sleep(0)
         flat = self._dynamic and id % 4 == 1
@@ -92,8 +95,8 @@ def config(**keys: Any) -> Config:
 class WrittenRun:
     """A run folder, and what a checkpoint of each step holds."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, driver: Driver | None = None) -> None:
+        self.folder, self.driver = folder, driver or SingleTurn()
         self.cuts: dict[int, dict[str, Any]] = {}  # by step, of checkpoints
         self.snapshot: tuple[int, dict[str, Any]] | None = None  # of this process
         self.warnings: list[str] = []
@@ -145,7 +148,7 @@ class WrittenRun:
         judge = Failing(dict(failing)) if failing else first_token
         settings = StreamSettings(
             algorithm=config.algorithm, rollout=config.rollout, sampling=Sampling(4), seed=7, first=start + 1,
-            groups=(config.training.steps - start) * n, attempt=attempt,
+            groups=(config.training.steps - start) * n, attempt=attempt, driver=self.driver,
         )  # fmt: skip
         stream = RolloutStream(settings, engine, prompts, judge, tokenizer().decode, Clock(), ledger)
 

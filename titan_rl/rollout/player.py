@@ -83,7 +83,7 @@ class Player:
         async def ask(request: TurnRequest) -> Completion:
             return completion
 
-        session = RolloutSession(play.id, play.prompt, play.own_seed, ask, limits=SessionLimits())
+        session = RolloutSession(play.id, play.prompt, 0, ask, limits=self._limits)  # there is no environment to seed
         return self._rollout(session, await self._driver.drive(session), 1)
 
     async def play(self, play: Play) -> Rollout:
@@ -154,10 +154,13 @@ class Player:
             self._warn(f"{message}. This is said once; the metric branches/mean counts them")
 
     def _rollout(self, session: RolloutSession, outcome: Outcome, attempts: int) -> Rollout:
-        rollout = Rollout(
-            session.branches(outcome.turn_rewards),
-            "",
-            math.nan,
+        branches = session.branches(outcome.turn_rewards)
+        last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
+        failed = outcome.status in FAILED or last is None or outcome.reward is None
+        return Rollout(
+            branches,
+            self._decode(last.completion.tokens) if last else "",
+            math.nan if failed else float(outcome.reward or 0.0),
             status=outcome.status,
             rewards=outcome.rewards,
             messages=outcome.messages,
@@ -165,11 +168,6 @@ class Player:
             error=outcome.error,
             attempts=attempts,
         )
-        if not rollout.branches:
-            return rollout
-        failed = outcome.status in FAILED or outcome.reward is None
-        text = self._decode(rollout.turns[-1].completion.tokens)
-        return replace(rollout, text=text, reward=math.nan if failed else float(outcome.reward or 0.0))
 
 
 def _named(error: Exception) -> str:

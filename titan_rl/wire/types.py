@@ -79,8 +79,7 @@ class Request:
     other is returned unchanged. max_new_tokens counts old and new tokens."""
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
     affinity: tuple[str, ...] = ()
-    """Names of what has read this context's beginning, the best first: the rollout, then its group. A hint for routing:
-    the replica that served the last request of that name has its keys and values."""
+    """Names of what has read this context's beginning, the best first: its rollout, its group. A hint for routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +181,9 @@ class Rollout:
         parts = [turn.completion for branch in self.branches for turn in branch.turns]
         if len(parts) == 1:
             return parts[0]
-        lists = ([getattr(part, name) for part in parts] for name in ("tokens", "logprobs", "versions"))
-        return Completion(*(list(chain.from_iterable(each)) for each in lists), parts[-1].finish if parts else "abort")
+        names = ("tokens", "logprobs", "versions")
+        tokens, logprobs, versions = (list(chain.from_iterable(getattr(p, name) for p in parts)) for name in names)
+        return Completion(tokens, logprobs, versions, parts[-1].finish if parts else "abort")
 
     @property
     def versions(self) -> list[int]:

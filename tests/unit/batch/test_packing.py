@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -289,3 +290,31 @@ def test_a_sample_of_unequal_lists_is_refused() -> None:
         pack([Sample([1, 2], [0, 1], {"behaviour": [0.0]})], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0)
     with pytest.raises(ValueError, match="sample 0: expected 2 entries of mask, one per token, found 3"):
         pack([Sample([1, 2], [0, 1, 1])], shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0)
+
+
+@given(
+    samples_up_to(30),
+    st.sampled_from(AGGREGATIONS),
+    st.tuples(st.integers(1, 4), st.integers(1, 5)),
+    st.integers(1, 4),
+)
+def test_a_rollout_of_several_branches_has_the_weight_of_one_sequence(
+    samples: list[Sample], aggregation: Aggregation, mesh: tuple[int, int], branches: int
+) -> None:
+    """Cut every sample's mask into as many branches of one rollout, on any mesh: a rollout weighs what it did whole,
+    and so does each of its tokens."""
+    shards, rows = mesh
+    how = {"seq_len": 32, "pad_id": PAD, "weighting": Weighting(aggregation, 7)}
+    whole = pack(samples, shards=1, rows_per_microbatch=2, **how)
+    cut = [
+        replace(s, mask=np.where(np.arange(len(s.tokens)) % branches == k, s.mask, 0), sequence=i)
+        for i, s in enumerate(samples)
+        for k in range(branches)
+    ]
+    packed = pack(cut, shards=shards, rows_per_microbatch=rows, **how)
+    assert {(batch.tokens, batch.sequences) for batch in packed} == {(whole[0].tokens, whole[0].sequences)}
+    weight = np.array(weights_of(packed, cut)).reshape(-1, branches).sum(1)
+    assert weight == pytest.approx(weights_of(whole, samples), rel=1e-5)
+    alone = pack([replace(s, sequence=-1) for s in cut], shards=shards, rows_per_microbatch=rows, **how)
+    if aggregation == "token_mean":
+        assert weights_of(alone, cut) == pytest.approx(weights_of(packed, cut))

@@ -187,3 +187,54 @@ def test_a_withdrawn_sample_may_be_heard_of_before_or_after_its_finished_sibling
         assert (replica, part, whole) == (1, Request("a~1", CONTEXT, [2], Sampling(8), [begun(9)]), "a")
         assert routing.done(1, "a~1", [stop(7, 8)]) == [stop(7, 8)] * 2
         assert routing.loads() == {0: Load(0, 0, 0, 0), 1: Load(0, 0, 0, 1)}
+
+
+# -- affinity -------------------------------------------------------------------------------------------------------
+
+
+def turn(rollout: str, number: int, context: int) -> Request:
+    return Request(f"{rollout}:{number}", [1] * context, [1], Sampling(10), affinity=(rollout, "group"))
+
+
+def sent_to(routing: Routing, *requests: Request) -> list[int]:
+    for request in requests:
+        routing.add(request)
+    return [sent.replica for sent in routing.send(0.0)]
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_a_turn_goes_where_the_turn_before_went_though_another_has_less_to_do(slots: int | None) -> None:
+    routing = Routing(3, slots)
+    assert sent_to(routing, turn("a", 0, 4), turn("b", 0, 4), turn("c", 0, 4)) == [0, 1, 2]
+    assert routing.done(1, "b:0", [stop(9)]) is not None
+    assert routing.done(2, "c:0", [stop(9)]) is not None
+    assert sent_to(routing, turn("c", 1, 20)) == [2], "rather than 1, which has nothing to do either"
+    assert routing.done(2, "c:1", [stop(9)]) is not None
+    assert sent_to(routing, Request("other", CONTEXT, [1], Sampling(10))) == [1]
+    assert sent_to(routing, turn("b", 1, 20)) == [1], "though 2 has nothing to do"
+
+
+def test_a_replica_with_too_much_to_do_loses_its_turns_for_good() -> None:
+    routing = Routing(2)
+    assert sent_to(routing, turn("a", 0, 4)) == [0]
+    assert routing.done(0, "a:0", [stop(9)]) is not None
+    assert sent_to(routing, Request("busy", CONTEXT, [1] * 3, Sampling(10))) == [0]
+    assert sent_to(routing, turn("a", 1, 29)) == [1], "30 tokens wait there, and reading 29 again costs less"
+    assert routing.done(1, "a:1", [stop(9)]) is not None
+    assert routing.done(0, "busy", [stop(9)] * 3) is not None
+    assert sent_to(routing, turn("a", 2, 29)) == [1]
+
+
+def test_a_group_begins_on_one_replica_while_its_prompt_is_worth_it() -> None:
+    assert sent_to(Routing(2), *(turn(f"r{k}", 0, 35) for k in range(8))) == [0, 0, 0, 0, 1, 0, 1, 0]
+    assert sent_to(Routing(2), *(turn(f"r{k}", 0, 3) for k in range(4))) == [0, 1, 0, 1]
+
+
+def test_the_turns_of_a_lost_replica_go_on_elsewhere_and_nothing_remembers_it() -> None:
+    routing = Routing(2)
+    assert sent_to(routing, turn("a", 0, 4)) == [0]
+    assert routing.lose(0) == 1
+    assert [sent.replica for sent in routing.send(0.0)] == [1]
+    assert routing.done(1, "a:0~1", [stop(9)]) is not None
+    routing.join(0, 0.0)
+    assert sent_to(routing, turn("a", 1, 20)) == [1]

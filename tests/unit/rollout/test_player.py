@@ -15,7 +15,10 @@ from titan_rl.wire.types import Completion, Request, Rollout
 
 class By:
     def __init__(self, ends: Callable[[Session], Awaitable[Outcome]]) -> None:
-        self.drive = ends
+        self.ends = ends
+
+    async def drive(self, session: Session) -> Outcome:
+        return await self.ends(session)
 
 
 def ended(ends: Callable[[Session], Awaitable[Outcome]], **keys: object) -> tuple[Rollout, Answering]:

@@ -1,0 +1,47 @@
+"""Groups of rollouts that can be followed by hand, and what is computed of them."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from titan_rl.config.presets import PRESETS
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
+
+RL = [name for name in get_args(AlgorithmName) if AlgorithmSection(name=name).kind == "rl"]
+TOOL = 77  # the token that a tool said
+
+
+def algorithm(name: str = "grpo", **keys: Any) -> AlgorithmSection:
+    values: dict[str, Any] = {"name": name, **PRESETS[name], **keys}
+    return AlgorithmSection(**values)
+
+
+def rollout(reward: float, tokens: int = 2, *, penalty: float = 0.0, cut: bool = False) -> Rollout:
+    completion = Completion([5] * tokens, [-0.5] * tokens, [0] * tokens, "length" if cut else "stop")
+    return Rollout([Branch([Turn([1, 2], completion)])], "", reward, penalty)
+
+
+def with_tool(reward: float) -> Rollout:
+    """One sampled token, one of a tool, two sampled tokens: mask 0 1 0 1 1."""
+    first = Turn([1], Completion([5], [-0.5], [0], "stop"))
+    second = Turn([TOOL], Completion([6, 7], [-0.25, -0.75], [0, 0], "stop"))
+    return Rollout([Branch([first, second])], "", reward)
+
+
+def group(*rollouts: Rollout) -> Group:
+    return Group(Prompt(0, "", [1, 2], ""), list(rollouts))
+
+
+def with_column(samples: Sequence[Sample], **values: float) -> list[Sample]:
+    """The samples with constant columns, as a role's mesh would have answered."""
+    return [s.with_columns(**{name: [v] * len(s.tokens) for name, v in values.items()}) for s in samples]
+
+
+def advantages(samples: Sequence[Sample]) -> list[list[float]]:
+    return [np.asarray(s.columns["advantage"]).tolist() for s in samples]
+
+
+def told(groups: Sequence[Group]) -> list[float]:
+    return [r.advantage for g in groups for r in g.rollouts]
