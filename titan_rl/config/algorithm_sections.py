@@ -13,6 +13,7 @@ from titan_rl.config.choices import (
     Estimator,
     Level,
     Rejection,
+    Table,
     Weight,
     bounds,
 )
@@ -46,6 +47,14 @@ class TaskSection:
     """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
     system_prompt: str = ""
     """System message put before the prompt. Requires template = "chat"."""
+    chat_template: str = ""
+    """Jinja chat template, or the path of a file with one. Empty: that of model.hf_assets_path."""
+    chat_template_kwargs: Table = field(default_factory=dict, hash=False)
+    """Variables of the chat template, such as {enable_thinking = false}. date_string pins the date of templates that
+    write today's."""
+    thinking: Literal["keep", "template"] = "keep"
+    """Thinking of earlier turns: "keep" it as sampled, or strip it where the chat "template" does. That begins a branch
+    of the rollout."""
     on_unfit_rows: Literal["refuse", "drop"] = "refuse"
     """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
     has no tokens: "refuse" to start, or "drop" them and print how many."""

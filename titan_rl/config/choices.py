@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+Table = dict[str, bool | int | float | str]
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Family = Literal["llama3", "qwen3"]

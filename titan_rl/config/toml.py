@@ -23,9 +23,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
+from titan_rl.config.choices import Table
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
+SCALARS = (bool, int, float, str)
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 MOST_BYTES = 2**20  # of a TOML file: whatever is larger is something else
 
@@ -42,7 +44,7 @@ class ConfigError(Exception):
 class Key:
     """One key of one section, as sections.py declares it."""
 
-    type: Any  # bool, int, float, str, list[int], or a Literal of strings, true and false
+    type: Any  # bool, int, float, str, list[int], list[str], Table, or a Literal of strings, true and false
     default: Any
     doc: str
     ge: float | None = None
@@ -79,14 +81,22 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(map(as_toml, self.choices))
         nouns = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        lists = {list[int]: "a list of integers", list[str]: "a list of strings"}
-        return f"{(nouns | lists)[self.type]} {self.range}".rstrip()
+        many = {
+            list[int]: "a list of integers",
+            list[str]: "a list of strings",
+            Table: "a table of texts, numbers and booleans",
+        }
+        return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
     def accepts(self, value: Any) -> bool:
         if self.choices:
             return any(type(value) is type(choice) and value == choice for choice in self.choices)  # 1 == True
         if get_origin(self.type) is list:
             return type(value) is list and all(type(item) in get_args(self.type) for item in value)
+        if self.type == Table:
+            return type(value) is dict and all(
+                type(item) in SCALARS and math.isfinite(item if type(item) is float else 0) for item in value.values()
+            )
         return (
             type(value) is self.type  # not isinstance: bool is a subclass of int
             and (self.type is not float or math.isfinite(value))
@@ -105,6 +115,8 @@ class Key:
                 return self.type(text)
             if self.type == list[str] and not text.lstrip().startswith("["):
                 return [item.strip() for item in text.split(",") if item.strip()]
+            if self.type == Table:
+                return tomli.loads(f"table = {text}")["table"]
             if get_origin(self.type) is list:
                 return json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
         return text
@@ -212,7 +224,10 @@ def as_text(choice: str | bool) -> str:
 
 
 def as_toml(value: Any) -> str:
-    """Write a value as JSON, which is also TOML for every type that a key can have, once DEL is escaped."""
+    """Write a value as JSON, which is also TOML for every type that a key can have, once DEL is escaped and tables are
+    written as TOML has them."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{as_toml(str(key))} = {as_toml(item)}" for key, item in value.items()) + "}"
     text = json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
     return text.encode(errors="backslashreplace").decode()  # what no encoding has, such as a byte of another encoding
 
@@ -244,8 +259,8 @@ def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> It
 
 
 def _unwritable(value: Any) -> str:
-    """Return the part of a string or a list of strings that neither a file nor a path can hold, or ""."""
-    texts = value if isinstance(value, list) else [value]
+    """Return the part of a string, or of strings in a list or a table, that no file or path can hold, or ""."""
+    texts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
     odd = (c for text in texts if isinstance(text, str) for c in text if c == "\0" or "\ud800" <= c <= "\udfff")
     return next((f"U+{ord(c):04X} in {_shown(value)}" for c in odd), "")
 

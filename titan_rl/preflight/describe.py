@@ -9,6 +9,7 @@ from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
 from titan_rl.preflight.device_memory import gib
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
+from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
@@ -21,6 +22,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     )
     model += f"from {config.model.hf_assets_path}" if config.model.hf_assets_path else "random weights"
     facts = [("model", model), ("task", task(setup))]
+    if config.task.template == "chat":
+        facts.append(("chat", chat(setup)))
     meshes = [trainers(setup)]
     if config.cold_start.steps:
         facts.append(("cold start", cold_start(config)))
@@ -166,6 +169,15 @@ def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
     count = len(setup.task.train) - len(setup.task.unfit)
     return f"{t.name}: {count:,} problems, {heldout} held out, reward {t.reward}"
+
+
+def chat(setup: Setup) -> str:
+    renderer, task = setup.tokenizer.chat, setup.config.task
+    source = (
+        task.chat_template if task.chat_template.endswith(".jinja") else "given" if task.chat_template else "its own"
+    )
+    calls = "no tool calls" if renderer.call_format == "text" else f"calls as {renderer.call_format}"
+    return f"template {source}, {verdict(inspect_template(setup.tokenizer))}; {calls}; thinking: {task.thinking}"
 
 
 def cold_start(config: Config) -> str:

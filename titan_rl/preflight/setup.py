@@ -16,7 +16,7 @@ from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, load_task, shuffled
+from titan_rl.tasks.task import Example, Task, chat_settings, load_task, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.gpus import NO_GPUS, Gpus
@@ -134,7 +134,8 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)
-    return replace(setup, model_folder=folder / "model", tokenizer=TextTokenizer.load(folder / "model"))
+    tokenizer = TextTokenizer.load(folder / "model", chat_settings(config.task))
+    return replace(setup, model_folder=folder / "model", tokenizer=tokenizer)
 
 
 def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped: list[str]) -> Task:
@@ -158,7 +159,7 @@ def policy_of(config: Config, own_folder: Path) -> Policy:
     if not config.model.hf_assets_path:
         folder = own_folder
         write_model_folder(folder, shape)
-    tokenizer = TextTokenizer.load(folder)
+    tokenizer = TextTokenizer.load(folder, chat_settings(config.task))
     rollout = config.rollout
     stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
     return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))

@@ -15,6 +15,7 @@ import numpy as np
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.tasks.jsonl_rows import Example, jsonl
+from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
@@ -42,6 +43,11 @@ class Task:
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
         shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
         return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected, messages, shown)
+
+
+def chat_settings(task: config.TaskSection) -> ChatSettings:
+    """Return how the task renders chats."""
+    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:

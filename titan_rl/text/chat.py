@@ -24,6 +24,7 @@ from titan_rl.text.outside import OutsideText
 from titan_rl.text.template import ChatTemplate, Message, Thinking, Tools
 
 OPENING: Message = {"role": "user", "content": "u"}
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
 PROBED: tuple[CallFormat, ...] = ("hermes", "llama")
 
 
@@ -44,15 +45,18 @@ class ChatRenderer:
         self.outside = OutsideText(tokenizer)
         self._decode = decode
         ends = [token for id in eos_ids if (token := tokenizer.id_to_token(id))]
-        self._ends = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
+        self.end_of_turn = re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
         self._mark, self._probe = (
-            f"\ue004{secrets.token_hex(8)}\ue005" for _ in range(2)
+            f"\ue004{secrets.randbits(64)}\ue005" for _ in range(2)
         )  # nobody outside writes these
         self._shown: dict[str, bool] = {}
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool = True) -> str:
         """Return the conversation as text; control tokens in messages appear as marks, which `outside` reads."""
         readable = [_readable(message) for message in messages]
+        for role in {message["role"] for message in messages} - ROLES:
+            if any(role in token for token in self.outside.control):  # templates write '<|' + role + '|>'
+                raise ValueError(f"expected a role among {', '.join(sorted(ROLES))}, found {role!r}")
         return self.template.render(self.outside.masked(readable), self.outside.masked(tools), opened=opened)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -63,7 +67,7 @@ class ChatRenderer:
         """Return the tokens that `messages` add to `tokens`, which end in a sampled turn. They begin with the end token
         if the turn was cut off. None if the template cannot extend its own text: begin a branch with `prompt`. (Some
         templates put a tool's answer into the turn that called it, and some drop it.)"""
-        if not messages or any(message["role"] == "assistant" for message in messages):
+        if not tokens or not messages or any(message["role"] == "assistant" for message in messages):
             return None
         answers_tool = messages[0]["role"] == "tool"
         if self.thinking == "template" and not (self._keeps_after_tool if answers_tool else self._keeps_after_user):
@@ -107,7 +111,7 @@ class ChatRenderer:
         except Exception:
             return "text"
         written = whole[common_length(opened, whole) :]
-        end = self._ends.search(written)
+        end = self.end_of_turn.search(written)
         for form in PROBED:
             try:
                 parsed = parse_answer(written[: end.start()] if end else written, form, split_thinking=True)
@@ -142,7 +146,7 @@ class ChatRenderer:
 
     def _end_of_dummy(self, text: str) -> re.Match[str] | None:
         at = text.rfind(self._mark)
-        return self._ends.search(text, at) if at >= 0 else None
+        return self.end_of_turn.search(text, at) if at >= 0 else None
 
     def _closes(self, dummy: Message, tools: Tools) -> bool:
         """Return True if the template ends a turn itself. Others let the next turn's first token end it, which must

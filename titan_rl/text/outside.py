@@ -24,7 +24,7 @@ class OutsideText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._nonce = secrets.token_hex(8)  # nobody outside can write a mark
+        self._nonce = str(secrets.randbits(64))  # nobody outside can write a mark, and no template changes its case
         self._mark = re.compile(f"\ue000{self._nonce}:([0-9]+)\ue001")
 
     @cached_property

@@ -22,6 +22,7 @@ MOST_STEPS = 1_000_000
 """Loop steps and calls of one rendering. A conversation of 1,000 messages takes about 20,000."""
 MOST_REPEATED = 100_000  # as `"x" * n` in a template
 MOST_POWER = 1_000
+DAY = "\ue006"  # instead of today's date, to see where a template writes it
 MORE_TEMPLATES = "additional_chat_templates"  # folder of a tokenizer that has several
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -58,23 +59,33 @@ class ChatTemplate:
         """Return True if the template reads a message's reasoning_content."""
         return "reasoning_content" in self.source
 
-    def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool) -> str:
+    def depends_on_date(self, messages: Sequence[Message]) -> bool:
+        """Return True if the text holds today's date, unless date_string pins it."""
+        return DAY in self.render(messages, opened=True, today=DAY)
+
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, opened: bool, today: str = "") -> str:
         """Return the conversation as text; `opened`: up to the start of the assistant's next answer."""
         if not messages:
             raise ValueError("expected at least one message, found none")
         compiled = _compiled(self._sources[bool(tools)])
-        environment: Any = compiled.environment
-        environment.steps, environment.date_string = 0, self._named.get("date_string")
+        compiled.environment.steps = 0
         try:
-            return self._rendered(compiled, messages, tools, opened)
+            return self._rendered(compiled, messages, tools, opened, today)
         except TypeError:  # some templates join a call's arguments to text, others read them as a table
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            return self._rendered(compiled, [_with_text_arguments(message) for message in messages], tools, opened)
+            return self._rendered(
+                compiled, [_with_text_arguments(message) for message in messages], tools, opened, today
+            )
 
-    def _rendered(self, compiled: Any, messages: Sequence[Message], tools: Tools, opened: bool) -> str:
-        given = {"tools": tools, "documents": None, "add_generation_prompt": opened, **self._named}
-        return compiled.render(messages=messages, **given)
+    def _rendered(self, compiled: Any, messages: Sequence[Message], tools: Tools, opened: bool, today: str) -> str:
+        day = self._named.get("date_string", today)
+
+        def strftime_now(form: str) -> str:
+            return day or datetime.now().strftime(form)
+
+        given = {"tools": tools, "documents": None, "add_generation_prompt": opened, "strftime_now": strftime_now}
+        return compiled.render(messages=messages, **{**given, **self._named})
 
 
 def own_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -131,7 +142,6 @@ def _sandbox() -> Any:
     class CountingSandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("*", "**"))
         steps = 0
-        date_string: str | None = None
 
         def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
             for loop in list(source.find_all(nodes.For)):
@@ -168,9 +178,6 @@ def _sandbox() -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def strftime_now(form: str) -> str:
-        return sandbox.date_string or datetime.now().strftime(form)
-
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -180,5 +187,4 @@ def _sandbox() -> Any:
     sandbox = CountingSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = tojson
     sandbox.globals["raise_exception"] = raise_exception
-    sandbox.globals["strftime_now"] = strftime_now
     return sandbox

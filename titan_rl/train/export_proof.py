@@ -83,8 +83,8 @@ def compare_models(sequences: Sequences, folder: Path, expected: np.ndarray, *, 
 
 
 def compare_prompts(folder: Path, task: Task, tokenizer: TextTokenizer) -> None:
-    """Raise unless transformers' tokenizer of the folder gives the tokens that training used. A chat that spells control
-    tokens is not compared: they are text here, and control tokens there."""
+    """Raise unless transformers' tokenizer of the folder gives the tokens that training used. Skip a chat that spells
+    control tokens: they are text here, and control tokens there."""
     from transformers import AutoTokenizer
 
     theirs: Any = AutoTokenizer.from_pretrained(folder)

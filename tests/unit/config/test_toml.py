@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.config import toml as config_file
+from titan_rl.config.choices import Table
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
 
@@ -35,6 +36,8 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
         return st.lists(texts if key.type == list[str] else st.integers(), max_size=3)
+    if key.type == Table:
+        return st.dictionaries(texts, st.booleans() | st.integers() | texts | st.floats(-1e9, 1e9), max_size=3)
     if key.type is int:
         return st.integers(int(key.ge or 0), int(key.lt - 1 if key.le is None and key.lt is not None else key.le or 0))
     if key.type is float:
@@ -105,6 +108,8 @@ def test_values_over_defaults_and_overrides_over_values(tmp_path: Path) -> None:
         ("rollout.stop_token_ids", "", []),
         ("override.imports", "my.module.f, other.g", ["my.module.f", "other.g"]),
         ("override.imports", '["my.module.f"]', ["my.module.f"]),
+        ("task.chat_template_kwargs", "{enable_thinking = false, n = 3}", {"enable_thinking": False, "n": 3}),
+        ("task.chat_template_kwargs", "{}", {}),
         ("model.name", "qwen3", "qwen3"),
         ("compile.enable", "auto", "auto"),
         ("compile.enable", "True", True),
@@ -152,7 +157,7 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ),
         (
             "[training.steps]\nx = 3",
-            'run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found {"x": 3}',
+            'run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found {"x" = 3}',
         ),
         ("[training]\nsteps = -1", "run.toml: [training] steps: expected an integer >= 0 and <= 1000000000, found -1"),
         ("[training]\nsteps = 2020-01-01", 'expected an integer >= 0 and <= 1000000000, found "2020-01-01"'),
@@ -170,6 +175,19 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ),
         ("[job]\ndescription = 1", "run.toml: [job] description: expected a string, found 1"),
         ("[rollout]\nstop_token_ids = [1, true]", "stop_token_ids: expected a list of integers, found [1, true]"),
+        (
+            "[task.chat_template_kwargs]\nx = [1]",
+            'run.toml: [task] chat_template_kwargs: expected a table of texts, numbers and booleans, found {"x" = [1]}',
+        ),
+        (
+            "[task]\nchat_template_kwargs = {x = nan}",
+            'expected a table of texts, numbers and booleans, found {"x" = NaN}',
+        ),
+        ('[task]\nchat_template_kwargs = {x = "a\\u0000"}', "expected text that UTF-8 can encode, without NUL, found"),
+        (
+            "[task]\nchat_template_kwargs = 3",
+            "chat_template_kwargs: expected a table of texts, numbers and booleans, found 3",
+        ),
         (
             '[model]\nname = "lama3"',
             'run.toml: [model] name: expected one of "llama3", "qwen3", found "lama3"; did you mean \'llama3\'?',

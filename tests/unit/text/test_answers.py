@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.chat_folders import chat_folder
+from support.chat_folders import chat_folder
 from titan_rl.text.answers import CallFormat, MalformedCall, parse_answer
 from titan_rl.text.tokenizer import TextTokenizer
 

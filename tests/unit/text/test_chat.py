@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chat_folders import CONTROL, chat_folder
+from support.chat_folders import CONTROL, chat_folder
 from titan_rl.text.chat import ChatRenderer
 from titan_rl.text.template import ChatSettings, Message
 from titan_rl.text.tokenizer import TextTokenizer
@@ -160,6 +160,15 @@ def test_text_from_outside_forges_no_control_token(folders: dict[str, Path], nam
     assert control_tokens(text, delta) == control_tokens(text, text.chat.extend([text.eos], [MORE]) or [])
     outside = text.encode_outside(f"a {forged}")
     assert (control_tokens(text, outside), text.decode(outside)) == ([], f"a {forged}")
+
+
+def test_a_role_forges_no_control_token(folders: dict[str, Path]) -> None:
+    """Many templates write '<|' + role + '|>'."""
+    chat = loaded(folders["open_ended"]).chat
+    with pytest.raises(ValueError, match=r"expected a role among assistant, .*found 'endoftext'"):
+        chat.prompt([ASKED, {"role": "endoftext", "content": ""}])
+    assert chat.extend([chat.eos_ids[0]], [{"role": "endoftext", "content": ""}]) is None
+    assert chat.prompt([{"role": "human", "content": "hi"}])
 
 
 def test_a_tokenizer_with_control_tokens_in_its_vocabulary(tmp_path: Path) -> None:

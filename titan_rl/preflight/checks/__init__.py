@@ -6,6 +6,7 @@ Every message names the key to change, what was expected, and what was found.
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.algorithm import check_algorithm
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
+from titan_rl.preflight.checks.chat_template import check_chat, check_template_keys
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.environment import check_environment
@@ -24,10 +25,11 @@ __all__ = ["gpus_needed", "host_problems", "problems", "warnings"]
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return everything that would make the run fail on a host with these GPUs."""
     shape, unusable = usable_shape(config)
-    checks = [check_assets(config, shape), check_task(config)]
+    checks = [check_assets(config, shape), check_task(config), check_template_keys(config)]
     checks += [check_lengths(config, shape)] if shape else []
     readable = [*unusable, *(problem for check in checks for problem in check)]
-    rows = [] if readable else check_row_lengths(config)  # measured with these assets, against these lengths
+    rows = [] if readable else list(check_row_lengths(config))  # measured with these assets, against these lengths
+    rows += [] if readable or rows else check_chat(config)
     others = [check(config) for check in (check_run, check_titan_keys, check_algorithm, check_environment)]
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]

@@ -1,6 +1,5 @@
 """Checks of the policy's Hugging Face folder: shape, weights, tokenizer, chat template."""
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.weights import check_weights
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.tasks.task import chat_settings
+from titan_rl.text.template import own_template
 from titan_rl.text.tokenizer import TextTokenizer, build
 from titan_rl.wire.model_shape import ModelShape
 
@@ -47,9 +48,9 @@ def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
             f"model.hf_assets_path: expected a vocab_size of at least the tokenizer's {tokenizer.size} in "
             f"{folder / 'config.json'}, found {shape.vocab_size}"
         )
-    settings = folder / "tokenizer_config.json"
-    templated = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
-    if config.task.template == "chat" and not (templated or (folder / "chat_template.jinja").is_file()):
+    if config.task.template == "chat" and not (
+        config.task.chat_template or any(own_template(folder, tokenizer.settings))
+    ):
         yield f'task.template: expected "plain", because {folder} has no chat template, found "chat"'
 
 
@@ -63,5 +64,5 @@ def policy_tokenizer(config: Config) -> Iterator[TextTokenizer | None]:
             if not config.model.hf_assets_path:
                 folder = Path(scratch)
                 build(folder)
-            tokenizer = TextTokenizer.load(folder)
+            tokenizer = TextTokenizer.load(folder, chat_settings(config.task))
         yield tokenizer

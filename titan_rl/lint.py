@@ -1,0 +1,94 @@
+"""`python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]`: check how messages become tokens.
+
+Renders sample conversations with tools and thinking, says what the chat template does to them, and shows one with its
+control tokens and its mask. Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.toml import ConfigError
+from titan_rl.preflight.checks.assets import policy_tokenizer, usable_shape
+from titan_rl.preflight.checks.chat_template import check_template_keys, findings_of
+from titan_rl.preflight.cli import read
+from titan_rl.preflight.refusal import printable, refuse, refusing
+from titan_rl.text.inspection import Finding, sample_turns, verdict
+from titan_rl.text.tokenizer import TextTokenizer
+
+SOUND, UNSOUND = 0, 1
+STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
+
+
+@refusing
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = read(sys.argv[1:] if argv is None else argv)
+    try:
+        config = config_file.load(config_file.find(arguments.config), arguments.overrides)
+    except ConfigError as error:
+        refuse(arguments.config, [*arguments.problems, *error.problems])
+    shape, unusable = usable_shape(config)
+    problems = [*arguments.problems, *unusable, *check_template_keys(config)]
+    with policy_tokenizer(config) as tokenizer:
+        if shape is None or tokenizer is None or problems:
+            missing = f"model.hf_assets_path: expected a tokenizer in {config.model.hf_assets_path!r}, found none"
+            refuse(arguments.config, problems or [missing])
+        findings = list(findings_of(config, shape, tokenizer))
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for line in report(findings):
+            console.print(line)
+        if config.task.template == "chat" and not any(finding.check == "one question" for finding in findings):
+            console.print(Text.assemble(("\nverdict ", "bold"), verdict(findings)))
+            console.print(Text.assemble(("calls ", "bold"), tokenizer.chat.call_format))
+            console.print(shown(tokenizer, sample_turns(tokenizer)))
+    return UNSOUND if any(finding.refuses for finding in findings) else SOUND
+
+
+def report(findings: Sequence[Finding]) -> list[Text]:
+    """Return a line per finding: what was checked, and what is remarkable about it."""
+    width = max(len(finding.check) for finding in findings)
+    return [
+        Text.assemble(
+            ("✗ ", "bold red") if finding.refuses else ("! ", "yellow") if finding.detail else ("✓ ", "green"),
+            f"{finding.check:<{width}}  {printable(finding.detail)}".rstrip(),
+        )
+        for finding in findings
+    ]
+
+
+def shown(tokenizer: TextTokenizer, turns: Sequence[tuple[list[int], list[int]]]) -> Text:
+    """Return a conversation as the policy reads it, token by token: control tokens and sampled turns are marked."""
+    control = set(tokenizer.chat.outside.control.values())
+    text = Text.assemble(
+        ("\nOne conversation: ", "bold"), ("control tokens", STYLES["control"]), ", ", ("sampled", STYLES["sampled"])
+    )
+    text.append(" (trained on), and read\n")
+    for read_tokens, sampled in turns:
+        for kind, tokens in (("read", read_tokens), ("sampled", sampled)):
+            if kind == "sampled":
+                text.append("⟦", "dim")
+            for run, is_control in _runs(tokens, control):
+                said = tokenizer.decode(run, skip_special=False)
+                text.append(said, STYLES["control" if is_control and kind == "read" else kind])
+            if kind == "sampled":
+                text.append("⟧", "dim")
+    return text
+
+
+def _runs(tokens: Sequence[int], control: set[int]) -> list[tuple[list[int], bool]]:
+    """Split tokens where control tokens begin and end."""
+    runs: list[tuple[list[int], bool]] = []
+    for token in tokens:
+        is_control = token in control
+        if runs and runs[-1][1] == is_control:
+            runs[-1][0].append(token)
+        else:
+            runs.append(([token], is_control))
+    return runs
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Checks of the chat template: its keys in [task], and what it makes of sample conversations."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
+from titan_rl.preflight.checks.assets import policy_tokenizer
+from titan_rl.text.inspection import SAMPLE, Finding, difference, inspect_template
+from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.model_shape import ModelShape
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def check_template_keys(config: Config) -> Iterator[str]:
+    task = config.task
+    if task.template == "plain":
+        for key, default in (("chat_template", ""), ("chat_template_kwargs", {})):
+            if (found := getattr(task, key)) != default:
+                expected = f'expected {as_toml(default)} with task.template = "plain"'
+                yield f"task.{key}: {expected}, found {as_toml(found)}"
+    for name in RESERVED:
+        if name in task.chat_template_kwargs:
+            expected = "expected variables of the template other than those that every rendering sets"
+            yield f"task.chat_template_kwargs: {expected}, found {name!r}"
+    inline = "{{" in task.chat_template or "{%" in task.chat_template
+    if task.chat_template and not inline and not os.path.isfile(task.chat_template):
+        found = as_toml(task.chat_template)
+        yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
+
+
+def check_chat(config: Config) -> Iterator[str]:
+    """Render sample conversations, if the run renders chats with a tokenizer that can be loaded."""
+    if config.task.template == "plain":
+        return
+    with policy_tokenizer(config) as tokenizer:
+        if tokenizer is None:
+            return
+        key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
+        for finding in inspect_template(tokenizer):
+            if finding.refuses:
+                yield f"{key}: {finding.check}: {finding.detail}"
+
+
+def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> Iterator[Finding]:
+    """Yield everything that can be said about messages and tokens in a run of this config."""
+    size, rows = tokenizer.size, shape.vocab_size
+    large = f"expected an embedding of at least {size} rows, one per token, found {rows} in config.json"
+    yield Finding("vocabulary", large if size > rows else "", refuses=size > rows)
+    if config.task.template == "plain":
+        yield Finding("chat template", 'is not used: task.template = "plain"')
+        return
+    if config.task.chat_template:
+        yield from _compared_with_own(tokenizer)
+    yield from inspect_template(tokenizer)
+
+
+def _compared_with_own(tokenizer: TextTokenizer) -> Iterator[Finding]:
+    """Compare a given template with the folder's own, which the model was trained with."""
+    own = TextTokenizer.load(tokenizer.folder, replace(tokenizer.chat_settings, template=""))
+    try:
+        expected, found = (each.chat.prompt(SAMPLE) for each in (own, tokenizer))
+    except Exception:  # a template may raise whatever it likes; inspect_template says so
+        return
+    changed = difference(tokenizer, expected, found)
+    yield Finding("task.chat_template", f"differs from the one of {tokenizer.folder}: {changed}" if changed else "")

@@ -1,0 +1,261 @@
+"""Looks for what goes wrong between messages and tokens, on sample conversations of one tokenizer and its template.
+
+    inspect_template(tokenizer) -> findings: what was checked, what was found, and whether a run must not begin
+
+Nothing here needs a model: each check renders a few messages, which takes milliseconds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.text.answers import MalformedCall
+from titan_rl.text.chat import ChatRenderer, common_length
+from titan_rl.text.template import Message, named_tokens
+from titan_rl.text.tokenizer import TextTokenizer
+
+SYSTEM: Message = {"role": "system", "content": "Answer briefly, please."}
+ASKED: Message = {"role": "user", "content": "What is 37*41?"}
+MORE: Message = {"role": "user", "content": "And what is 52*68?"}
+SAID: Message = {"role": "assistant", "content": "It is 1517."}
+LATER: Message = {**SAID, "content": "It is 3536."}
+THOUGHT: Message = {**SAID, "reasoning_content": "37*41 is 1517"}
+ARGUMENTS = {"b": 41, "a": 37}
+CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": ARGUMENTS}}],
+}
+THOUGHT_CALL: Message = {**CALLED, "reasoning_content": "I use the tool"}
+RESULT: Message = {"role": "tool", "tool_call_id": "call_0", "name": "multiply", "content": "exactly 1517"}
+PARAMETERS = {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}, "required": ["a", "b"]}
+TOOL = {"name": "multiply", "description": "Multiply two numbers.", "parameters": PARAMETERS}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
+TURNS: dict[str, tuple[list[Message], list[Message]]] = {
+    "an answer, then the user": ([ASKED, SAID], [MORE]),
+    "two answers, then the user": ([ASKED, SAID, MORE, LATER], [{**MORE, "content": "And what is 29*94?"}]),
+    "a thought and an answer, then the user": ([ASKED, THOUGHT], [MORE]),
+    "a call, then its result": ([ASKED, CALLED], [RESULT]),
+    "a thought and a call, then its result": ([ASKED, THOUGHT_CALL], [RESULT]),
+    "a call, an answer, then the user": ([ASKED, THOUGHT_CALL, RESULT, THOUGHT], [MORE]),
+}
+SAMPLE: list[Message] = [SYSTEM, ASKED, SAID, MORE]
+TEXTS = ("12 + 34 = 46\n", "  two  spaces,\ttab\n\n\n", "naïve café 東京 🙂", 'def f(x): return {"a": x}')
+SHOWN = 8  # tokens of context on each side of a difference
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check. Without a detail all is well; `refuses`: a run must not begin like this."""
+
+    check: str
+    detail: str = ""
+    refuses: bool = False
+
+
+Check = Callable[[TextTokenizer], Iterator[Finding]]
+
+
+def inspect_template(text: TextTokenizer) -> list[Finding]:
+    """Return what each check finds. A template that cannot render one question ends the inspection."""
+    try:
+        text.chat.prompt([ASKED])
+    except Exception as error:  # a template may raise whatever it likes
+        return [Finding("one question", f"expected a prompt, found {type(error).__name__}: {error}", refuses=True)]
+    return [finding for check in CHECKS for finding in check(text)]
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return in a few words what a turn costs with this template."""
+    extends = [finding for finding in findings if finding.check in TURNS]
+    if not any(finding.detail for finding in extends):
+        return "extends its own text: one branch per rollout"
+    if not any("begins a branch" in finding.detail for finding in extends):
+        return "does not extend its own text; turns are kept as sampled: one branch per rollout"
+    return "does not extend its own text: some turns begin a branch"
+
+
+def difference(text: TextTokenizer, expected: Sequence[int], found: Sequence[int]) -> str:
+    """Return the first difference of two token sequences in its context; "" if there is none."""
+    at = common_length(expected, found)
+    if at == len(expected) == len(found):
+        return ""
+    before, one, other = (
+        repr(text.decode(tokens, skip_special=False))
+        for tokens in (expected[max(0, at - SHOWN) : at], expected[at : at + SHOWN], found[at : at + SHOWN])
+    )
+    return f"token {at}, after {before}: expected {one}, found {other}"
+
+
+def answered(chat: ChatRenderer, messages: Sequence[Message], tools: Any) -> list[int]:
+    """Return the tokens of a conversation that ends in an assistant's turn, as if the policy had just sampled it."""
+    opened, whole = chat.render(messages[:-1], tools), chat.render(messages, tools, opened=False)
+    said = whole[common_length(opened, whole) :]
+    end = chat.end_of_turn.search(said)
+    return chat.outside.encode(opened + (said[: end.end()] if end else said))
+
+
+def sample_turns(text: TextTokenizer) -> list[tuple[list[int], list[int]]]:
+    """Return a conversation as a rollout holds it: what each turn reads that is new, and what it samples. It has a call
+    and its result, if the template has calls."""
+    talks: list[tuple[list[Message], Any]] = [([SAID, MORE, LATER], None)]
+    if text.chat.call_format != "text":
+        talks.insert(0, ([CALLED, RESULT, SAID], TOOLS))
+    for later, tools in talks:
+        for messages in ([SYSTEM, ASKED], [ASKED]):
+            try:
+                start = text.chat.prompt(messages, tools)
+                first = answered(text.chat, [*messages, later[0]], tools)
+                added = text.chat.extend(first, later[1:2], tools)
+                second = answered(text.chat, [*messages, *later], tools)
+            except Exception:  # the next conversation is plainer
+                continue
+            if added is not None and first[: len(start)] == start:
+                opened = text.chat.prompt([*messages, *later[:2]], tools)
+                return [(start, first[len(start) :]), (added, second[common_length(opened, second) :])]
+    return [(text.chat.prompt([ASKED]), answered(text.chat, [ASKED, SAID], None)[len(text.chat.prompt([ASKED])) :])]
+
+
+def _grows(text: TextTokenizer) -> Iterator[Finding]:
+    """Compare what the next prompt holds with the tokens of the turns before it, and with what `extend` adds."""
+    for name, (before, after) in TURNS.items():
+        tools = TOOLS if CALLED in before or THOUGHT_CALL in before else None
+        try:
+            tokens, grown = answered(text.chat, before, tools), text.chat.prompt([*before, *after], tools)
+            added = text.chat.extend(tokens, after, tools)
+        except Exception as error:
+            yield Finding(name, f"begins a branch: the template raises {type(error).__name__}: {error}")
+            continue
+        changed = difference(text, tokens, grown[: len(tokens)])
+        if added is None:
+            why = changed or "the template puts it where no turn ends"
+            yield Finding(name, f"begins a branch, as the template changes what was sampled: {why}")
+        elif changed:
+            yield Finding(name, f"is kept as sampled, which the template would change: {changed}")
+        elif wrong := difference(text, grown, [*tokens, *added]):
+            yield Finding(
+                name, f"expected what the template adds to a turn, found another delta: {wrong}", refuses=True
+            )
+        else:
+            yield Finding(name)
+
+
+def _shows(text: TextTokenizer) -> Iterator[Finding]:
+    """Look for each message in the text of its conversation."""
+    for name, messages, tools in (
+        ("first message", [ASKED], None),
+        ("system message", [SYSTEM, ASKED], None),
+        ("later messages", [ASKED, SAID, MORE], None),
+        ("a tool's result", [ASKED, CALLED, RESULT], TOOLS),
+    ):
+        optional = name in ("system message", "a tool's result")
+        try:
+            rendered = text.chat.render(messages, tools)
+        except Exception as error:
+            yield Finding(name, f"the template raises {type(error).__name__}: {error}", refuses=not optional)
+            continue
+        lost = text.chat.dropped(rendered, [m for m in messages if m["role"] != "assistant"])
+        named = "".join(f"{message['role']} {message['content']!r}" for message in lost[:1])
+        detail = f"expected the text of every message, found none of {named}" if lost else ""
+        yield Finding(name, detail, refuses=bool(lost) and not optional)
+    named = _rendered(text.chat, [ASKED], TOOLS)
+    yield Finding("tools", "" if TOOL["name"] in named else "the template does not write the tools' schemas")
+
+
+def _ends(text: TextTokenizer) -> Iterator[Finding]:
+    whole = _rendered(text.chat, [ASKED, SAID], opened=False)
+    after = whole[whole.rfind(SAID["content"]) + len(SAID["content"]) :]
+    listed = ", ".join(repr(text.decode([id], skip_special=False)) for id in text.eos_ids)
+    control = next((token for token in text.chat.outside.control if after.lstrip().startswith(token)), "")
+    if after.strip() and not text.chat.end_of_turn.search(after):
+        what = f"{control!r}, which is not among them" if control else repr(after)
+        expected = f"expected a turn that ends with one of {listed} (generation_config.json)"
+        yield Finding(
+            "end of a turn", f"{expected}, found {what}: sampling would not stop there", refuses=bool(control)
+        )
+    elif not after.strip():
+        yield Finding("end of a turn", "the next turn's first token ends a turn")
+    else:
+        yield Finding("end of a turn")
+    shared = text.pad in text.eos_ids
+    yield Finding("padding", "the padding token also ends a turn: only masks tell them apart" if shared else "")
+
+
+def _begins(text: TextTokenizer) -> Iterator[Finding]:
+    tokens = text.chat.prompt([ASKED])
+    count = tokens.count(text.bos) if text.bos is not None else 0
+    shown = "" if text.bos is None else repr(text.decode([text.bos], skip_special=False))
+    if count > 1 and text.bos not in text.eos_ids:
+        yield Finding("begin of a text", f"expected {shown} once, found it {count} times", refuses=True)
+    elif count == 0 and text.bos is not None and text.prompt("1", "plain")[0] == text.bos:
+        yield Finding("begin of a text", f"plain prompts begin with {shown}, those of the chat template do not")
+    else:
+        yield Finding("begin of a text")
+    whole = text.chat.outside.encode(_rendered(text.chat, [ASKED, SAID], opened=False))
+    changed = difference(text, tokens, whole[: len(tokens)])
+    yield Finding("opening", f"the template opens an answer unlike it writes one: {changed}" if changed else "")
+
+
+def _outside(text: TextTokenizer) -> Iterator[Finding]:
+    """Let every place of a conversation spell every end of a turn."""
+    control = text.chat.outside.control
+    unknown = named_tokens(text.settings).get("unk_token")
+    forged = " ".join([*(text.decode([id], skip_special=False) for id in text.eos_ids), *list(control)[:64]])
+    for name, messages, place in (
+        ("control tokens in a user's text", [ASKED], 0),
+        ("control tokens in a tool's result", [ASKED, CALLED, RESULT], 2),
+    ):
+        tools = TOOLS if place else None
+        planted = [{**m, "content": f"{m['content']} {forged}"} if i == place else m for i, m in enumerate(messages)]
+        try:
+            plain, attacked = (text.chat.prompt(each, tools) for each in (messages, planted))
+        except Exception:
+            yield Finding(name)  # "a tool's result" says so
+            continue
+        counted = {id for token, id in control.items() if token != unknown}
+        before, after = ([id for id in tokens if id in counted] for tokens in (plain, attacked))
+        more = f"expected {len(before)} control tokens, found {len(after)}: text from outside forges turns"
+        yield Finding(name, more if before != after else "", refuses=before != after)
+    for sample in TEXTS:
+        back = text.decode(text.encode(sample))
+        if back != sample:
+            yield Finding("round trip", f"expected {sample!r} after encode and decode, found {back!r}")
+            return
+    yield Finding("round trip")
+
+
+def _keeps(text: TextTokenizer) -> Iterator[Finding]:
+    """Note what a rendering changes in an answer. Sampled turns are not rendered again, but those of a branch are."""
+    spaced = "  1517 .\n"
+    kept = spaced in _rendered(text.chat, [ASKED, {**SAID, "content": spaced}, MORE])
+    yield Finding("white space of an answer", "" if kept else "is stripped where a branch renders it again")
+    try:
+        called = answered(text.chat, [ASKED, CALLED], TOOLS)
+    except Exception as error:
+        yield Finding("tool calls", f"the template raises {type(error).__name__}: {error}")
+        return
+    try:
+        found = text.chat.parse(called[len(text.chat.prompt([ASKED], TOOLS)) :], TOOLS).get("tool_calls", [])
+    except MalformedCall as error:
+        found = [str(error)]
+    if text.chat.call_format == "text":
+        yield Finding("tool calls", "the template writes them in no format that can be read back: they stay text")
+    elif len(found) != 1 or found[0]["function"]["name"] != TOOL["name"]:
+        yield Finding(
+            "tool calls", f"expected the call of {TOOL['name']!r} to be read back, found {found}", refuses=True
+        )
+    else:
+        yield Finding("tool calls")
+    dated = text.chat.template.depends_on_date([ASKED])
+    pin = 'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}, or runs differ from day to day'
+    yield Finding("date", f"the prompt holds today's date: {pin}" if dated else "")
+
+
+def _rendered(chat: ChatRenderer, messages: Sequence[Message], tools: Any = None, *, opened: bool = True) -> str:
+    try:
+        return chat.render(messages, tools, opened=opened)
+    except Exception:  # another check says so
+        return ""
+
+
+CHECKS: tuple[Check, ...] = (_shows, _grows, _ends, _begins, _outside, _keeps)
