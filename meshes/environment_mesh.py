@@ -40,19 +40,23 @@ class EnvironmentPolicy:
     incidents: Incidents | None = None  # records losses and limits respawns; None: a loss ends the mesh
 
 
+Waiting = tuple[asyncio.Future[EnvironmentProcess], int, bool]
+"""A rollout without a place: how often it was suspected, and whether it had a place before."""
+
+
 class EnvironmentMesh:
     """Drives rollouts; see wire/sessions.py."""
 
     def __init__(
-        self, make: Callable[[str], Awaitable[EnvironmentProcess]], concurrency: int, policy: EnvironmentPolicy
+        self, make: Callable[[int], Awaitable[EnvironmentProcess]], concurrency: int, policy: EnvironmentPolicy
     ) -> None:
         """`concurrency`: rollouts that one process drives at the same time."""
         self.processes: list[EnvironmentProcess] = []
         self._retired: list[EnvironmentProcess] = []  # they finish what they have
         self._make, self._concurrency, self._policy = make, concurrency, policy
-        self._names = (f"{NAME}{number}" for number in count())
+        self._numbers: set[int] = set()  # of processes that live, or are not buried
         self._ids = count()
-        self._queue: deque[tuple[asyncio.Future[EnvironmentProcess], int]] = deque()  # rollouts without a place
+        self._queue: deque[Waiting] = deque()  # rollouts without a place
         self._placed = 0  # rollouts with one
         self._held: dict[int, asyncio.Future[None]] = {}  # turns that lockstep holds back
         self._coming = 0  # processes that are being spawned
@@ -65,9 +69,9 @@ class EnvironmentMesh:
     async def spawn(
         cls, host: HostMesh, settings: EnvironmentSettings, policy: EnvironmentPolicy, env: Mapping[str, str]
     ) -> "EnvironmentMesh":
-        async def make(name: str) -> EnvironmentProcess:
-            procs = await spawn(host, name=name, shape={"env": 1}, env=env)
-            return EnvironmentProcess(name, procs, settings)
+        async def make(number: int) -> EnvironmentProcess:
+            procs = await spawn(host, name=f"{NAME}{number}", shape={"env": 1}, env=env)
+            return EnvironmentProcess(number, f"{NAME}{number}", procs, settings)
 
         mesh = cls(make, settings.loop.concurrency, policy)
         await mesh.start()
@@ -79,9 +83,9 @@ class EnvironmentMesh:
 
     async def drive(self, session: Session) -> Outcome:
         script: list[tuple[Ask, Answer]] = []  # turns, to be replayed in another process
-        suspicion = 0
+        suspicion, again = 0, False
         while True:
-            process = await self._place(suspicion)
+            process = await self._place(suspicion, again=again)
             episode, ended = Episode(next(self._ids), suspicion), False
             try:
                 process.begin(Begin(episode.id, session.prompt, session.seed), episode)
@@ -95,6 +99,7 @@ class EnvironmentMesh:
                     if suspicion and self._suspects(suspicion) == 1:
                         return Outcome("lost", error=str(lost))
                     suspicion += 1
+                again = True
             finally:
                 process.leave(episode, ended=ended)
                 self._release(process, suspect=episode.suspicion > 0)
@@ -155,19 +160,20 @@ class EnvironmentMesh:
                 self._held.pop(episode.id, None)
 
     def _step(self) -> None:
-        if len(self._held) == self._placed:
+        moving = self._coming and any(again for _, _, again in self._queue)  # to a process that is being spawned
+        if len(self._held) == self._placed and not moving:
             for id in sorted(self._held):
                 if not self._held[id].done():
                     self._held[id].set_result(None)
 
     # -- places ---------------------------------------------------------------------------------------------------
 
-    async def _place(self, suspicion: int) -> EnvironmentProcess:
+    async def _place(self, suspicion: int, *, again: bool = False) -> EnvironmentProcess:
         """Wait for a place in the least loaded process. First come, first served, but suspects wait for each other."""
         if self._error is not None:
             raise self._error
         place: asyncio.Future[EnvironmentProcess] = asyncio.get_running_loop().create_future()
-        self._queue.append((place, suspicion))
+        self._queue.append((place, suspicion, again))
         self._deal()
         try:
             return await place
@@ -181,19 +187,19 @@ class EnvironmentMesh:
         process.suspects -= suspect
         self._placed -= 1
         self._deal()
-        self._step()
+        asyncio.get_running_loop().call_soon(self._step)  # later: the rollout may be about to move
         if process.retired and not process.load and process in self._retired:
             self._retired.remove(process)
-            self._in_background(process.kill())
+            self._in_background(self._bury(process))
 
     def _deal(self) -> None:
-        waiting: list[tuple[asyncio.Future[EnvironmentProcess], int]] = []
+        waiting: list[Waiting] = []
         while self._queue and (open := [p for p in self.processes if p.load < self._concurrency]):
-            place, suspicion = self._queue.popleft()
+            place, suspicion, again = self._queue.popleft()
             if suspicion:
                 open = [p for p in open if p.suspects < self._suspects(suspicion)]
             if not open:
-                waiting.append((place, suspicion))
+                waiting.append((place, suspicion, again))
             elif not place.done():
                 process = min(open, key=lambda p: p.load)
                 process.load += 1
@@ -209,11 +215,13 @@ class EnvironmentMesh:
     # -- failures -------------------------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        process = await self._make(next(self._names))
+        number = next(n for n in count() if n not in self._numbers)
+        self._numbers.add(number)
+        process = await self._make(number)
         try:
             await process.start(self._policy.init_seconds)
         except BaseException:
-            await process.kill()
+            await self._bury(process)
             raise
         process.serve(lambda taken: self._heard(process, taken), lambda error: self._lost(process, error))
         process.set_state("serving")
@@ -233,7 +241,7 @@ class EnvironmentMesh:
         self._replace(process, RunError(f"{process.rank} is replaced: {why}", rank=process.rank))
         if not process.load:
             self._retired.remove(process)
-            self._in_background(process.kill())
+            self._in_background(self._bury(process))
 
     def _lost(self, process: EnvironmentProcess, error: Exception) -> None:
         if process not in self.processes and process not in self._retired:
@@ -244,9 +252,9 @@ class EnvironmentMesh:
             culprit.verdict = Outcome("timeout", error=f"turn_seconds: {error.place}")
         process.fail(str(error))
         process.set_state("lost")
-        self._in_background(process.kill())
         if process in self._retired:
             self._retired.remove(process)
+            self._in_background(self._bury(process))
             return
         self.processes.remove(process)
         known = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
@@ -255,37 +263,46 @@ class EnvironmentMesh:
     def _replace(self, process: EnvironmentProcess, error: RunError, again: int = 0) -> None:
         if (incidents := self._policy.incidents) is None:
             self._end(error)
+            self._in_background(self._bury(process))
             return
         self._coming += 1
         counts, self._sound = not self._sound, False
-        incident = incidents.lost(NAME, error)
+        incident = incidents.lost(name := process.name, error)
 
         async def replaced() -> None:
             nonlocal error, counts
+            if process.error:  # else it is retired, and finishes what it has
+                await self._bury(process)
             while True:
-                if not incidents.may_respawn(NAME, counts=counts):
+                if not incidents.may_respawn(name, counts=counts):
                     self._coming -= 1
                     left = len(self.processes) + self._coming
                     incidents.given_up(incident, f"{left} environment process{'es' * (left != 1)} left")
                     if not left:
-                        self._end(incidents.over_budget(NAME, error))
+                        self._end(incidents.over_budget(name, error))
                     return
                 try:
                     await self._join()
                 except RunError as failed:
-                    incidents.note(f"{NAME} did not come back: {failed}")
+                    incidents.note(f"{name} did not come back: {failed}")
                     error, counts = failed, True
                 else:
                     self._coming -= 1
+                    self._step()
                     incidents.back(incident, f"{again} rollout{'s' * (again != 1)} to play again")
                     return
 
         self._in_background(replaced())
 
+    async def _bury(self, process: EnvironmentProcess) -> None:
+        """Kill a process; from then on its name is free."""
+        await process.kill()
+        self._numbers.discard(process.number)
+
     def _end(self, error: RunError) -> None:
         self._error = self._error or error
         while self._queue:
-            place, _ = self._queue.popleft()
+            place, *_ = self._queue.popleft()
             if not place.done():
                 place.set_exception(self._error)
 

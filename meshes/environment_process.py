@@ -59,8 +59,8 @@ class Episode:
 
 
 class EnvironmentProcess:
-    def __init__(self, name: str, procs: ProcMesh, settings: EnvironmentSettings) -> None:
-        self.name = name
+    def __init__(self, number: int, name: str, procs: ProcMesh, settings: EnvironmentSettings) -> None:
+        self.number, self.name = number, name
         self.load = self.suspects = 0  # rollouts that have a place here; of them, those that may have harmed another
         self.open: dict[int, Episode] = {}
         self.error: str = ""  # final once set

@@ -4,9 +4,12 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from titan_rl.agents.calc import MALFORMED, Calc
 from titan_rl.agents.episodes import Reply, Step
+from titan_rl.agents.hunt import Hunt
 
 TURNS = 3
 
@@ -58,3 +61,20 @@ class Plain:
         if self._row.get("do") == "block" and self._turn == self._row.get("turn", 1):
             time.sleep(float(self._row["seconds"]))
         return str(self._turn), float(self._turn == TURNS), self._turn == TURNS, {"steps": 1}
+
+
+class FallingHunt(Hunt):
+    """Hunt, of which one board in four raises."""
+
+    async def step(self, reply: Reply) -> Step:
+        if self._board.hint() == "ul":
+            raise RuntimeError("the board fell over")
+        return await super().step(reply)
+
+
+class Zeros(Calc):
+    """Calc with a calculator that is broken."""
+
+    async def step(self, reply: Reply) -> Step:
+        found = await super().step(reply)
+        return found if found.done or found.observation == MALFORMED else replace(found, observation="000000=")

@@ -147,8 +147,8 @@ def test_an_environment_that_always_kills_its_process_ends_the_run(tmp_path: Pat
         async with environments(ODD, tmp_path, processes=1, restarts=1) as (mesh, said):
             found = await asyncio.gather(*map(mesh.drive, scripted([{"do": "exit"}] * 4)), return_exceptions=True)
             assert all(isinstance(each, RunError) for each in found)
-            assert "environment was respawned 1 time within" in str(found[0])
-            assert any("environment is not replaced: 0 environment processes left" in line for line in said)
+            assert "environment0 was respawned 1 time within" in str(found[0])
+            assert any("environment0 is not replaced: 0 environment processes left" in line for line in said)
 
     drive(body)
 
