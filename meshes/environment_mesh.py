@@ -6,8 +6,8 @@
 
 User code can neither block nor crash the controller. What it raises is the outcome of one rollout. A process that dies
 or is blocked is killed and replaced. Its rollouts begin again in other processes, where the turns that were sampled
-before are replayed. Those whose code ran at that moment are suspects: a process takes few of them, then fewer, then one
-at a time, so that the one that kills its process is found, and the others are not lost with it. A process in which a
+before are replayed. Those whose code ran at that moment are suspects: after another death a process takes few of them,
+then fewer, then one at a time, so that the one that kills its process is found, and the others are not lost with it. A process in which a
 thread is stuck finishes its other rollouts before it is replaced.
 """
 
@@ -36,6 +36,7 @@ NAME = "environment"
 class EnvironmentPolicy:
     processes: int
     init_seconds: float = 300
+    hang_seconds: float = 60
     lockstep: bool = False  # all rollouts' turns are sampled together
     incidents: Incidents | None = None  # records losses and limits respawns; None: a loss ends the mesh
 
@@ -71,7 +72,7 @@ class EnvironmentMesh:
     ) -> "EnvironmentMesh":
         async def make(number: int) -> EnvironmentProcess:
             procs = await spawn(host, name=f"{NAME}{number}", shape={"env": 1}, env=env)
-            return EnvironmentProcess(number, f"{NAME}{number}", procs, settings)
+            return EnvironmentProcess(number, f"{NAME}{number}", procs, settings, policy.hang_seconds)
 
         mesh = cls(make, settings.loop.concurrency, policy)
         await mesh.start()
@@ -210,18 +211,21 @@ class EnvironmentMesh:
 
     def _suspects(self, suspicion: int) -> int:
         """Return how many suspects a process takes if one of them has been suspected `suspicion` times."""
-        return max(1, self._concurrency >> 3 * suspicion)
+        return max(1, self._concurrency >> 3 * (suspicion - 1))
 
     # -- failures -------------------------------------------------------------------------------------------------
 
     async def _join(self) -> None:
         number = next(n for n in count() if n not in self._numbers)
         self._numbers.add(number)
-        process = await self._make(number)
+        process: EnvironmentProcess | None = None
         try:
+            process = await self._make(number)
             await process.start(self._policy.init_seconds)
         except BaseException:
-            await self._bury(process)
+            if process is not None:
+                await process.kill()
+            self._numbers.discard(number)
             raise
         process.serve(lambda taken: self._heard(process, taken), lambda error: self._lost(process, error))
         process.set_state("serving")
@@ -247,8 +251,7 @@ class EnvironmentMesh:
         if process not in self.processes and process not in self._retired:
             return
         again = len(process.open)
-        culprit = process.open.get(error.id) if isinstance(error, BlockedLoop) and error.id is not None else None
-        if culprit is not None:
+        if isinstance(error, BlockedLoop) and (culprit := process.open.get(error.id)) is not None:
             culprit.verdict = Outcome("timeout", error=f"turn_seconds: {error.place}")
         process.fail(str(error))
         process.set_state("lost")

@@ -18,7 +18,6 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Outcome
 
 LONGEST_POLL = 1.0  # seconds between two signs of life
-CALL_SECONDS = 10.0  # for an endpoint of a live process to answer, on a busy machine
 
 
 class BlockedLoop(RunError):
@@ -28,7 +27,8 @@ class BlockedLoop(RunError):
         what = f"{rank}: its loop has been blocked for {blocked.seconds:.1f} s by {blocked.place}"
         remedy = "An async function must not block: make it a plain one, which runs on a thread."
         super().__init__(what, remedy, rank=rank)
-        self.id, self.place = blocked.id, blocked.place
+        self.id = -1 if blocked.id is None else blocked.id
+        self.place = blocked.place
 
 
 class ProcessLost(Exception):
@@ -59,14 +59,17 @@ class Episode:
 
 
 class EnvironmentProcess:
-    def __init__(self, number: int, name: str, procs: ProcMesh, settings: EnvironmentSettings) -> None:
+    def __init__(
+        self, number: int, name: str, procs: ProcMesh, settings: EnvironmentSettings, hang_seconds: float
+    ) -> None:
+        """`hang_seconds` bounds the silence of a process. Code that holds the interpreter's lock silences it."""
         self.number, self.name = number, name
         self.load = self.suspects = 0  # rollouts that have a place here; of them, those that may have harmed another
         self.open: dict[int, Episode] = {}
         self.error: str = ""  # final once set
         self.retired = ""  # why it gets no more rollouts
         self.state, self.since = "starting", time.time()
-        self._procs, self._settings = procs, settings
+        self._procs, self._settings, self._hang_seconds = procs, settings, hang_seconds
         self.rank = label(name, {"env": 0})
         actors: Any = procs.spawn(name, EnvironmentRank, settings)
         self._actor = actors.slice(env=0)
@@ -125,9 +128,9 @@ class EnvironmentProcess:
             self._serving.cancel()
         await end([self.rank], self._procs)
 
-    async def _ask(self, verb: str, *arguments: Any, seconds: float = CALL_SECONDS) -> Any:
+    async def _ask(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
         call = getattr(self._actor, verb).call_one(*arguments)
-        return await ask(call, actor=self.rank, verb=verb, seconds=seconds)
+        return await ask(call, actor=self.rank, verb=verb, seconds=seconds or self._hang_seconds)
 
     async def _send(self) -> None:
         """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
@@ -145,10 +148,9 @@ class EnvironmentProcess:
             await self._ask(verb, batch)
 
     async def _receive(self, heard: Callable[[Taken], None]) -> None:
-        limits = self._settings.loop.limits
-        within = min(LONGEST_POLL, limits.turn_seconds / 4)
-        while True:  # code that holds the GIL silences the process: it is allowed what one call is
-            taken: Taken = await self._ask("take", within, seconds=within + limits.turn_seconds + CALL_SECONDS)
+        within = min(LONGEST_POLL, self._settings.loop.limits.turn_seconds / 4)
+        while True:
+            taken: Taken = await self._ask("take", within, seconds=within + self._hang_seconds)
             for news in taken.news:
                 if (episode := self.open.get(news.id)) is not None:
                     episode.hear(news)

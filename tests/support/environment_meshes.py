@@ -63,6 +63,7 @@ async def environments(
     limits: Limits = LIMITS,
     lockstep: bool = False,
     restarts: int = 3,
+    hang_seconds: float = 60,
 ) -> AsyncIterator[tuple[EnvironmentMesh, list[str]]]:
     """Yield a mesh and what it says about its incidents."""
     monarch.actor.unhandled_fault_hook = lambda _: None
@@ -70,7 +71,7 @@ async def environments(
     said: list[str] = []
     incidents = Incidents(folder, FaultSection(max_restarts=restarts), said.append)
     settings = EnvironmentSettings(LoopSettings(name, concurrency, limits), folder)
-    policy = EnvironmentPolicy(processes, lockstep=lockstep, incidents=incidents)
+    policy = EnvironmentPolicy(processes, hang_seconds=hang_seconds, lockstep=lockstep, incidents=incidents)
     path = os.pathsep.join([TESTS, os.getcwd()])
     mesh = await EnvironmentMesh.spawn(this_host(), settings, policy, {"PYTHONPATH": path})
     try:

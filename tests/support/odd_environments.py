@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ TURNS = 3
 
 
 class Odd:
-    """Three turns, then a reward of 1. row["do"] at row["turn"]: raise, block, exit, sleep, swallow."""
+    """Three turns, then a reward of 1. row["do"] at row["turn"]: raise, leave, block, regex, exit, sleep, swallow."""
 
     async def reset(self, row: Mapping[str, Any]) -> str:
         self._row, self._turn = row, 0
@@ -36,6 +37,8 @@ class Odd:
             raise SystemExit(3)
         if do == "block":
             time.sleep(seconds)
+        if do == "regex":
+            re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock for years
         if do == "exit":
             os._exit(7)
         if do == "sleep":
@@ -78,3 +81,6 @@ class Zeros(Calc):
     async def step(self, reply: Reply) -> Step:
         found = await super().step(reply)
         return found if found.done or found.observation == MALFORMED else replace(found, observation="000000=")
+
+
+falling_hunt, zeros = FallingHunt, Zeros  # names that survive a command line of Runs, which has no capitals

@@ -49,7 +49,7 @@ def test_a_run_in_which_environments_die_has_the_losses_of_one_in_which_none_doe
 
 def test_an_environment_that_raises_is_dropped_and_never_a_reward_of_zero(runs: Runs, tmp_path: Path) -> None:
     run = runs.finish(
-        tmp_path / "run", "hunt_llama", **FEW, environment__name="odd_environments:FallingHunt", eval__size=0
+        tmp_path / "run", "hunt_llama", **FEW, environment__name="odd_environments:falling_hunt", eval__size=0
     )
     assert audit(run.folder)[0] == []
     failed = [line for line in run.lines("rollouts.jsonl") if line["status"] == "error"]
@@ -70,7 +70,7 @@ def test_calc_learns_to_use_its_tool_and_only_with_a_tool_that_works(runs: Runs,
         tmp_path / "zeros",
         "calc_llama",
         small=False,
-        environment__name="odd_environments:Zeros",
+        environment__name="odd_environments:zeros",
         cold_start__steps=120,
         training__steps=15,
     )

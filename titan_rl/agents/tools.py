@@ -15,7 +15,7 @@ import inspect
 import json
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -50,7 +50,7 @@ class Toolbox:
         self.schemas = [schema(tool) for tool in self._tools.values()]
         self._parameters = {each["function"]["name"]: each["function"]["parameters"] for each in self.schemas}
         self._counts: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def __bool__(self) -> bool:
         return bool(self._tools)

@@ -70,8 +70,8 @@ class FaultSection:
     """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
     every half of this."""
     hang_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
-    """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step. Until an
-    engine has its first weights, comm.init_timeout_seconds applies instead."""
+    """Replace a generator rank that shows no progress, or an environment process that is silent, for this long. Keep it
+    above the longest engine step. Until an engine has its first weights, comm.init_timeout_seconds applies instead."""
     max_restarts: int = bounds(3, ge=0, le=10**6)
     """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
     0 disables respawning."""

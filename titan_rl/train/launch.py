@@ -174,7 +174,8 @@ async def _environments(host: HostMesh, setup: Setup, terminal: Terminal, incide
     loop = LoopSettings(e.name, e.concurrency, limits)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat)
-    policy = EnvironmentPolicy(e.processes, setup.config.comm.init_timeout_seconds, e.lockstep, incidents)
+    patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
+    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, incidents)
     with terminal.phase("environment: processes"):
         return await EnvironmentMesh.spawn(
             host, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
