@@ -7,8 +7,8 @@
 User code can neither block nor crash the controller. What it raises is the outcome of one rollout. A process that dies
 or is blocked is killed and replaced. Its rollouts begin again in other processes, where the turns that were sampled
 before are replayed. Those whose code ran at that moment are suspects: after another death a process takes few of them,
-then fewer, then one at a time, so that the one that kills its process is found, and the others are not lost with it. A process in which a
-thread is stuck finishes its other rollouts before it is replaced.
+then fewer, then one at a time, so that the one that kills its process is found, and the others are not lost with it. A
+process in which a thread is stuck finishes its other rollouts before it is replaced.
 """
 
 import asyncio
