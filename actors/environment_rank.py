@@ -85,8 +85,3 @@ class EnvironmentRank(Actor):
     async def running(self) -> int:
         """Return the number of rollouts whose code runs."""
         return self._loop.running + self._loop.stuck
-
-    @concurrent_endpoint
-    @fallible
-    async def close(self) -> None:
-        self._loop.close()

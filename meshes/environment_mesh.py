@@ -56,10 +56,12 @@ class EnvironmentMesh:
         self._retired: list[EnvironmentProcess] = []  # they finish what they have
         self._make, self._concurrency, self._policy = make, concurrency, policy
         self._numbers: set[int] = set()  # of processes that live, or are not buried
-        self._ids = count()
+        self._ids, self._orders = count(), count()
         self._queue: deque[Waiting] = deque()  # rollouts without a place
         self._placed = 0  # rollouts with one
-        self._held: dict[int, asyncio.Future[None]] = {}  # turns that lockstep holds back
+        self._held: dict[
+            int, asyncio.Future[None]
+        ] = {}  # turns that lockstep holds back, by the order of their rollouts
         self._coming = 0  # processes that are being spawned
         self._sound = False  # a rollout has ended since the last loss, which then does not count against the budget
         self._error: RunError | None = None  # final once set
@@ -84,10 +86,10 @@ class EnvironmentMesh:
 
     async def drive(self, session: Session) -> Outcome:
         script: list[tuple[Ask, Answer]] = []  # turns, to be replayed in another process
-        suspicion, again = 0, False
+        order, suspicion, again = next(self._orders), 0, False
         while True:
             process = await self._place(suspicion, again=again)
-            episode, ended = Episode(next(self._ids), suspicion), False
+            episode, ended = Episode(next(self._ids), order, suspicion), False
             try:
                 process.begin(Begin(episode.id, session.prompt, session.seed), episode)
                 outcome = await self._turns(process, episode, session, script)
@@ -153,19 +155,19 @@ class EnvironmentMesh:
         """With lockstep, wait until every rollout waits for the policy."""
         if self._policy.lockstep:
             loop = asyncio.get_running_loop()
-            held = self._held[episode.id] = loop.create_future()
+            held = self._held[episode.order] = loop.create_future()
             loop.call_soon(self._step)  # later, so that this rollout too continues in its turn
             try:
                 await held
             finally:
-                self._held.pop(episode.id, None)
+                self._held.pop(episode.order, None)
 
     def _step(self) -> None:
         moving = self._coming and any(again for _, _, again in self._queue)  # to a process that is being spawned
         if len(self._held) == self._placed and not moving:
-            for id in sorted(self._held):
-                if not self._held[id].done():
-                    self._held[id].set_result(None)
+            for order in sorted(self._held):
+                if not self._held[order].done():
+                    self._held[order].set_result(None)
 
     # -- places ---------------------------------------------------------------------------------------------------
 

@@ -38,8 +38,9 @@ class ProcessLost(Exception):
 class Episode:
     """A rollout that a process drives."""
 
-    def __init__(self, id: int, suspicion: int) -> None:
-        self.id, self.suspicion = id, suspicion
+    def __init__(self, id: int, order: int, suspicion: int) -> None:
+        """`order`: the place of the rollout among all; it stays when the rollout moves to another process."""
+        self.id, self.order, self.suspicion = id, order, suspicion
         self.thinking = True  # the user's code runs; else it is the policy's turn
         self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
         self._news: asyncio.Queue[News | ProcessLost] = asyncio.Queue()

@@ -153,6 +153,9 @@ def test_in_lockstep_a_turn_is_sampled_once_every_rollout_has_asked(tmp_path: Pa
             sessions = scripted(rows)
             await asyncio.gather(*map(mesh.drive, sessions))
             assert sessions[0].order == [(id, turn) for turn in range(TURNS) for id in range(6)]
+            for process in mesh.processes:
+                maps = Path(f"/proc/{deaths.alive()[process.rank]}/maps").read_text()
+                assert "libtorch" not in maps, "an environment process has imported torch"
 
     drive(body)
 

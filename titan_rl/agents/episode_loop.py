@@ -137,8 +137,17 @@ class EpisodeLoop:
         return None
 
     def close(self) -> None:
+        """Cancel every rollout, and end the loop."""
         self._threads.close()
-        self._soon(self._loop.stop)
+        self._soon(lambda: self._loop.create_task(self._end()))
+
+    async def _end(self) -> None:
+        rollouts = list(self._tasks.values())
+        for task in rollouts:
+            task.cancel()
+        if rollouts:
+            await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
+        self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:
         self._loop.call_soon_threadsafe(function)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
@@ -168,7 +169,8 @@ def device(setup: Setup) -> str:
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
     count = len(setup.task.train) - len(setup.task.unfit)
-    return f"{t.name}: {count:,} problems, {heldout} held out, reward {t.reward}"
+    reward = f"reward {t.reward}" if t.name not in GAMES else "rewarded by the environment"
+    return f"{t.name}: {count:,} problems, {heldout} held out, {reward}"
 
 
 def chat(setup: Setup) -> str:
