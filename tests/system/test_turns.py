@@ -58,8 +58,11 @@ def test_an_environment_that_raises_is_dropped_and_never_a_reward_of_zero(runs: 
         assert line["reward"] is None
         assert "RuntimeError: the board fell over" in line["error"]
         assert "odd_environments.py:" in line["error"]
-        assert sum(line["mask"]) == 0
-    assert sum(line["rollouts/failed"] for line in run.lines("metrics.jsonl")) > 0
+    steps = run.lines("metrics.jsonl")
+    assert sum(line["rollouts/failed"] for line in steps) > 0
+    kept = [line for line in run.lines("rollouts.jsonl") if line["status"] != "error"]
+    for line in steps:
+        assert line["tokens/trained"] == sum(sum(each["mask"]) for each in kept if each["step"] == line["step"])
 
 
 @pytest.mark.slow
