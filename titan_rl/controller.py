@@ -266,7 +266,6 @@ class Controller:
             self.setup.tokenizer.decode,
             limits=self.session_limits(),
             attempts=self.config.fault.environment_attempts,
-            warn=self.run.terminal.warn,
         ).alone
 
     def examples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:

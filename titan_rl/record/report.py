@@ -93,7 +93,7 @@ class Report:
         summary = summarize(self._folder, self._name, self._config)
         self._log.summary(summary)
         if finished:
-            shown = [(group.prompt, group.rollouts[0]) for group in self._groups[:SAMPLES_SHOWN]]
+            shown = [(g.prompt, next(r for r in g.rollouts if r.valid)) for g in self._groups[:SAMPLES_SHOWN]]
             rollouts = [(prompt.text, rollout.text, rollout.reward, prompt.answer) for prompt, rollout in shown]
             metrics = self._config.metrics
             tensorboard = f"tensorboard --logdir {self._folder / metrics.save_tb_folder}"

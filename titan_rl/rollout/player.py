@@ -5,6 +5,7 @@
 Failures of a driver are data: the rollout's status. Only those of a mesh (RunError) end or heal the run.
 """
 
+import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -71,7 +72,7 @@ class Player:
         self.single = isinstance(driver, SingleTurn)
         self._limits = SessionLimits() if self.single else limits  # of a single answer: those of its request
         self._attempts, self._ledger, self._warn = attempts, ledger, warn
-        self._branched = False  # a rollout has begun a second branch, and this was reported
+        self._told: set[str] = set()  # what is said once
 
     async def alone(self, prompt: Prompt, sampling: Sampling) -> Rollout:
         """Play a rollout for an evaluation, as wire.sessions.Plays."""
@@ -103,7 +104,7 @@ class Player:
     async def _drive(self, session: RolloutSession, *, last: bool) -> Outcome | None:
         """Return how a rollout ended; None if its driver was lost and another attempt is left."""
         try:
-            outcome = await self._driver.drive(session)
+            return checked(await self._driver.drive(session))
         except LimitReached as reached:
             return Outcome(reached.status)
         except DriverLost as lost:
@@ -116,9 +117,6 @@ class Player:
             return Outcome("error", error=_named(error))
         finally:
             session.end()
-        if outcome.reward is not None and not math.isfinite(outcome.reward):
-            return replace(outcome, status="error", error=f"expected a finite reward, found {outcome.reward}")
-        return outcome
 
     def _open(self, play: Play, attempt: int) -> RolloutSession:
         name = play.id if attempt == 1 else f"{play.id}.{attempt}"
@@ -149,13 +147,16 @@ class Player:
         )
 
     def _begins(self, message: str) -> None:
-        if not self._branched:
-            self._branched = True
-            self._warn(f"{message}. This is said once; the metric branches/mean counts them")
+        if "branch" not in self._told:
+            self._told.add("branch")
+            self._warn(f"{message}. The metric branches/mean counts them")
 
     def _rollout(self, session: RolloutSession, outcome: Outcome, attempts: int) -> Rollout:
         branches = session.branches(outcome.turn_rewards)
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
+        if outcome.status in FAILED and outcome.status not in self._told:
+            self._told.add(outcome.status)
+            self._warn(f"{session.id} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
         failed = outcome.status in FAILED or last is None or outcome.reward is None
         return Rollout(
             branches,
@@ -168,6 +169,18 @@ class Player:
             error=outcome.error,
             attempts=attempts,
         )
+
+
+def checked(outcome: Outcome) -> Outcome:
+    """Return the outcome of a user's code as files can hold it. Raise ValueError or TypeError if they cannot."""
+    numbers = {"reward": outcome.reward or 0.0, **outcome.rewards, **outcome.metrics}
+    numbers |= {f"turn_rewards[{k}]": reward for k, reward in enumerate(outcome.turn_rewards)}
+    for name, number in numbers.items():
+        if not math.isfinite(number):
+            raise ValueError(f"expected a finite {name}, found {number}")
+    if not outcome.messages:
+        return outcome
+    return replace(outcome, messages=json.loads(json.dumps(list(outcome.messages), default=repr, skipkeys=True)))
 
 
 def _named(error: Exception) -> str:

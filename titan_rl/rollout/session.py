@@ -107,7 +107,7 @@ class RolloutSession:
         found = sorted((branch.turns for branch in self._growing), key=lambda turns: turns[0].index)
         if rewards:
             order = sorted(turn.index for turns in found for turn in turns)
-            earned = dict(zip(order, rewards, strict=False))
+            earned = dict(zip(order, rewards, strict=False))  # a turn that a limit ended may have none
             found = [[replace(turn, reward=earned.get(turn.index, 0.0)) for turn in turns] for turns in found]
         return [Branch(turns) for turns in found]
 

@@ -49,7 +49,7 @@ class Problems:
                 async with turn:
                     if hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
-                    (reward,) = await self.judge(prompt, [turns[-1]], [rollout.text])
+                    (reward,) = await self.judge(prompt, [rollout])
                 if not math.isfinite(reward):
                     raise ValueError(f"expected a finite reward, found {reward}")
             except RunError:

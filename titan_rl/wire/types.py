@@ -78,8 +78,7 @@ class Request:
     """Partial samples to resume, one per seed; empty for a new request. A sample with finish="abort" continues; any
     other is returned unchanged. max_new_tokens counts old and new tokens."""
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
-    affinity: tuple[str, ...] = ()
-    """Names of what has read this context's beginning, the best first: its rollout, its group. A hint for routing."""
+    affinity: tuple[str, ...] = ()  # names of what has read this context's beginning, the best first: for routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,9 @@ class Completion:
         return math.isfinite(sum(self.logprobs))
 
 
-Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
-rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float]]]
+"""Returns the rewards of a group's rollouts. An exception means that this group has no rewards, unless it is a
+RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):
@@ -110,8 +109,7 @@ class Generates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens that the policy read since the turn before on its branch, then those that it sampled. Never
-    re-tokenized text."""
+    """What the policy read since the turn before on its branch, and what it sampled then. Never re-tokenized text."""
 
     context: list[int]
     completion: Completion
@@ -146,8 +144,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A trajectory: one turn, several with tool output as the later turns' context, or a tree of them. All its branches
-    are one member of its group."""
+    """A trajectory: one turn, or several in one branch or more, which are one member of its group together."""
 
     branches: list[Branch]
     text: str  # of the last turn, for people and for rewards

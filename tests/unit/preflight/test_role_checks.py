@@ -33,6 +33,10 @@ def test_a_role_of_the_policys_shape_and_tokenizer_fits(tmp_path: Path, role: st
     ("keys", "message"),
     [
         (
+            'credit = "turn"',
+            'algorithm.credit: expected "outcome", because algorithm.advantage = "teacher" uses no rewards, found',
+        ),
+        (
             'kl_coef = 0.1\nkl_in = "reward"',
             'algorithm.kl_in: expected "loss", because algorithm.advantage = "teacher" ',
         ),

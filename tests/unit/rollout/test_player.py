@@ -1,8 +1,10 @@
 """How a rollout ends: each ending has a name, failures are data, and only a mesh's failure ends the run."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -40,7 +42,14 @@ async def one_turn_then(session: Session, outcome: Outcome | Exception) -> Outco
         (ValueError("no such tool"), "error", "ValueError: no such tool"),
         (TimeoutError("of its own"), "error", "TimeoutError: of its own"),
         (Outcome("timeout", reward=0.0, error="a tool hung"), "timeout", "a tool hung"),
-        (Outcome(reward=float("nan")), "error", "expected a finite reward, found nan"),
+        (Outcome(reward=float("nan")), "error", "ValueError: expected a finite reward, found nan"),
+        (
+            Outcome(reward=1.0, metrics={"calls": float("inf")}),
+            "error",
+            "ValueError: expected a finite calls, found inf",
+        ),
+        (Outcome(reward=1.0, rewards={"format": cast(Any, "good")}), "error", "TypeError: must be real number"),
+        (Outcome(reward=1.0, turn_rewards=[math.nan]), "error", "ValueError: expected a finite turn_rewards[0], found"),
         (RequestRefused("request p:1: token 99 is not in the vocabulary"), "error", "RequestRefused: request p:1: tok"),
     ],
 )
@@ -50,6 +59,26 @@ def test_a_rollout_that_fails_has_a_status_its_tokens_and_no_reward(
     rollout, _ = ended(lambda session: one_turn_then(session, outcome))
     assert (rollout.status, rollout.valid, rollout.sampled > 0) == (status, False, True)
     assert rollout.error.startswith(error)
+
+
+def test_messages_that_no_file_can_hold_cost_nothing_but_themselves() -> None:
+    messages = ({"role": "tool", "content": object, ("a",): 1},)
+    rollout, _ = ended(lambda session: one_turn_then(session, Outcome(reward=1.0, messages=messages)))
+    assert (rollout.reward, rollout.messages) == (1.0, [{"role": "tool", "content": "<class 'object'>"}])
+    assert rollout.status == "completed"
+
+
+def test_the_first_failure_of_each_kind_is_said() -> None:
+    said: list[str] = []
+    engine = Answering()
+
+    async def body() -> None:
+        made = player(By(lambda session: one_turn_then(session, ValueError("no such tool"))), engine, warn=said.append)
+        for k in range(3):
+            await made.play(Play(id=f"p{k}", prompt=PROMPT, sampling=SAMPLING))
+
+    asyncio.run(body())
+    assert said == ["p0 ended as error: ValueError: no such tool. The metrics stop/* count these"]
 
 
 def test_a_reward_that_a_driver_gives_is_the_rollouts() -> None:

@@ -104,7 +104,7 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
     begun = [*PROMPT.tokens, *first.turns[0].completion.tokens]
     assert [branch.turns[0].context for branch in others] == [[*begun, TOOL, TOOL], PROMPT.tokens]
     assert [[turn.reward for turn in branch.turns] for branch in rollout.branches] == [[1.0, 2.0], [3.0], [4.0]]
-    (message,) = said  # once, though two branches began
+    (message,) = said  # though two branches began
     assert message.startswith(f"p: a branch begins with turn 2, because only {len(begun) + 1} of its {len(begun) + 2}")
 
 

@@ -38,6 +38,8 @@ def check_algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.minibatches: expected a divisor of {groups}, found {a.minibatches}"
     if a.advantage == "teacher":
         why = 'because algorithm.advantage = "teacher" uses no rewards'
+        if a.credit == "turn":
+            yield f'algorithm.credit: expected "outcome", {why}, found "turn"'
         if a.kl_coef and a.kl_in == "reward":
             yield f'algorithm.kl_in: expected "loss", {why}, found "reward"'
         if a.overlong_buffer and a.overlong_penalty:
