@@ -81,14 +81,13 @@ class ChatRenderer:
         closed = tokens[-1] == added[0] or (tokens[-1] in self.eos_ids and self._closes(dummy, tools))
         return added[closed:] if added[0] in self.eos_ids else None
 
-    def parse(self, tokens: Sequence[int], tools: Tools = None) -> Message:
+    def parse(self, tokens: Sequence[int], tools: Tools = None, id: str = "") -> Message:
         """Return the assistant's message that these sampled tokens mean. Raise MalformedCall for a call that cannot be
-        read. Without tools there are no calls."""
+        read. Without tools there are no calls. Calls are numbered after `id`, or else named by their tokens."""
         said = list(tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens)
         form: CallFormat = self.call_format if tools else "text"
-        digest = hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()
-        thinking = self.template.names_thinking
-        return parse_answer(self._decode(said), form, split_thinking=thinking, id=f"call_{digest}")
+        id = id or f"call_{hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()}"
+        return parse_answer(self._decode(said), form, split_thinking=self.template.names_thinking, id=id)
 
     def dropped(self, text: str, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that a rendered text lacks. Templates may trim a text, or write it as JSON."""

@@ -13,6 +13,7 @@ from titan_rl.text.answers import MalformedCall
 from titan_rl.text.chat import ChatRenderer, common_length
 from titan_rl.text.template import Message, named_tokens
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.types import Branch, Completion, Turn
 
 SYSTEM: Message = {"role": "system", "content": "Answer briefly, please."}
 ASKED: Message = {"role": "user", "content": "What is 37*41?"}
@@ -41,6 +42,10 @@ TURNS: dict[str, tuple[list[Message], list[Message]]] = {
 }
 SAMPLE: list[Message] = [SYSTEM, ASKED, SAID, MORE]
 TEXTS = ("12 + 34 = 46\n", "  two  spaces,\ttab\n\n\n", "naïve café 東京 🙂", 'def f(x): return {"a": x}')
+PIN = (
+    "the chat template writes today's date, so runs differ from day to day: "
+    'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
+)
 SHOWN = 8  # tokens of context on each side of a difference
 
 
@@ -234,21 +239,36 @@ def _keeps(text: TextTokenizer) -> Iterator[Finding]:
     except Exception as error:
         yield Finding("tool calls", f"the template raises {type(error).__name__}: {error}")
         return
+    said = called[len(text.chat.prompt([ASKED], TOOLS)) :]
     try:
-        found = text.chat.parse(called[len(text.chat.prompt([ASKED], TOOLS)) :], TOOLS).get("tool_calls", [])
+        found = [call["function"]["name"] for call in text.chat.parse(said, TOOLS).get("tool_calls", [])]
     except MalformedCall as error:
         found = [str(error)]
     if text.chat.call_format == "text":
         yield Finding("tool calls", "the template writes them in no format that can be read back: they stay text")
-    elif len(found) != 1 or found[0]["function"]["name"] != TOOL["name"]:
+    elif found != [TOOL["name"]]:
         yield Finding(
             "tool calls", f"expected the call of {TOOL['name']!r} to be read back, found {found}", refuses=True
         )
     else:
         yield Finding("tool calls")
     dated = text.chat.template.depends_on_date([ASKED])
-    pin = 'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}, or runs differ from day to day'
-    yield Finding("date", f"the prompt holds today's date: {pin}" if dated else "")
+    yield Finding("date", PIN if dated else "")
+
+
+def _masks(text: TextTokenizer) -> Iterator[Finding]:
+    """Hold the mask of a trajectory against what was sampled: a tool's output in it would be trained on."""
+    turns = sample_turns(text)
+    branch = Branch([Turn(read, Completion(said, [0.0] * len(said), [0] * len(said), "stop")) for read, said in turns])
+    wrong, at = "", 0
+    for i, turn in enumerate(turns, 1):
+        for bit, part in enumerate(turn):
+            tokens, mask = branch.tokens[at : at + len(part)], branch.mask[at : at + len(part)]
+            if not wrong and (tokens != part or mask != [bit] * len(part)):
+                what = f"turn {i} {('reads', 'samples')[bit]} {text.decode(part, skip_special=False)!r}"
+                wrong = f"expected the mask on sampled tokens only, found it wrong where {what}"
+            at += len(part)
+    yield Finding("mask", wrong, refuses=bool(wrong))
 
 
 def _rendered(chat: ChatRenderer, messages: Sequence[Message], tools: Any = None, *, opened: bool = True) -> str:
@@ -258,4 +278,4 @@ def _rendered(chat: ChatRenderer, messages: Sequence[Message], tools: Any = None
         return ""
 
 
-CHECKS: tuple[Check, ...] = (_shows, _grows, _ends, _begins, _outside, _keeps)
+CHECKS: tuple[Check, ...] = (_shows, _grows, _masks, _ends, _begins, _outside, _keeps)

@@ -182,6 +182,10 @@ def test_a_rollout_that_catches_its_cancellation_is_given_up(tmp_path: Path, mon
         (outcome,) = played.play([prompt_of("", {"do": "swallow", "seconds": 2})], lambda id, turn: "8")
         assert played.loop.stuck == 1
         assert (outcome.status, outcome.error.split(":")[0]) == ("timeout", "it caught its cancellation")
+        deadline = time.monotonic() + 20
+        while played.loop.running:  # until it returns
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_cancel_ends_a_rollout_without_news(tmp_path: Path) -> None:

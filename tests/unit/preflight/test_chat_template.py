@@ -13,7 +13,7 @@ from support.checked_configs import config
 from support.folders import write_header
 from titan_rl import lint, run
 from titan_rl.config.sections import ModelSection
-from titan_rl.preflight.checks import problems
+from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.shapes import shape_of
 
 SHAPE = replace(shape_of(ModelSection()), vocab_size=640)
@@ -134,3 +134,13 @@ def test_a_dry_run_says_what_turns_cost(tmp_path: Path, capsys: pytest.CaptureFi
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "template its own, does not extend its own text; turns are kept as sampled: one branch per rollout" in out
     assert "calls as hermes; thinking: keep" in out
+
+
+def test_a_template_that_writes_the_date_is_a_warning(tmp_path: Path) -> None:
+    folder = model(tmp_path / "model", "header")
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\n'
+    dated = config(tmp_path, toml)
+    assert problems(dated) == []
+    (warning,) = warnings(dated)
+    assert warning.startswith("task.chat_template_kwargs: the chat template writes today's date, so runs differ")
+    assert warnings(config(tmp_path, f'{toml}chat_template_kwargs = {{date_string = "26 Jul 2024"}}')) == []

@@ -11,6 +11,7 @@ from titan_rl.text.chat import ChatRenderer
 from titan_rl.text.inspection import TURNS, Finding, inspect_template, sample_turns, verdict
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer, build
+from titan_rl.wire.types import Branch
 
 PINNED = {"date_string": "26 Jul 2024"}
 
@@ -103,6 +104,17 @@ def test_a_delta_that_is_not_the_templates_is_refused(tmp_path: Path, monkeypatc
         assert "found another delta: token " in finding.detail
         assert "after " in finding.detail
         assert "expected '\\n<|im_start|>" in finding.detail
+
+
+def test_a_tools_output_in_the_mask_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_but_the_prompt(branch: Branch) -> list[int]:
+        prompt = len(branch.turns[0].context)
+        return [0] * prompt + [1] * (len(branch.tokens) - prompt)
+
+    monkeypatch.setattr(Branch, "mask", property(all_but_the_prompt))
+    finding = inspected(tmp_path)["mask"]
+    assert finding.refuses
+    assert "found it wrong where turn 2 reads '\\n<|im_start|>tool\\nexactly 1517<|im_end|>" in finding.detail
 
 
 def test_thinking_that_a_template_strips(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection
+from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection, TaskSection
 from titan_rl.preflight.setup import Policy, policy_of
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.tasks.task import Example, Task
 from titan_rl.text import tokenizer as characters
+from titan_rl.train.export_proof import ProofFailed, compare_prompts
 from titan_rl.train.hf_folder import new_folder, write_assets
 
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"
@@ -76,6 +78,22 @@ def test_transformers_reads_a_users_tokenizer_as_training_did(tmp_path: Path, bo
         assert opened == policy.tokenizer.prompt(chat, "chat")
 
     same()
+
+
+def test_a_given_chat_template_is_exported(tmp_path: Path) -> None:
+    """And the proof of an export knows the variables, and which chats transformers reads otherwise."""
+    source = foreign(tmp_path / "source", bos=True)
+    given_template = TEMPLATE.replace("{{ m.role }}", "{{ prefix }}{{ m.role }}")
+    task = TaskSection(template="chat", chat_template=given_template, chat_template_kwargs={"prefix": "a "})
+    config = Config(model=ModelSection(name="qwen3", hf_assets_path=str(source)), task=task)
+    policy = policy_of(config, tmp_path / "unused")
+    out = exported(tmp_path / "out", policy)
+    assert (out / "chat_template.jinja").read_text() == given_template
+    questions = [Example(text, "") for text in ("12+34=", "a<|end|>b")]
+    compare_prompts(out, Task([], questions, "chat"), policy.tokenizer)
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    with pytest.raises(ProofFailed, match=r"for '12\+34=', as in training, from transformers"):
+        compare_prompts(out, Task([], questions, "chat"), policy.tokenizer)
 
 
 def test_generation_is_greedy_and_stops_where_the_runs_does(tmp_path: Path) -> None:

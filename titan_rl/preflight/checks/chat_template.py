@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.text.inspection import SAMPLE, Finding, difference, inspect_template
+from titan_rl.text.inspection import PIN, SAMPLE, Finding, difference, inspect_template
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape
 
@@ -42,6 +43,16 @@ def check_chat(config: Config) -> Iterator[str]:
         for finding in inspect_template(tokenizer):
             if finding.refuses:
                 yield f"{key}: {finding.check}: {finding.detail}"
+
+
+def date_warning(config: Config) -> list[str]:
+    """Return what to do if prompts change from day to day: a resumed run would read others."""
+    if config.task.template == "plain":
+        return []
+    with policy_tokenizer(config) as tokenizer, suppress(Exception):  # check_chat reports a template that raises
+        if tokenizer is not None and tokenizer.chat.template.depends_on_date([{"role": "user", "content": "hi"}]):
+            return [f"task.chat_template_kwargs: {PIN}"]
+    return []
 
 
 def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> Iterator[Finding]:
