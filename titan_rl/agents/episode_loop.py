@@ -108,8 +108,9 @@ class EpisodeLoop:
 
     @property
     def stuck(self) -> int:
-        """Number of rollouts that have ended, but whose code still runs."""
-        return len(self._threads.stuck) + len(self._swallowed)
+        """Number of rollouts that have ended, but whose code still runs, and has for a while: a function that is
+        cancelled in mid-call may return soon."""
+        return self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
 
     def begin(self, begins: Sequence[Begin]) -> None:
         self._soon(lambda: [self._begin(each) for each in begins])
@@ -206,6 +207,8 @@ class EpisodeLoop:
 
     async def _play(self, begin: Begin) -> Outcome:
         async def ask(kept: int, new: list[int], most: int | None) -> Sampled:
+            if begin.id in self._swallowed:
+                raise asyncio.CancelledError  # it was given up: no one answers
             waiting = self._answers[begin.id] = self._loop.create_future()
             self._tell(Ask(begin.id, kept, new, most))
             answer = await waiting

@@ -7,6 +7,7 @@ import linecache
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -27,7 +28,7 @@ class Threads:
 
     def __init__(self, most: int) -> None:
         self._pool = ThreadPoolExecutor(most, "user code")
-        self.stuck: set[int] = set()  # idents of threads whose caller has given up
+        self._stuck: dict[int, float] = {}  # threads whose caller has given up, and since when
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """Return what the function returns. If this is cancelled, the function cannot be: its thread is stuck until it
@@ -40,7 +41,7 @@ class Threads:
                 return function()
             finally:
                 over.append(True)
-                self.stuck.discard(at[0])
+                self._stuck.pop(at[0], None)
 
         work = asyncio.get_running_loop().run_in_executor(self._pool, counted)
         try:
@@ -50,11 +51,16 @@ class Threads:
                 work.cancel()
                 raise
             work.add_done_callback(lambda work: work.exception())  # nothing waits for it any more
-            self.stuck.add(at[0])
+            self._stuck[at[0]] = time.monotonic()
             if over:
-                self.stuck.discard(at[0])
+                self._stuck.pop(at[0], None)
             error.add_note(thread_place(at[0]))
             raise
+
+    def stuck(self, seconds: float) -> int:
+        """Return how many threads have been stuck for this long."""
+        now = time.monotonic()
+        return sum(now - since >= seconds for since in list(self._stuck.values()))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
