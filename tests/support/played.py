@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ class Played:
                     tokens[news.id] = context + said
                     self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length")])
                 else:
-                    outcomes[news.id] = news.outcome
+                    metrics = dict(news.outcome.metrics)
+                    assert metrics.pop("seconds", 0.0) >= 0
+                    outcomes[news.id] = replace(news.outcome, metrics=metrics)
         return [outcomes[i] for i in range(len(prompts))]
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from titan_rl.agents.conversation import Renderer
@@ -206,12 +206,17 @@ class EpisodeLoop:
             self._tell(Ended(begin.id, outcome))
 
     async def _play(self, begin: Begin) -> Outcome:
+        began, sampling = time.monotonic(), 0.0
+
         async def ask(kept: int, new: list[int], most: int | None) -> Sampled:
+            nonlocal sampling
             if begin.id in self._swallowed:
                 raise asyncio.CancelledError  # it was given up: no one answers
             waiting = self._answers[begin.id] = self._loop.create_future()
+            asked = time.monotonic()
             self._tell(Ask(begin.id, kept, new, most))
             answer = await waiting
+            sampling += time.monotonic() - asked
             if answer.over is not None:
                 raise EpisodeOver(answer.over)
             return Sampled(answer.tokens, answer.finish)
@@ -228,8 +233,11 @@ class EpisodeLoop:
 
         name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, ask)
         if not isinstance(self._make, type) and asynchronous(self._make):
-            return await roll_out(self._make, name, policy, begin.prompt, begin.seed)
-        return await play(self._make, name, policy, begin.prompt, begin.seed, bounded)
+            outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
+        else:
+            outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded)
+        seconds = time.monotonic() - began - sampling
+        return replace(outcome, metrics={**outcome.metrics, "seconds": seconds})
 
 
 def _late_place(error: BaseException) -> str:
