@@ -142,8 +142,9 @@ class Player:
                 read = len(turn.tokens), checksum
                 self._ledger.turn(play.prompt.id, play.sample, attempt, turn.index, read, completion)
 
+        begins = None if "branch" in self._told else self._begins
         return RolloutSession(
-            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=self._begins
+            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=begins
         )
 
     def _begins(self, message: str) -> None:
