@@ -1,7 +1,9 @@
-"""`python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]`: check how messages become tokens.
+"""Usage: python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]
 
-Renders sample conversations with tools and thinking, says what the chat template does to them, and shows one with its
-control tokens and its mask. Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
+Check how messages become tokens: render sample conversations with tools and thinking, say what the chat template does
+to them, and show one with its control tokens and its mask. Any key can be given, as in --task.template chat.
+
+Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
 """
 
 import sys
@@ -25,7 +27,11 @@ STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
 
 @refusing
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & set(argv):
+        print((__doc__ or "").strip())
+        return SOUND
+    arguments = read(argv)
     try:
         config = config_file.load(config_file.find(arguments.config), arguments.overrides)
     except ConfigError as error:
