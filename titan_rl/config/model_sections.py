@@ -178,8 +178,10 @@ class ColdStartSection:
     decay_ratio: float = bounds(0.0, ge=0, le=1)
     """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
     stop_at: float = bounds(0.0, ge=0, le=1)
-    """End early once the greedy score on eval.size training problems, drawn by the seed, reaches this. 0: take all
-    steps."""
+    """End early once the score on eval.size training problems, drawn by the seed, reaches this. 0: take all steps."""
+    stop_temperature: float = bounds(0.0, ge=0, le=2)
+    """Temperature at which that score is sampled. 0: greedy. 1 suits a cold start that teaches a choice by its share of
+    the demonstrations: a greedy score jumps as the share of the choice passes one half."""
     stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
     interval: int = bounds(500, ge=1, le=10**9)

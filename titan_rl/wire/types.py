@@ -49,6 +49,8 @@ class Prompt:
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
+    messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
+    demonstration: Sequence[tuple[str, str]] = ()  # of several turns: what the policy says, what it reads next
 
 
 @dataclass(frozen=True, slots=True)

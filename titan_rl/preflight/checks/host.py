@@ -30,13 +30,16 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
     generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0
     roles = {name: role.parallelism.world_size for name, role in config.roles.items()}
-    total = trainers + generators + sum(roles.values())
+    environments = config.environment.processes if config.environment.name and generators else 0
     parts = [f"{trainers} of the trainer", *([f"{generators} of the generators"] if generators else [])]
     parts += [f"{count} of the {name.replace('_', ' ')}" for name, count in roles.items()]
-    processes = f"{total} processes ({', '.join(parts)})"
     if hosts.device == "cuda" and not gpus:
         yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
     on_gpu = gpus > 0 and hosts.device != "cpu"
+    if environments and not on_gpu:  # they need no GPU
+        parts.append(f"{environments} of the environments")
+    total = trainers + generators + sum(roles.values()) + (0 if on_gpu else environments)
+    processes = f"{total} processes ({', '.join(parts)})"
     if on_gpu and config.placement.kind == "colocated":
         total = gpus_needed(config)
         processes = f"{total} GPUs ({', '.join(parts)}; trainer and generators share GPUs)"
