@@ -10,6 +10,7 @@ It samples what vLLM's scheduler would. vLLM's interface for this is not public,
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vllm._version import __version__
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -17,7 +18,6 @@ from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.version import __version__
 
 from titan_rl.wire.types import Finish
 

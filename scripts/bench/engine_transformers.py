@@ -2,6 +2,7 @@
 scripts/bench/engine_transformers.py SHAPE FOLDER SEQUENCES"""
 
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -12,7 +13,7 @@ from bench.engine_requests import Forward, Group, answer, engine_shape
 def main() -> None:
     name, folder, sequences = sys.argv[1:]
     shape = engine_shape(name, int(sequences))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     forward = Forward(model)
 
     def generate(groups: list[Group]) -> str:
