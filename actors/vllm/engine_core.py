@@ -18,7 +18,7 @@ from titan_rl.wire.types import Request
 
 class EngineCore:
     def __init__(self, args: Mapping[str, Any]) -> None:
-        self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**args, scheduler_cls=StepScheduler))
+        self.llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         self._client = self.llm.engine_core
         core = self._client.engine_core
         self._scheduler: StepScheduler = core.scheduler

@@ -24,6 +24,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "async_scheduling": False,  # a step returns what it sampled, so that its version is known
+        "scheduler_cls": "titan_rl.actors.vllm.step_scheduler.StepScheduler",
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
         "hf_overrides": {"head_dtype": given["head_dtype"]},
