@@ -9,6 +9,7 @@ prompt: prefixes.py.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -53,8 +54,8 @@ def pack(
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
     row. `share` prompts where that leaves fewer places, full and empty, to compute.
     """
-    _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
+    _check(samples, places, seq_len, together)
     round_of_rows = shards * rows_per_microbatch
     plain = _fit(prefixes.plain(places, together), seq_len, round_of_rows)
     shared = prefixes.shared(samples, places, together, seq_len) if share else []
@@ -95,7 +96,7 @@ def unpack(
     return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
+def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together: int) -> None:
     if len(samples) % together:
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     for i, s in enumerate(samples):
@@ -103,32 +104,47 @@ def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
         for name, values in (("mask", s.mask), *s.columns.items()):
             if len(values) != n:  # a short list would shift the training data of every later sample
                 raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {len(values)}")
-    for i in range(0, len(samples), together):
-        unit = sum(len(s.tokens) - 1 for s in samples[i : i + together])
-        if unit > seq_len:
-            what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
-            raise ValueError(
-                f"{what} take {unit} places, a packed row has {seq_len}; "
-                f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
-            )
+    units = places.reshape(-1, together).sum(1)
+    if (units > seq_len).any():
+        first = int(np.argmax(units > seq_len))
+        i, unit = first * together, int(units[first])
+        what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
+        raise ValueError(
+            f"{what} take {unit} places, a packed row has {seq_len}; "
+            f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
+        )
 
 
 def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Return row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
     and O(n log n), whereas first-fit scans every open row."""
-    row, offset = np.zeros_like(places), np.zeros_like(places)
-    rooms: list[tuple[int, int]] = []  # (free places, row), ascending
-    sizes = places.tolist()
-    for i in np.argsort(-places, kind="stable").tolist():
-        fits = bisect_left(rooms, (sizes[i],))
-        room, row[i] = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
-        offset[i] = capacity - room
-        insort(rooms, (room - sizes[i], int(row[i])))
+    order = np.argsort(-places, kind="stable")
+    rows, offsets, _ = _filled(places, capacity)
+    row, offset = np.empty_like(places), np.empty_like(places)
+    row[order], offset[order] = rows, offsets
     return row, offset
 
 
+def _filled(places: np.ndarray, capacity: int) -> tuple[list[int], list[int], int]:
+    """Return row and offset of each unit, from the longest on, and the number of rows. Units of one size go together: a
+    row that has taken one stays the fullest with room for the next."""
+    rows: list[int] = []
+    offsets: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (free places, row), ascending
+    for size, left in sorted(Counter(places.tolist()).items(), reverse=True):
+        while left:
+            fits = bisect_left(rooms, (size,))
+            room, row = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
+            count = min(left, room // max(size, 1) or 1)
+            rows += [row] * count
+            offsets += [capacity - room + size * i for i in range(count)]
+            insort(rooms, (room - size * count, row))
+            left -= count
+    return rows, offsets, len(rooms)
+
+
 def _rows_needed(places: np.ndarray, capacity: int) -> int:
-    return int(_best_fit(places, capacity)[0].max(initial=-1)) + 1
+    return _filled(places, capacity)[2]
 
 
 def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
@@ -187,7 +203,7 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     target = np.repeat((sizes.cumsum() - sizes)[at.sample], at.length) + position + 1
 
     def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.asarray(v, dtype) for v in values] or [np.empty(0, dtype)])
+        return np.concatenate([*values] or [np.empty(0)], dtype=dtype, casting="unsafe")
 
     def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
         out = np.empty((slots, length), values.dtype)
