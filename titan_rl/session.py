@@ -53,17 +53,18 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                     plan = await watch.drive(weights.connect(config, setup.shape))
                 terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")
                 control.offer(scale=Scale(setup, meshes.generators).answer)
-            resume = setup.resume
-            with RunLog(
-                folder,
-                setup.name,
-                config,
-                resume_step=resume.kept_rl,
-                cold_start_step=resume.kept_cold_start,
-                warn=terminal.warn,
-            ) as log:
-                heldout = len(setup.heldout.prompts)
-                report = Report(setup.name, config, folder, terminal, log, clock, heldout=heldout)
+            resume, heldout = setup.resume, len(setup.heldout.prompts)
+            with (
+                RunLog(
+                    folder,
+                    setup.name,
+                    config,
+                    resume_step=resume.kept_rl,
+                    cold_start_step=resume.kept_cold_start,
+                    warn=terminal.warn,
+                ) as log,
+                Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,
+            ):
                 snapshots = Snapshots(meshes.trainers, meshes.critic)
                 run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report)
                 learner, recovery = Learner(run), Recovery(run)
