@@ -5,7 +5,6 @@ The weights are random and the lengths of answers are set, not sampled, so every
 
 import random
 from dataclasses import dataclass
-from functools import cache
 
 PROMPT_TOKENS = 7  # BOS and "47+38="
 
@@ -38,7 +37,6 @@ class Shape:
         """Tokens of a step, prompts included once per sample. Every step has as many."""
         return self.samples * PROMPT_TOKENS + sum(self.lengths(0))
 
-    @cache
     def lengths(self, step: int) -> list[int]:
         """Return the length of each sample's answer, group by group: evenly spaced, and shuffled for each step."""
         span = (self.longest - self.shortest) / max(1, self.samples - 1)
