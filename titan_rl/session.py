@@ -26,7 +26,6 @@ from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
 
-
 OBJECTS = 50_000  # allocated since the last collection of garbage: a step of 256 short samples makes 10,000
 
 
