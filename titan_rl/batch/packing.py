@@ -202,8 +202,11 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     goes = np.repeat(row * length + offset, at.length) + within
     target = np.repeat((sizes.cumsum() - sizes)[at.sample], at.length) + position + 1
 
-    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([*values] or [np.empty(0)], dtype=dtype, casting="unsafe")
+    source = np.full((slots, length), -1)  # of a place: the flat token that it predicts; -1 and the one before: padding
+    source.reshape(-1)[goes] = target
+
+    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
+        return np.concatenate([*values, [padding] * 2], dtype=dtype, casting="unsafe")
 
     def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
         out = np.empty((slots, length), values.dtype)
@@ -211,21 +214,21 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         out.reshape(-1)[goes] = values
         return out
 
-    tokens = flat((s.tokens for s in samples), np.int64)
-    mask = flat((s.mask for s in samples), np.float32)[target]
+    tokens = flat((s.tokens for s in samples), np.int64, pad_id)
+    mask = flat((s.mask for s in samples), np.float32)[source]
     names = samples[0].columns if samples else ()
     columns: dict[Column, np.ndarray] = {
-        name: flat((s.columns[name] for s in samples), np.float32)[target] for name in names
+        name: flat((s.columns[name] for s in samples), np.float32)[source] for name in names
     }
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
     return _Block(
-        tokens=block(tokens[target - 1], pad_id),
+        tokens=tokens[source - 1],
         positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
-        targets=block(tokens[target], pad_id),
-        mask=block(mask, 0.0),
+        targets=tokens[source],
+        mask=mask,
         owner=block(np.repeat(at.owner, at.length), -1),
-        columns={name: block(np.where(np.isfinite(c), c, np.float32(0)), 0.0) for name, c in columns.items()},
+        columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
     )
 
