@@ -30,7 +30,7 @@ from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
-from titan_rl.train.learner import Learner
+from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.seeds import derive
@@ -98,20 +98,32 @@ class Controller:
             if gathered is None or (stats := await self.loop.train(learner.update())) is None:  # -> trainers, critic
                 return None
             groups, samples = gathered
+            log()
             stream.trained(n, groups)
             served = await self.stop.in_time(serve(n))
             sync, score = served or (SyncStats(n), None)
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
             dropped, backlog = stream.dropped, stream.backlog
-            stream.logged(n, self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog))
+            self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog)
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
             unmeasured = {} if served else {UNMEASURED: self.evaluates(n)}
-            return StepDone(stream.cut() | unmeasured, partial(stream.saved, n), hopeless)
+            return StepDone(stream.cut() | unmeasured, partial(saved, n), hopeless)
+
+        def log() -> None:
+            if (written := self.report.written()) is not None:
+                stream.logged(written[0], written[1:])
+
+        def saved(n: int) -> None:
+            log()
+            stream.saved(n)
 
         async with aclosing(stream):
             stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
-            await self.loop.make_steps("rl", start, last, step, StepDone(kept, partial(stream.saved, start)))
+            try:
+                await self.loop.make_steps("rl", start, last, step, StepDone(kept, partial(saved, start)))
+            finally:
+                log()  # another attempt may continue after this step
         if not self.stop.requested:
             await self.sync_settled()
 
@@ -280,7 +292,7 @@ class Controller:
             reward = reward_for(config.task.reward)
             judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
         else:
-            judge = by_model(reward_model, config, tokenizer.pad)
+            judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,

@@ -188,9 +188,9 @@ class HostsSection:
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
-    threads: int = bounds(1, ge=1, le=1024)
-    """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
-    cores."""
+    threads: int = bounds(0, ge=0, le=1024)
+    """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
+    1 where GPUs compute. Another number adds up floats in another order: losses of the same seed differ slightly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 from titan_rl.agents.games import GAMES
+from titan_rl.config.auto import threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
@@ -11,6 +13,7 @@ from titan_rl.preflight.device_memory import gib
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
@@ -35,6 +38,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         meshes.append(generators(setup))
         if config.environment.name:
             meshes.append(environments(config))
+    rows = setup.resolved.training.local_batch_size
+    facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     if memory := gpu_memory(setup):
@@ -150,7 +155,7 @@ def generators(setup: Setup) -> MeshRow:
     holds = f"weights {size(each)} per rank, {cache}"
     if setup.device == "cuda" and setup.config.debug.deterministic:
         holds += ", batch-invariant kernels"
-    return MeshRow("generator", procs, layout, device(setup), g.dtype, holds)
+    return MeshRow("generator", procs, layout, device(setup, "generator"), g.dtype, holds)
 
 
 def environments(config: Config) -> MeshRow:
@@ -160,9 +165,10 @@ def environments(config: Config) -> MeshRow:
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
 
 
-def device(setup: Setup) -> str:
+def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
     if setup.device == "cpu":
-        return f"cpu ({os.cpu_count()} cores), this host"
+        own, cores = threads(setup.config, kind, "cpu", usable_cores()), usable_cores()
+        return f"cpu ({own} of {cores} cores each), this host"
     return "cuda, this host" if setup.gpus.here else "cuda, another host"
 
 

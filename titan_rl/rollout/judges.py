@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_rl.batch.packing import pack, unpack
+from titan_rl.batch.packing import UpTo, pack, unpack
 from titan_rl.config.sections import Config
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.errors import RunError
@@ -22,9 +22,9 @@ class Scores(Protocol):
     async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]: ...
 
 
-def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
+def by_model(mesh: Scores, config: Config, pad: int, rows: int | UpTo) -> Judge:
     """Judge by a reward model, one call per group, so that other groups are sampled meanwhile. A score depends only on
-    its own group: repeating a run gives the same rewards to the last bit."""
+    its own group: repeating a run gives the same rewards to the last bit. `rows`: of a microbatch."""
 
     async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
         branches = [max(r.branches, key=lambda branch: branch.turns[-1].index) for r in rollouts]  # of the last turns
@@ -33,7 +33,7 @@ def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
             samples,
             shards=mesh.dp,
             seq_len=config.training.seq_len,
-            rows_per_microbatch=config.training.local_batch_size,
+            rows_per_microbatch=rows,
             pad_id=pad,
             share=config.training.share_prompts,
         )

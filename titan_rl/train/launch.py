@@ -22,6 +22,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
+from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
@@ -29,9 +30,11 @@ from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.zygotes import Kind
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
@@ -108,8 +111,8 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
     async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
-            gpus = _resources(setup, first=first, count=ranks)
-            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), gpus)
+            env = _resources(setup, "model", first=first, count=ranks)
+            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 
@@ -147,7 +150,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
-            env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
+            env_of=lambda at: _resources(setup, "generator", first=_first_gpu(setup, at["replica"]), count=tp),
             policy=GeneratorPolicy(
                 init_seconds=config.comm.init_timeout_seconds,
                 seconds=config.comm.train_timeout_seconds,
@@ -202,13 +205,13 @@ def _first_gpu(setup: Setup, replica: int) -> int:
     return first + replica * g.tensor_parallel_degree
 
 
-def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
+def _resources(setup: Setup, kind: Kind, *, first: int, count: int) -> dict[str, str]:
     """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads. Only
     GPUs that this process was given are dealt: the others may be another user's."""
     gpus = visible_devices()[first : first + count] if setup.device == "cuda" else []
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "OMP_NUM_THREADS": str(setup.config.hosts.threads),
+        "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, usable_cores())),
         PLANNED: setup.device,
         **(cuda_environment(setup.config) if setup.device == "cuda" else {}),
     }

@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.checks.titan_keys import check_compiled
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
@@ -93,15 +92,6 @@ def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:
             f"hosts.device: expected a driver that runs CUDA {wanted}, for which torch is built, found {gpus.driver}, "
             f'which runs CUDA up to {gpus.cuda}; update it, or set hosts.device = "cpu"'
         )
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this process and its children may use."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return found
 
 
 def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
