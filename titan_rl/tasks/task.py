@@ -36,9 +36,10 @@ class Task:
         return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected)
 
 
-def chat_settings(task: config.TaskSection) -> ChatSettings:
-    """Return how the task renders chats."""
-    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking)
+def chat_settings(run: config.Config) -> ChatSettings:
+    """Return how a run renders chats."""
+    task, stops = run.task, tuple(run.rollout.stop_token_ids)
+    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking, stops)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:

@@ -165,12 +165,14 @@ class TextTokenizer:
                 f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
             )
         sources = (given, given) if given else (default or with_tools, with_tools)
+        control = self._outside.control.values()
+        stops = [id for id in self.chat_settings.stop_token_ids if id in control]
         template = ChatTemplate(sources[0], named_tokens(self.settings), self.chat_settings.kwargs, sources[1])
         return ChatRenderer(
             self.tokenizer,
             template,
             decode=partial(self.decode, skip_special=False),
-            eos_ids=self.eos_ids,
+            eos_ids=tuple(dict.fromkeys((*self.eos_ids, *stops))),
             thinking=self.chat_settings.thinking,
         )
 

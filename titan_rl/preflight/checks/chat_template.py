@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.text.inspection import PIN, SAMPLE, Finding, difference, inspect_template
+from titan_rl.text.inspection import DATE, END, SAMPLE, Finding, difference, inspect_template
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape
 
@@ -45,14 +44,14 @@ def check_chat(config: Config) -> Iterator[str]:
                 yield f"{key}: {finding.check}: {finding.detail}"
 
 
-def date_warning(config: Config) -> list[str]:
-    """Return what to do if prompts change from day to day: a resumed run would read others."""
+def chat_warnings(config: Config) -> list[str]:
+    """Return what is likely not intended: prompts that change from day to day, and turns that sampling does not end."""
     if config.task.template == "plain":
         return []
-    with policy_tokenizer(config) as tokenizer, suppress(Exception):  # check_chat reports a template that raises
-        if tokenizer is not None and tokenizer.chat.template.depends_on_date([{"role": "user", "content": "hi"}]):
-            return [f"task.chat_template_kwargs: {PIN}"]
-    return []
+    with policy_tokenizer(config) as tokenizer:
+        found = inspect_template(tokenizer) if tokenizer else []
+    keys = {DATE: "task.chat_template_kwargs", END: "rollout.stop_token_ids"}
+    return [f"{keys[finding.check]}: {finding.detail}" for finding in found if finding.check in keys and finding.detail]
 
 
 def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> Iterator[Finding]:
