@@ -55,7 +55,7 @@ READ_AT_IMPORT = tuple(
     b"ATEN_ DNNL_ ONEDNN_ MKL_ OMP_ KMP_ GOMP_ TORCH PYTORCH_ VLLM_ HF_ TRANSFORMERS_ TOKENIZERS_ "
     b"PYTHON LD_ MALLOC_ TRITON_ NCCL_ CUDA_".split()
 )
-READ_LATER = b"PYTHONPATH CUDA_VISIBLE_DEVICES TORCHINDUCTOR_CACHE_DIR".split()
+READ_LATER = b"OMP_NUM_THREADS PYTHONPATH CUDA_VISIBLE_DEVICES TORCHINDUCTOR_CACHE_DIR".split()
 SET_BY_IMPORTS = b"PYTORCH_NVML_BASED_CUDA_CHECK TORCHINDUCTOR_COMPILE_THREADS TRITON_CACHE_AUTOTUNING".split()
 SET_BY_IMPORTS += [b"LD_LIBRARY_PATH"]  # cv2 appends its own folder
 """A rank needs the values that its zygote was imported with in variables of these prefixes. The exceptions are replaced
@@ -296,6 +296,9 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     inherited = {*_import_paths(own), ""}
     rest = [path for path in sys.path if path not in inherited]
     sys.path[:] = [os.fsdecode(request.folder), *_import_paths(request.environment), *rest]  # as `python -m` has it
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and (threads := request.environment.get(b"OMP_NUM_THREADS", b"")).isdigit():
+        torch.set_num_threads(int(threads))  # for all threads: OpenMP has read the zygote's
     random.seed()
     tempfile: Any = sys.modules.get("tempfile")
     if tempfile is not None:

@@ -25,8 +25,8 @@ KINDS: tuple[Kind, ...] = ("model", "generator")
 VARIABLE, OFF = "TITAN_RL_ZYGOTES", "off"
 ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own environment fits in its place
 WORKER_ENV = {
-    "OMP_NUM_THREADS": "1",  # processes share the cores; two OpenMP teams that spin on them are extremely slow
-    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more
+    "OMP_WAIT_POLICY": "PASSIVE",  # processes share the cores; two OpenMP teams that spin on them are extremely slow
     "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one host: no other one reaches them
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
@@ -59,22 +59,22 @@ class Zygotes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own = not os.environ.get(VARIABLE)
-        self._started: dict[Kind, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._started: dict[Kind, subprocess.Popen[bytes]] = {}
 
-    def keep(self, kinds: Collection[Kind], *, threads: int = 1) -> None:
-        """Have a zygote of each of these kinds and no other, all with this number of OpenMP threads."""
-        for kind, (own_threads, _) in list(self._started.items()):
-            if kind not in kinds or own_threads != threads:
+    def keep(self, kinds: Collection[Kind]) -> None:
+        """Have a zygote of each of these kinds and no other."""
+        for kind in list(self._started):
+            if kind not in kinds:
                 self._end(kind)
         for kind in kinds if self._own else ():
             if kind not in self._started:
                 with suppress(OSError):  # the path is too long for a socket, say: ranks start cold, with a warning
-                    self._started[kind] = threads, _start(kind, self._folder, threads)
+                    self._started[kind] = _start(kind, self._folder)
         if self._own:
             os.environ[VARIABLE] = str(self._folder) if kinds else OFF
 
     def _end(self, kind: Kind) -> None:
-        _, process = self._started.pop(kind)
+        process = self._started.pop(kind)
         process.kill()
         process.wait()
         (self._folder / kind).unlink(missing_ok=True)
@@ -96,8 +96,8 @@ def serving(folder: Path) -> Iterator[Zygotes]:
         zygotes.end_all()
 
 
-def _start(kind: Kind, folder: Path, threads: int) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **WORKER_ENV, **KIND_ENV[kind], "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+def _start(kind: Kind, folder: Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **WORKER_ENV, **KIND_ENV[kind], "CUDA_VISIBLE_DEVICES": ""}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / kind))
         listener.listen(64)

@@ -7,9 +7,11 @@ trainers. Appends rows to a CSV.
 
 The parts run in turn on the same groups, in one process: what the generators' answers cost to unpickle, what turns them
 into batches for four ranks, what ships those, what is written. Nothing here depends on the model but its vocabulary.
+Then rollouts of several turns: what a turn costs from the driver to the request and back, with its line in the ledger.
 """
 
 import argparse
+import asyncio
 import pickle
 import random
 import tempfile
@@ -25,7 +27,10 @@ from titan_rl.config.sections import Config
 from titan_rl.record.ledger import Ledger, digest
 from titan_rl.record.metrics import ages_of
 from titan_rl.record.run_log import RunLog
-from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
+from titan_rl.rollout.player import Play, Player
+from titan_rl.rollout.session import SessionLimits
+from titan_rl.wire.sessions import Outcome, Session
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
 PROMPT, SAMPLES, SHARDS, VOCABULARY = 200, 8, 4, 128256
@@ -74,6 +79,42 @@ def step(number: int, sent: list[list[bytes]], length: int, log: RunLog, ledger:
     timed("write", lambda: log.step(number, {}, {}, judged))
 
 
+class Tools:
+    """Samples a turn, reads 24 tokens, and so on."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    async def drive(self, session: Session) -> Outcome:
+        tokens = list(session.prompt.tokens)
+        for _ in range(self.turns):
+            tokens += (await session.sample(tokens)).tokens
+            tokens += [7] * 24
+        return Outcome(reward=1.0)
+
+
+class Engine:
+    async def generate(self, request: Request) -> list[Completion]:
+        await asyncio.sleep(0)
+        return [Completion([5] * 16, [-0.5] * 16, [0] * 16, "stop")]
+
+
+def cost_of_turns(sessions: int, turns: int) -> float:
+    """Return the CPU milliseconds of one turn, of sessions that run at the same time."""
+
+    async def play(folder: str) -> None:
+        limits = SessionLimits(context=1 << 20, seconds=600)
+        player = Player(Tools(turns), Engine(), lambda tokens: "", limits=limits, ledger=Ledger(Path(folder)))
+        prompts = [Prompt(i, "", [1] * PROMPT, "") for i in range(sessions)]
+        plays = [Play(id=f"prompt-{p.id}.0", prompt=p, sampling=Sampling(16), group="g") for p in prompts]
+        await asyncio.gather(*map(player.play, plays))
+
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.process_time()
+        asyncio.run(play(folder))
+        return (time.process_time() - began) / (sessions * turns) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=64)
@@ -95,6 +136,9 @@ def main() -> None:
         Row("controller", case, "all: CPU s", sums, a.variant),
         Row("controller", case, "rollouts.jsonl: MB", [written / 1e6], a.variant),
     ]
+    for sessions, turns in ((1000, 4), (100, 32), (20, 128)):
+        costs = [cost_of_turns(sessions, turns) for _ in range(a.repeats)]
+        rows.append(Row("controller", f"{sessions} sessions of {turns} turns", "a turn: CPU ms", costs, a.variant))
     report(a.csv, COLUMNS, rows)
 
 

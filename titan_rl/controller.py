@@ -30,7 +30,7 @@ from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
-from titan_rl.train.learner import Learner
+from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.seeds import derive
@@ -243,18 +243,20 @@ class Controller:
             return await self.setup.heldout.score(self.plays(), self.run.terminal.warn)
 
     async def practice(self) -> float:
-        """Return the greedy score on training problems."""
+        """Return the score on training problems."""
         await self.sync(BEFORE_RL)
-        return await self.setup.practice.score(self.plays(), self.run.terminal.warn)
+        temperature = self.config.cold_start.stop_temperature
+        return await self.setup.practice.score(self.plays(), self.run.terminal.warn, temperature)
 
     def driver(self) -> Driver:
         """Return what drives rollouts, in training and in evaluations."""
-        return SingleTurn()
+        return self.meshes.environments or SingleTurn()
 
     def session_limits(self) -> SessionLimits:
         longest = self.config.generator.max_model_len or self.config.training.seq_len
         context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        return SessionLimits(context=context, seconds=self.config.rollout.timeout_seconds)
+        played = self.meshes.environments is not None  # then environment.rollout_seconds counts, without the queue
+        return SessionLimits(context=context, seconds=None if played else self.config.rollout.timeout_seconds)
 
     def plays(self) -> Plays:
         assert self.meshes.generators is not None
@@ -278,7 +280,7 @@ class Controller:
             reward = reward_for(config.task.reward)
             judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
         else:
-            judge = by_model(reward_model, config, tokenizer.pad)
+            judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,

@@ -98,7 +98,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
         # None on CUDA: an import may initialize it, and then no process may fork.
         kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
-        zygotes.keep(kinds, threads=config.hosts.threads)
+        zygotes.keep(kinds)
         setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
         if not setup.finished:
             setup = settle(setup, lock)

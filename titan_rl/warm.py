@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="hosts.threads of the runs; default 1")
-    threads = parser.parse_args(argv).threads
+    parser.parse_args(argv)
     if why := refusal():
         print(f"titan_rl.warm: {why}", file=sys.stderr)
         return REFUSED
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: end.set())
     with socket_folder() as folder, serving(folder) as zygotes:
-        zygotes.keep(KINDS, threads=threads)
+        zygotes.keep(KINDS)
         print(f"export {VARIABLE}={shlex.quote(str(folder))}", flush=True)
         print("runs with this variable start warm; Ctrl-C ends it", file=sys.stderr)
         end.wait()

@@ -135,7 +135,9 @@ class TitanModel:
             ac_config=recompute[self.config.activation_checkpoint.mode],
             dump_folder=self.config.job.dump_folder,
         )
-        titan_cpu.force_sum_reduction(model)
+        reshard = self.titan.parallelism.fsdp_reshard_after_forward
+        self._gathers_once = titan_cpu.gathers_once(model, dist.get_world_size(), reshard)
+        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
@@ -195,9 +197,12 @@ class TitanModel:
         """Set whether the next backward adds up gradients over the mesh, with those of the backwards before it that did
         not: FSDP2 keeps theirs on each rank, unsharded."""
         self.model.set_requires_gradient_sync(on)
+        if self._gathers_once:
+            self.model.set_reshard_after_backward(on)
 
     def discard_gradients(self) -> None:
-        """Drop all gradients, also those that FSDP2 keeps unsharded until the next sync."""
+        """Drop all gradients, also those that FSDP2 keeps unsharded until the next sync, and gathered parameters."""
+        self.reshard()
         self.model.zero_grad()
         private.drop_unsharded_gradients(self.model)
 

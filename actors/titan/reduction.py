@@ -1,4 +1,4 @@
-"""Reduces the statistics of microbatches, ranks and updates to a step's metrics, with two all-reduces per update."""
+"""Reduces the statistics of microbatches, ranks and updates to a step's metrics, with one collective per update."""
 
 import math
 from collections.abc import Sequence
@@ -35,12 +35,13 @@ class Reduction:
             for kind in ("tokens", "sequences", "sums", "counts")
             for name in getattr(first, kind)
         }
-        # Minima are maxima of the negated values: one all-reduce for both.
+        # Minima are maxima of the negated values.
         most = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
         most |= {("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima}
         if mesh is not None:
-            summed = _all_reduce(summed, dist.ReduceOp.SUM, mesh)
-            most = _all_reduce(most, dist.ReduceOp.MAX, mesh)
+            gathered = _gather({**summed, **most}, mesh)
+            summed = {key: gathered[key].sum(0) for key in summed}
+            most = {key: gathered[key].amax(0) for key in most}
 
         def of_kind(values: dict[tuple[str, str], torch.Tensor], kind: str, factor: float) -> dict[str, float]:
             return {name: factor * float(value) for (k, name), value in values.items() if k == kind}
@@ -102,12 +103,11 @@ def _finite(value: float) -> float:
     return value if abs(value) != float("inf") else 0.0
 
 
-def _all_reduce(
-    values: dict[tuple[str, str], torch.Tensor], how: dist.ReduceOp.RedOpType, mesh: DeviceMesh
-) -> dict[tuple[str, str], torch.Tensor]:
-    if not values:
-        return values
+def _gather(values: dict[tuple[str, str], torch.Tensor], mesh: DeviceMesh) -> dict[tuple[str, str], torch.Tensor]:
+    """Return every rank's values, stacked: one collective for sums and extrema."""
+    group = mesh.get_group()
     flat = torch.cat([value.reshape(-1) for value in values.values()])
-    dist.all_reduce(flat, op=how, group=mesh.get_group())
-    parts = flat.split([value.numel() for value in values.values()])
-    return {name: part.reshape(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, flat, group=group)
+    parts = torch.stack(every).split([value.numel() for value in values.values()], dim=1)
+    return {key: part.reshape(-1, *value.shape) for (key, value), part in zip(values.items(), parts, strict=True)}

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
+from titan_rl.wire.cores import host_memory
+
 ON_CPU = not torch.cuda.is_available()
 
 
@@ -27,11 +29,21 @@ def use_cpu() -> None:
                     setattr(module, name, value)
 
 
-def force_sum_reduction(model: torch.nn.Module) -> None:
+def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
+    """Reduce gradients by sums; and, if parameters are gathered once, keep them from the forward to the backward."""
     if ON_CPU:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+                if gathered_once:
+                    module.set_reshard_after_forward(False, recurse=False)
+
+
+def gathers_once(model: torch.nn.Module, ranks: int, reshard_after_forward: str) -> bool:
+    """Return True if FSDP2 is to gather parameters once per update: by default where all ranks' copies take at most an
+    eighth of the host's memory. On a CPU a gathering costs more than its memory."""
+    copies = ranks * sum(p.numel() * p.element_size() for p in model.parameters())
+    return ON_CPU and reshard_after_forward == "default" and copies <= host_memory() // 8
 
 
 def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False) -> None:

@@ -12,6 +12,7 @@ Importing this module imports neither torch nor vLLM: the controller imports it 
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from titan_rl.actors.imports import without_gc
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.vllm_args import engine_args, sampling_params
+from titan_rl.actors.vllm.vllm_args import engine_args, problem_of
 from titan_rl.config.choices import HeadDtype
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
@@ -33,6 +34,8 @@ from titan_rl.wire.types import Completion, EngineStats, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from titan_rl.actors.vllm.step_scheduler import Prefill, Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,9 @@ class _Open:
 
     request: Request
     samples: list[Completion]
-    unfinished: set[int]
+    unfinished: dict[int, str]  # their ids in vLLM
     fresh: set[int]  # samples without a token from this engine
+    prefills: "dict[int, Prefill]"  # of the other unfinished samples
 
 
 class Engine:
@@ -100,18 +104,21 @@ class Engine:
             raise RuntimeError("expected launch_env.ENV in this process's launch environment, found it missing")
         with without_gc():
             _quiet_logging()
-            from vllm import EngineArgs, LLMEngine
             from vllm.exceptions import VLLMClientError
             from vllm.platforms import current_platform
 
+            from titan_rl.actors.vllm.engine_core import EngineCore
+
             on_cpu = current_platform.is_cpu()
             if on_cpu:
+                vllm_cpu.use_given_threads()
                 vllm_cpu.patch()
             _import_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
-        self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
+        self._core = EngineCore(args)
+        self._llm = self._core.llm
         config = self._llm.vllm_config
         if on_cpu:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
@@ -120,6 +127,8 @@ class Engine:
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
         self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
         self._open: dict[str, _Open] = {}
+        self._in_vllm: dict[str, tuple[_Open, int]] = {}  # unfinished samples: request and index
+        self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
         self._read = 0
@@ -151,12 +160,14 @@ class Engine:
         self.check(requests)
         for request in requests:
             try:
-                if problem := "refused on order" if failpoints.hit("admit") else self._problem(request):
+                if failpoints.hit("admit"):
+                    raise ValueError("refused on order")
+                if problem := problem_of(request, self._vocab_size, self._max_model_len):
                     raise ValueError(problem)
                 self._add(request)
             except self._refusals as error:
-                self._llm.abort_request([f"{request.id}#{i}" for i in range(len(request.seeds))])
-                self._open.pop(request.id, None)
+                if open := self._open.pop(request.id, None):
+                    self._drop([*open.unfinished.values()])
                 self._ended.append(Done(request.id, [], str(error)))
             else:
                 self._end(request.id)
@@ -164,30 +175,35 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         samples = _begun(request)
-        unfinished = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
-        self._open[request.id] = _Open(request, samples, unfinished, set(unfinished))
-        for i in sorted(unfinished):
-            self._enqueue(request, i, samples[i].tokens)
+        unfinished = [i for i, sample in enumerate(samples) if sample.finish == "abort"]
+        self._open[request.id] = open = _Open(request, samples, {}, set(unfinished), {})
+        self._enqueue(open, unfinished)
 
-    def _enqueue(self, request: Request, nth: int, begun: list[int]) -> None:
-        tokens = [*request.tokens, *begun]
-        prompt = {"type": "token", "prompt_token_ids": tokens, "cache_salt": str(self._salt)}
-        params = sampling_params(request.sampling, request.seeds[nth], begun=len(begun))
-        self._llm.add_request(f"{request.id}#{nth}", prompt, params)
+    def _enqueue(self, open: _Open, samples: Iterable[int]) -> None:
+        """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
+        open.unfinished |= {i: str(next(self._ids)) for i in samples}
+        self._in_vllm |= {open.unfinished[i]: (open, i) for i in samples}
+        begun = {open.unfinished[i]: (i, open.samples[i].tokens) for i in samples}
+        self._core.enqueue(open.request, begun, str(self._salt))
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Take samples out of vLLM."""
+        self._core.abort(ids)
+        for id in ids:
+            del self._in_vllm[id]
 
     def step(self) -> list[Done]:
         """Sample one token for every sample in the batch. Return the requests whose last sample finished, and those
         that were refused."""
         version = self._serving()
         began = time.perf_counter()
-        outputs = self._llm.step() if self._open else []
+        outputs = self._core.step() if self._open else []
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
         self._stats.max_batch = max(self._stats.max_batch, len(outputs))
+        self._stats.tokens += len(outputs)
         for output in outputs:
-            id, _, index = output.request_id.rpartition("#")
-            self._extend(self._open[id], int(index), output, version)
-            self._end(id)
+            self._extend(output, version)
         done, self._ended = self._ended, []
         return done
 
@@ -195,10 +211,9 @@ class Engine:
         """Remove unfinished samples and return them; finished ones are left alone. A request is done when its remaining
         samples are."""
         taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
-        self._llm.abort_request([f"{id}#{i}" for id, i in taken])
         withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
-        for id, i in taken:
-            self._open[id].unfinished.remove(i)
+        self._drop([self._open[id].unfinished.pop(i) for id, i in taken])
+        for id in {id: None for id, _ in taken}:
             self._end(id)
         return withdrawn
 
@@ -244,10 +259,10 @@ class Engine:
         continue on theirs, at no cost; only those without a token start again."""
         if keep:
             self._salt += 1
-            fresh = [(open, i) for open in self._open.values() for i in sorted(open.fresh & open.unfinished)]
-            self._llm.abort_request([f"{open.request.id}#{i}" for open, i in fresh])
-            for open, i in fresh:
-                self._enqueue(open.request, i, open.samples[i].tokens)
+            fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]
+            self._drop([open.unfinished[i] for open, samples in fresh for i in samples])
+            for open, samples in fresh:
+                self._enqueue(open, samples)
         else:
             self._stats.recomputed += sum(_cached(open, self._block) for open in self._open.values())
             self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -264,58 +279,37 @@ class Engine:
             raise RuntimeError("expected a policy version, found none: sync weights before sampling")
         return self.version
 
-    def _problem(self, request: Request) -> str | None:
-        sampling, length = request.sampling, len(request.tokens)
-        if not request.tokens or not request.seeds:
-            return f"expected tokens and seeds, found {length} and {len(request.seeds)}"
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self._vocab_size:
-            return f"expected token ids below {self._vocab_size}, found {min(request.tokens)} to {max(request.tokens)}"
-        if min(request.seeds) < 0:  # vLLM reads -1 as "unseeded"
-            return f"expected seeds of at least 0, found {min(request.seeds)}"
-        if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):  # vLLM would sample at 0.01
-            return f"expected rollout.temperature 0 or in [0.01, 2], found {sampling.temperature}"
-        if outside := [stop for stop in sampling.stop_token_ids if not 0 <= stop < self._vocab_size]:
-            return f"expected stop token ids below {self._vocab_size}, found {outside[0]}"
-        if length + sampling.max_new_tokens > self._max_model_len:
-            return (
-                f"{length} tokens and {sampling.max_new_tokens} new ones exceed {self._max_model_len}; "
-                "lower rollout.max_new_tokens or raise generator.max_model_len"
-            )
-        if request.begun and len(request.begun) != len(request.seeds):
-            return f"expected a begun sample for each of {len(request.seeds)} seeds, found {len(request.begun)}"
-        most = max((len(sample.tokens) for sample in request.begun if sample.finish == "abort"), default=0)
-        if most >= sampling.max_new_tokens:
-            return f"expected unfinished samples below {sampling.max_new_tokens} tokens, found one of {most}"
-        return None
-
     def _end(self, id: str) -> None:
         """End a request if its last sample has finished."""
         if not self._open[id].unfinished:
             self._ended.append(Done(id, self._open.pop(id).samples))
 
-    def _extend(self, request: _Open, index: int, output: Any, version: int) -> None:
-        """Append the tokens of one step to a sample."""
-        sample, delta = request.samples[index], output.outputs[0]
-        prefilled = index in request.fresh  # in this step
-        request.fresh.discard(index)
-        self._read += len(output.prompt_token_ids) - (output.num_cached_tokens or 0) if prefilled else 1
-        sample.tokens.extend(delta.token_ids)
-        sample.logprobs.extend(delta.logprobs.logprobs)
-        sample.versions.extend([version] * len(delta.token_ids))
-        self._stats.tokens += len(delta.token_ids)
-        if output.finished:
-            if delta.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"{output.request_id}: expected finish stop or length, found {delta.finish_reason}")
-            request.samples[index] = replace(sample, finish=delta.finish_reason)
-            request.unfinished.remove(index)
-            self._stats.prompt_tokens += len(output.prompt_token_ids)
-            self._stats.cached_tokens += output.num_cached_tokens or 0
+    def _extend(self, output: "Sampled", version: int) -> None:
+        """Append the token of one step to its sample."""
+        open, index = self._in_vllm[output.id]
+        if output.prefill is not None:
+            open.fresh.discard(index)
+            open.prefills[index] = output.prefill
+            self._read += output.prefill.tokens - output.prefill.cached
+        else:
+            self._read += 1
+        sample = open.samples[index]
+        sample.tokens.append(output.token)
+        sample.logprobs.append(output.logprob)
+        sample.versions.append(version)
+        if output.finish is not None:
+            open.samples[index] = replace(sample, finish=output.finish)
+            del self._in_vllm[open.unfinished.pop(index)]
+            prefill = open.prefills.pop(index)
+            self._stats.prompt_tokens += prefill.tokens
+            self._stats.cached_tokens += prefill.cached
+            self._end(open.request.id)
 
 
 def _cached(open: _Open, block: int) -> int:
     """Return how many tokens' keys and values an unfinished request has; its samples share the context's full blocks.
     Those of a sample's last token are computed by the next step."""
-    begun, context = open.unfinished - open.fresh, len(open.request.tokens)
+    begun, context = open.unfinished.keys() - open.fresh, len(open.request.tokens)
     own = sum(context % block + len(open.samples[i].tokens) - 1 for i in begun)
     return own + context // block * block if begun else 0
 

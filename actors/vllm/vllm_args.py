@@ -1,11 +1,11 @@
-"""What vLLM is called with: the arguments of an engine, and the sampling parameters of one sample."""
+"""What vLLM is called with: the arguments of an engine, the sampling parameters of one sample, and what is refused."""
 
 from dataclasses import asdict
 from typing import Any
 
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Sampling
+from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
@@ -24,6 +24,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "async_scheduling": False,  # a step returns what it sampled, so that its version is known
+        "scheduler_cls": "titan_rl.actors.vllm.step_scheduler.StepScheduler",
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
         "hf_overrides": {"head_dtype": given["head_dtype"]},
@@ -54,3 +55,29 @@ def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
     )
+
+
+def problem_of(request: Request, vocab_size: int, max_model_len: int) -> str | None:
+    """Return why vLLM could not sample a request exactly as specified."""
+    sampling, length = request.sampling, len(request.tokens)
+    if not request.tokens or not request.seeds:
+        return f"expected tokens and seeds, found {length} and {len(request.seeds)}"
+    if not 0 <= min(request.tokens) <= max(request.tokens) < vocab_size:
+        return f"expected token ids below {vocab_size}, found {min(request.tokens)} to {max(request.tokens)}"
+    if min(request.seeds) < 0:  # vLLM reads -1 as "unseeded"
+        return f"expected seeds of at least 0, found {min(request.seeds)}"
+    if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):  # vLLM would sample at 0.01
+        return f"expected rollout.temperature 0 or in [0.01, 2], found {sampling.temperature}"
+    if outside := [stop for stop in sampling.stop_token_ids if not 0 <= stop < vocab_size]:
+        return f"expected stop token ids below {vocab_size}, found {outside[0]}"
+    if length + sampling.max_new_tokens > max_model_len:
+        return (
+            f"{length} tokens and {sampling.max_new_tokens} new ones exceed {max_model_len}; "
+            "lower rollout.max_new_tokens or raise generator.max_model_len"
+        )
+    if request.begun and len(request.begun) != len(request.seeds):
+        return f"expected a begun sample for each of {len(request.seeds)} seeds, found {len(request.begun)}"
+    most = max((len(sample.tokens) for sample in request.begun if sample.finish == "abort"), default=0)
+    if most >= sampling.max_new_tokens:
+        return f"expected unfinished samples below {sampling.max_new_tokens} tokens, found one of {most}"
+    return None

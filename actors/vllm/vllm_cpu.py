@@ -1,6 +1,12 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
@@ -18,6 +24,14 @@ def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
     keep_linear_weights()
     reduce_over_gloo()
+    draw_seeds_in_blocks()
+
+
+def use_given_threads() -> None:
+    """Compute on as many threads as this process was launched with: OpenMP read the number of its zygote."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def check_head_size(size: int) -> None:
@@ -53,3 +67,34 @@ def reduce_over_gloo() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
+
+def draw_seeds_in_blocks(block: int = 16) -> None:
+    """Make the sampler draw many numbers of a sample's generator at once.
+
+    vLLM's kernel derives the noise of a token from a number that the sample's generator draws: one call of torch for
+    each token of each sample. A generator draws the same numbers in blocks, and is used for nothing else.
+    """
+    import torch
+    from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+    vllms = ops.TopKTopPSampler.forward_cpu
+    drawn: WeakKeyDictionary[Generator, Iterator[int]] = WeakKeyDictionary()
+
+    def draw(generator: "Generator") -> int:
+        if (number := next(drawn.get(generator, iter(())), None)) is None:
+            drawn[generator] = iter(torch.randint(0, 2**31, (block,), generator=generator).tolist())
+            number = next(drawn[generator])
+        return number
+
+    def forward_cpu(self: Any, logits: "Tensor", generators: "dict[int, Generator]", k: Any, p: Any) -> Any:
+        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+            return vllms(self, logits, generators, k, p)
+        logits = ops.apply_top_k_top_p(logits, k, p).float()
+        seeds = [0] * len(logits)  # of a greedy sample: vLLM takes its token from the logits
+        for row, generator in generators.items():
+            seeds[row] = draw(generator)
+        logprobs = logits.log_softmax(dim=-1)
+        return torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds)), logprobs
+
+    ops.TopKTopPSampler.forward_cpu = forward_cpu

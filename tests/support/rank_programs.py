@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ class Case:
     compute: Dtype = "float32"
     sync: Literal["update", "microbatch"] = "update"
     parts: int = 1  # in which each update is accumulated
+    reshard: Literal["default", "always"] = "default"
     share: bool | None = None  # the prompts of groups; None: each document has its own
 
 
@@ -55,6 +57,7 @@ def config_of(case: Case, folder: Path) -> Config:
         compile=replace(base.compile, enable=case.compiled),
         checkpoint=replace(base.checkpoint, enable=False),
         algorithm=replace(base.algorithm, name="sft"),
+        parallelism=replace(base.parallelism, fsdp_reshard_after_forward=case.reshard),
     )
 
 
@@ -121,6 +124,23 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
     if calls is not None:
         assert calls["forward"] >= calls["backward"] >= STEPS * MICROBATCHES * given.model.n_layers
     return found
+
+
+def train_and_count(folder: Path, cases: Sequence[Case]) -> list[tuple[list[list[float]], int]]:
+    """Return loss and gradient norm of each step of each case, and how often it gathered parameters."""
+    groups: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    real, answers = groups.foreach_all_gather, []
+    for number, case in enumerate(cases):
+        calls: list[None] = []
+
+        def counted(*arguments: Any, calls: list[None] = calls, **keywords: Any) -> Any:
+            calls.append(None)
+            return real(*arguments, **keywords)
+
+        groups.foreach_all_gather = counted
+        answers.append((trained(folder / str(number), case), len(calls)))
+    groups.foreach_all_gather = real
+    return answers
 
 
 def streamed(model: Any, batch: Batch, parts: int) -> Any:

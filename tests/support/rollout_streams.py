@@ -25,7 +25,7 @@ from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
-from titan_rl.wire.types import Completion, Group, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
 
 class Echo:
@@ -64,8 +64,8 @@ def source(tokenizer: TextTokenizer) -> PromptSource:
     return PromptSource(additions(), tokenizer, seed=3)
 
 
-async def right_if_one(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-    return [float(text == "1") for text in texts]
+async def right_if_one(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
+    return [float(rollout.text == "1") for rollout in rollouts]
 
 
 def stream(
@@ -112,12 +112,12 @@ class Failing:
         self.times = Counter(times)
         self.asked: list[int] = []
 
-    async def __call__(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def __call__(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
         self.asked.append(prompt.id)
         if self.times[prompt.id] > 0:
             self.times[prompt.id] -= 1
             raise ZeroDivisionError(f"no such thing as {prompt.id}")
-        return await right_if_one(prompt, completions, texts)
+        return await right_if_one(prompt, rollouts)
 
 
 def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
     "rollout.group_size": 4,
     "algorithm.kl_coef": 0.01,  # a frozen reference, which resuming must bring back
     "training.steps": 4,
+    "hosts.threads": 1,  # other tests run at the same time
     "checkpoint.interval": 2,
     "eval.size": 16,
     "eval.interval": 2,

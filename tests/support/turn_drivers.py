@@ -7,7 +7,7 @@ from collections.abc import Callable
 from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.sessions import Driver, Outcome, Session
-from titan_rl.wire.types import Completion, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, Generates, Prompt, Request, Sampling
 
 EOS, TOOL = 2, 60
 PROMPT = Prompt(4, "1+1=", [1, 8, 9], "20")
@@ -67,7 +67,7 @@ class Forking(Conversation):
         return outcome
 
 
-def player(driver: Driver, engine: Answering, **keys: object) -> Player:
+def player(driver: Driver, engine: Generates, **keys: object) -> Player:
     settings: dict[str, object] = {"limits": SessionLimits(), **keys}
     return Player(driver, engine, lambda tokens: " ".join(map(str, tokens)), **settings)  # type: ignore[arg-type]
 

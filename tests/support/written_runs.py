@@ -66,8 +66,8 @@ class Drifting:
         return [completion(k) for k in range(len(request.seeds))]
 
 
-async def first_token(prompt: Any, completions: Any, texts: Any) -> list[float]:
-    return [float(text.startswith("1")) + 0.25 * (len(text) == 3) for text in texts]
+async def first_token(prompt: Any, rollouts: Any) -> list[float]:
+    return [float(r.text.startswith("1")) + 0.25 * (len(r.text) == 3) for r in rollouts]
 
 
 @cache

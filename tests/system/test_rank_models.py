@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support.gloo_ranks import on_ranks
-from support.rank_programs import STEPS, Case, train_and_export
+from support.rank_programs import MICROBATCHES, STEPS, Case, train_and_count, train_and_export
 from titan_rl.config.sections import Dtype
 
 Mode = Literal["none", "selective", "full"]
@@ -102,6 +102,14 @@ def test_gradients_synced_once_per_update_are_those_synced_each_microbatch(
         each, whole, parts = answer[0][first : first + 3]
         assert_close(whole, each, 1e-6)
         assert_close(parts, each, 1e-6)
+
+
+def test_a_cpu_gathers_parameters_once_per_update_and_computes_the_same() -> None:
+    kept, again = on_ranks(2, train_and_count, [Case(layout="fsdp2"), Case(layout="fsdp2", reshard="always")])
+    assert kept[0] == again[0]
+    groups = 4  # the embedding, two blocks, the norm with the head
+    assert kept[1] == STEPS * groups
+    assert again[1] > STEPS * MICROBATCHES * groups
 
 
 def test_cut_rotary_heads_are_exported_whole_however_activations_are_kept(alone: Answer, four: Answer) -> None:

@@ -12,7 +12,7 @@ from titan_rl.record.run_lock import LOCK, RunLock
 
 
 class NoZygotes:
-    def keep(self, kinds: object, *, threads: int = 1) -> None: ...
+    def keep(self, kinds: object) -> None: ...
 
 
 def start(*flags: str, dry: bool = False) -> int:

@@ -35,12 +35,19 @@ class Weighting:
 TOKEN_MEAN = Weighting()
 
 
+@dataclass(frozen=True, slots=True)
+class UpTo:
+    """The most rows of a microbatch: it has no more than the samples need."""
+
+    rows: int
+
+
 def pack(
     samples: Sequence[Sample],
     *,
     shards: int,
     seq_len: int,
-    rows_per_microbatch: int,
+    rows_per_microbatch: int | UpTo,
     pad_id: int,
     together: int = 1,
     weighting: Weighting = TOKEN_MEAN,
@@ -55,10 +62,10 @@ def pack(
     """
     _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
-    round_of_rows = shards * rows_per_microbatch
-    plain = _fit(prefixes.plain(places, together), seq_len, round_of_rows)
+    plain = _fit(prefixes.plain(places, together), seq_len, shards, rows_per_microbatch)
     shared = prefixes.shared(samples, places, together, seq_len) if share else []
-    fit = min((plain, *(_fit(layout, seq_len, round_of_rows) for layout in shared)), key=lambda fit: fit.places)
+    fits = (plain, *(_fit(layout, seq_len, shards, rows_per_microbatch) for layout in shared))
+    fit = min(fits, key=lambda fit: fit.places)
     block = _write(samples, fit, pad_id)
     weights, tokens, sequences = _weights(block, samples, weighting)
     if weighting.whole:
@@ -69,7 +76,7 @@ def pack(
     # Rows are sorted fullest first and dealt back and forth, so that shards get nearly equal numbers of tokens.
     deal = np.arange(fit.slots).reshape(-1, shards)
     deal[1::2] = deal[1::2, ::-1].copy()
-    hands = deal.T.reshape(shards, -1, rows_per_microbatch)
+    hands = deal.T.reshape(shards, -1, fit.rows)
     unshared = plain.places // shards
     return [Batch([_take(block, weights, numbers) for numbers in hand], tokens, sequences, unshared) for hand in hands]
 
@@ -144,6 +151,7 @@ class _Fit:
     """A layout, and the rows that hold it."""
 
     layout: Layout
+    rows: int  # of a microbatch
     slots: int
     length: int
 
@@ -152,9 +160,12 @@ class _Fit:
         return self.slots * self.length
 
 
-def _fit(layout: Layout, seq_len: int, round_of_rows: int) -> _Fit:
-    slots = max(-(-_rows_needed(layout.units, seq_len) // round_of_rows), 1) * round_of_rows
-    return _Fit(layout, slots, _shortest(layout.units, seq_len, slots))
+def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> _Fit:
+    needed, most = max(_rows_needed(layout.units, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
+    rounds = -(-needed // (shards * most))
+    own = -(-needed // (shards * rounds)) if isinstance(rows, UpTo) else most
+    slots = rounds * shards * own
+    return _Fit(layout, own, slots, _shortest(layout.units, seq_len, slots))
 
 
 @dataclass(frozen=True, slots=True)

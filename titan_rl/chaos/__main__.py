@@ -126,7 +126,9 @@ class Chaos:
         if options.overlap:  # faults of the controller are faults of everything
             self._only = [part for part in self._only or KINDS if VICTIMS.get(part.split(":")[0]) != (CONTROLLER,)]
         self._folder = Path(self._config.job.dump_folder).absolute()
-        roles = ["trainer", *(["generator"] if self._config.samples_rollouts else []), *self._config.roles]
+        config = self._config
+        roles = ["trainer", *(["generator"] if config.samples_rollouts else []), *config.roles]
+        roles += ["environment"] if config.environment.name else []
         if found := problems(options.kills, roles, self._config.training.steps, self._only):
             cli.refuse("the command line", found)
         self.findings = Findings(options.seed, options.kills)

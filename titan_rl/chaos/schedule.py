@@ -38,7 +38,12 @@ VICTIMS: dict[Kind, tuple[str, ...]] = {
     **dict.fromkeys(ENDING, (CONTROLLER,)),
 }
 """Roles that a fault can have as victims; other faults can have any rank."""
-POINTS = {"generator": ("step", "read"), "trainer": ("step", "publish"), "critic": ("step", "scores")}
+POINTS = {
+    "generator": ("step", "read"),
+    "trainer": ("step", "publish"),
+    "critic": ("step", "scores"),
+    "environment": ("begin", "take"),
+}
 TARGETS = ("controller", "group", "all")  # of a preemption's signal
 FROZEN_POINTS = ("scores",)
 """Failpoints at which an exception may be raised. Saving a checkpoint is none: it has a fault of its own."""

@@ -22,8 +22,9 @@ from titan_rl.config.model_sections import ParallelismSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection:
-    name: Literal["addition", "jsonl"] = "addition"
-    """"addition" generates its own data; "jsonl" reads files."""
+    name: Literal["addition", "calc", "hunt", "jsonl"] = "addition"
+    """"addition" generates its own data, as do "calc" (products, with a calculator) and "hunt" (a treasure on a board),
+    which need environment.name; "jsonl" reads files."""
     path: str = ""
     """JSONL file with the training prompts."""
     eval_path: str = ""

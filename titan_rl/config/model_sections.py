@@ -56,8 +56,9 @@ class TrainingSection:
     stream_groups: int = bounds(0, ge=0, le=2**14)
     """Train on this many groups as soon as they finish, while the rest of the step is still being sampled. The update
     is the same, summed in another order. 0: wait for the whole step."""
-    local_batch_size: int = bounds(8, ge=1, le=2**12)
-    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients."""
+    local_batch_size: int = bounds(0, ge=0, le=2**12)
+    """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
+    many as fit by estimate, on a CPU as many as keep its caches warm."""
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a row, where that leaves fewer tokens to compute. Losses and
     gradients are the same, to rounding."""
@@ -119,7 +120,8 @@ class ParallelismSection:
     enable_sequence_parallel: bool = True
     """Use sequence parallelism within tensor parallelism."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default."""
+    """When FSDP2 frees gathered parameters: always after the forward, never, or TorchTitan's default. On a CPU with
+    room for all ranks' copies, the default is after the last backward of an update."""
 
     @property
     def dp(self) -> int:
@@ -176,8 +178,10 @@ class ColdStartSection:
     decay_ratio: float = bounds(0.0, ge=0, le=1)
     """Fraction of the supervised steps, at the end, over which the rate decays linearly to 0. 0: constant."""
     stop_at: float = bounds(0.0, ge=0, le=1)
-    """End early once the greedy score on eval.size training problems, drawn by the seed, reaches this. 0: take all
-    steps."""
+    """End early once the score on eval.size training problems, drawn by the seed, reaches this. 0: take all steps."""
+    stop_temperature: float = bounds(0.0, ge=0, le=2)
+    """Temperature at which that score is sampled. 0: greedy. 1 suits a cold start that teaches a choice by its share of
+    the demonstrations: a greedy score jumps as the share of the choice passes one half."""
     stop_interval: int = bounds(25, ge=1, le=10**9)
     """Supervised steps between checks of that score."""
     interval: int = bounds(500, ge=1, le=10**9)

@@ -50,6 +50,7 @@ from titan_rl.config.model_sections import (
 from titan_rl.config.system_sections import (
     CommSection,
     DebugSection,
+    EnvironmentSection,
     FaultSection,
     GeneratorSection,
     HostsSection,
@@ -70,6 +71,7 @@ class Config:
     model: ModelSection = field(default_factory=ModelSection)
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)

@@ -1,5 +1,5 @@
 """Keys of a run's processes, faults and records: [job] [debug] [metrics] [comm] [fault] [generator] [weight_sync]
-[hosts] [placement]."""
+[hosts] [placement] [environment]."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -70,8 +70,8 @@ class FaultSection:
     """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
     every half of this."""
     hang_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
-    """Replace a generator rank that shows no progress for this long. Keep it above the longest engine step. Until an
-    engine has its first weights, comm.init_timeout_seconds applies instead."""
+    """Replace a generator rank that shows no progress, or an environment process that is silent, for this long. Keep it
+    above the longest engine step. Until an engine has its first weights, comm.init_timeout_seconds applies instead."""
     max_restarts: int = bounds(3, ge=0, le=10**6)
     """Maximum respawns of one role within restart_window_seconds. The next failure ends the run, which can be resumed.
     0 disables respawning."""
@@ -87,8 +87,8 @@ class FaultSection:
     """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
     prompt."""
     environment_attempts: int = bounds(2, ge=1, le=1000)
-    """Attempts at a rollout whose environment process dies. Each begins from the start, with the same seeds. After the
-    last one the rollout is dropped."""
+    """Attempts at a rollout whose environment process dies and whose turns cannot be replayed, because the environment
+    then asks something else. Each begins from the start, with the same seeds."""
     max_failed_saves: int = bounds(3, ge=0, le=10**9)
     """Consecutive failed checkpoints before the run stops. A failed one is retried after the next step."""
     stop_grace_seconds: float = bounds(25.0, ge=0, le=MOST_SECONDS)
@@ -131,6 +131,30 @@ class GeneratorSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection:
+    name: str = ""
+    """What drives rollouts of several turns: "calc", "hunt", or your own "package.module:name" (docs/environments.md).
+    Empty: the policy answers the prompt once."""
+    processes: int = bounds(2, ge=1, le=MOST_RANKS)
+    """Number of processes that run environments. One that dies or hangs is replaced."""
+    concurrency: int = bounds(64, ge=1, le=2**16)
+    """Maximum number of rollouts that one process runs at the same time. More of them wait."""
+    max_turns: int = bounds(8, ge=1, le=10**6)
+    """Maximum turns of a rollout. One that reaches it ends with what it has earned so far."""
+    max_tokens: int = bounds(0, ge=0, le=2**20)
+    """Maximum tokens of a rollout after its prompt, sampled and read. 0: what training.seq_len and
+    generator.max_model_len leave."""
+    turn_seconds: float = bounds(60.0, gt=0, le=MOST_SECONDS)
+    """Deadline of one call into the environment. A rollout that misses it has no reward, and its process is replaced if
+    its code still runs."""
+    rollout_seconds: float = bounds(600.0, gt=0, le=MOST_SECONDS)
+    """Deadline of a whole rollout, including the time in which its turns are sampled."""
+    lockstep: bool = False
+    """Sample each turn of all running rollouts together. Only then does the same seed give the same rollouts to the
+    last bit: what an engine computes depends a little on what else is in its batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncSection:
     transport: Literal["auto", "shm", "rdma"] = "auto"
     """"shm": generators map the trainers' memory; "rdma": one-sided RDMABuffer reads; "auto": "shm" when all processes
@@ -164,9 +188,9 @@ class HostsSection:
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
-    threads: int = bounds(1, ge=1, le=1024)
-    """OpenMP threads per process. Processes that compute at the same time should not use more threads than there are
-    cores."""
+    threads: int = bounds(0, ge=0, le=1024)
+    """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
+    1 where GPUs compute. Another number adds up floats in another order: losses of the same seed differ slightly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from typing import Literal
 
+from titan_rl.agents.games import GAMES
+from titan_rl.config.auto import threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
@@ -10,6 +13,7 @@ from titan_rl.preflight.device_memory import gib
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
@@ -32,6 +36,10 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.samples_rollouts:
         facts.append(("weights", transport(setup)))
         meshes.append(generators(setup))
+        if config.environment.name:
+            meshes.append(environments(config))
+    rows = setup.resolved.training.local_batch_size
+    facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
     if memory := gpu_memory(setup):
@@ -147,19 +155,28 @@ def generators(setup: Setup) -> MeshRow:
     holds = f"weights {size(each)} per rank, {cache}"
     if setup.device == "cuda" and setup.config.debug.deterministic:
         holds += ", batch-invariant kernels"
-    return MeshRow("generator", procs, layout, device(setup), g.dtype, holds)
+    return MeshRow("generator", procs, layout, device(setup, "generator"), g.dtype, holds)
 
 
-def device(setup: Setup) -> str:
+def environments(config: Config) -> MeshRow:
+    e = config.environment
+    tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
+    holds = f"{e.name}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
+
+
+def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
     if setup.device == "cpu":
-        return f"cpu ({os.cpu_count()} cores), this host"
+        own, cores = threads(setup.config, kind, "cpu", usable_cores()), usable_cores()
+        return f"cpu ({own} of {cores} cores each), this host"
     return "cuda, this host" if setup.gpus.here else "cuda, another host"
 
 
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
     count = len(setup.task.train) - len(setup.task.unfit)
-    return f"{t.name}: {count:,} problems, {heldout} held out, reward {t.reward}"
+    reward = f"reward {t.reward}" if t.name not in GAMES else "rewarded by the environment"
+    return f"{t.name}: {count:,} problems, {heldout} held out, {reward}"
 
 
 def chat(setup: Setup) -> str:
@@ -176,7 +193,8 @@ def cold_start(config: Config) -> str:
     steps = f"{cold.steps} supervised steps of {cold.batch_size}"
     if not cold.stop_at:
         return steps
-    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved"
+    at = f" at temperature {cold.stop_temperature:g}" if cold.stop_temperature else ""
+    return f"up to {steps}, until {cold.stop_at:g} of {config.eval.size} training problems are solved{at}"
 
 
 def algorithm(config: Config) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.jsonl_rows import MOST_NAMED, BadRows, Example
@@ -134,7 +135,7 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             expected = f"a tokenizer in {tokenizer.folder} that renders chats"
             raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
     answers = config.algorithm.kind != "rl" or config.cold_start.steps > 0  # else only prompts are read
-    one_token_each = config.task.name == "addition" and not config.model.hf_assets_path  # of the characters
+    one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # of the characters
 
     def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
         if not one_token_each:

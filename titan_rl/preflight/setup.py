@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.checks.gpu_memory import on_gpus
+from titan_rl.preflight.microbatches import on_cpu
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -19,6 +19,7 @@ from titan_rl.tasks.rewards import reward_for
 from titan_rl.tasks.task import Example, Task, chat_settings, load_task, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 from titan_rl.wire.seeds import derive
@@ -64,7 +65,7 @@ class Setup:
         """Return the config that the ranks work with: without "auto"."""
         if self.device == "cuda":
             return on_gpus(self.config, self.shape, self.gpus.nbytes)
-        return resolved(self.config, "cpu")
+        return on_cpu(self.config, self.shape, host_memory())
 
     @property
     def finished(self) -> bool:

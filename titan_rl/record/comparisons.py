@@ -181,6 +181,12 @@ def _expected_metrics(history: History, step: int) -> dict[str, float]:
         "dropped/tokens": wasted,
         "tokens/sampled": sum(tokens) + wasted,
     }
+    if any(life.statuses for life in lives):
+        turns = [len(life.turns_of(sample)) for life in lives for sample in range(len(life.tokens))]
+        statuses = [status for life in lives for status in life.statuses]
+        expected |= {f"stop/{status}": statuses.count(status) / len(statuses) for status in statuses}
+        expected |= {"turns/mean": statistics.fmean(turns), "turns/max": max(turns)}
+        expected["rollouts/failed"] = sum(reward is None for life in lives for reward in life.rewards)
     if rewards and tokens:
         expected |= {
             "reward/mean": statistics.fmean(rewards),

@@ -69,8 +69,11 @@ class Incidents:
         left."""
         return self._fault.max_restarts == 0 and replicas <= self._fault.min_replicas
 
-    def may_respawn(self, role: str) -> bool:
-        """Return True, and count one more respawn, if the role's budget allows it."""
+    def may_respawn(self, role: str, *, counts: bool = True) -> bool:
+        """Return True, and count one more respawn, if the role's budget allows it. One that does not count is allowed
+        unless respawning is disabled."""
+        if not counts:
+            return self._fault.max_restarts > 0
         recent, now = self._recent.setdefault(role, deque()), time.monotonic()
         while recent and now - recent[0] > self._fault.restart_window_seconds:
             recent.popleft()

@@ -236,7 +236,10 @@ class History:
         self.start.digests |= life.digests is not None
         life.sampled, life.versions, life.tokens = True, versions, tokens
         life.sampled_after = self.last
-        life.statuses, life.drives = event.get("statuses", ()), event.get("attempts", ())
+        if {len(event.get(key, tokens)) for key in ("statuses", "attempts")} != {len(tokens)}:
+            self._say(f"prompt {id} has another number of statuses or attempts than its {len(tokens)} samples")
+        else:
+            life.statuses, life.drives = event.get("statuses", ()), event.get("attempts", ())
         for sample, count in enumerate(tokens if life.statuses else ()):
             if (turns := sum(turn.tokens for turn in life.turns_of(sample).values())) != count:
                 self._say(f"prompt {id}, sample {sample} has {count} tokens, and its turns {turns}")

@@ -1,4 +1,4 @@
-"""Judges a group's completions by a reward model on its mesh. Reward functions: tasks/reward_thread.py."""
+"""Judges a group's rollouts by a reward model on its mesh. Reward functions: tasks/reward_thread.py."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_rl.batch.packing import pack, unpack
+from titan_rl.batch.packing import UpTo, pack, unpack
 from titan_rl.config.sections import Config
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Batch, Completion, Judge, Prompt, Sample
+from titan_rl.wire.types import Batch, Judge, Prompt, Rollout, Sample
 
 
 class Scores(Protocol):
@@ -22,18 +22,18 @@ class Scores(Protocol):
     async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]: ...
 
 
-def by_model(mesh: Scores, config: Config, pad: int) -> Judge:
+def by_model(mesh: Scores, config: Config, pad: int, rows: int | UpTo) -> Judge:
     """Judge by a reward model, one call per group, so that other groups are sampled meanwhile. A score depends only on
-    its own group: repeating a run gives the same rewards to the last bit."""
+    its own group: repeating a run gives the same rewards to the last bit. `rows`: of a microbatch."""
 
-    async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
-        asked = prompt.tokens
-        samples = [to_judge([*asked, *completion.tokens], pad, len(asked)) for completion in completions]
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
+        branches = [max(r.branches, key=lambda branch: branch.turns[-1].index) for r in rollouts]  # of the last turns
+        samples = [to_judge(branch.tokens, pad, len(branch.turns[0].context)) for branch in branches]
         batches = pack(
             samples,
             shards=mesh.dp,
             seq_len=config.training.seq_len,
-            rows_per_microbatch=config.training.local_batch_size,
+            rows_per_microbatch=rows,
             pad_id=pad,
             share=config.training.share_prompts,
         )

@@ -41,12 +41,14 @@ class Play:
     sampling: Sampling
     seed: int = 0
     sample: int = 0
-    greedy: bool = False  # for an evaluation: no turn is recorded, and its seeds do not matter
+    greedy: bool = False  # for an evaluation: no turn is recorded, and greedy seeds do not matter
     group: str = ""  # the name of what begins with the same tokens
     expected: int = 0  # tokens of a turn
 
     def turn_seed(self, turn: int) -> int:
-        return 0 if self.greedy else turn_seed(self.seed, self.prompt.id, self.sample, turn)
+        if self.greedy and not self.sampling.temperature:
+            return 0
+        return turn_seed(self.seed, self.prompt.id, self.sample, turn)
 
     @property
     def own_seed(self) -> int:
@@ -140,8 +142,9 @@ class Player:
                 read = len(turn.tokens), checksum
                 self._ledger.turn(play.prompt.id, play.sample, attempt, turn.index, read, completion)
 
+        begins = None if "branch" in self._told else self._begins
         return RolloutSession(
-            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=self._begins
+            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=begins
         )
 
     def _begins(self, message: str) -> None:

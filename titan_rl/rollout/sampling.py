@@ -208,14 +208,13 @@ class GroupSampler:
         return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
 
     async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float] | GroupFailed:
-        """Return the rewards of the last turns, or why there are none."""
-        completions, texts = [rollout.turns[-1].completion for rollout in rollouts], [r.text for r in rollouts]
+        """Return the rewards, or why there are none."""
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
-                rewards = await self._judge(prompt, completions, texts)
-                if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-                    raise ValueError(f"expected {len(texts)} finite rewards, found {list(rewards)}")
+                rewards = await self._judge(prompt, rollouts)
+                if len(rewards) != len(rollouts) or not all(map(math.isfinite, rewards)):
+                    raise ValueError(f"expected {len(rollouts)} finite rewards, found {list(rewards)}")
             except RunError:
                 raise
             except Exception as error:

@@ -62,7 +62,7 @@ class RolloutSession:
         *,
         limits: SessionLimits,
         answered: Answered | None = None,
-        begins: Callable[[str], None] = lambda message: None,
+        begins: Callable[[str], None] | None = None,
     ) -> None:
         """`begins` is called with the reason when a branch after the first one begins."""
         self.id, self.prompt, self.seed = id, prompt, seed
@@ -130,7 +130,7 @@ class RolloutSession:
         continued = [branch for branch in self._growing if branch.continued_by(request.tokens)]
         if continued:
             return max(continued, key=lambda branch: len(branch.tokens))
-        if self._growing:
+        if self._growing and self._begins is not None:
             shared = max(_shared(branch.tokens, request.tokens) for branch in self._growing)
             self._begins(
                 f"{self.id}: a branch begins with turn {request.index}, because only {shared} of its "

@@ -24,10 +24,11 @@ class Problems:
     judge: Judge
     sampling: Sampling
 
-    async def score(self, plays: Plays, warn: Callable[[str], None]) -> float:
-        """Return the mean reward of one greedy rollout per problem, with the weights that the generators hold. One that
-        cannot be sampled or judged counts as 0; `warn` is called with their number."""
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0)
+    async def score(self, plays: Plays, warn: Callable[[str], None], temperature: float = 0.0) -> float:
+        """Return the mean reward of one rollout per problem, greedy unless a temperature is given, with the weights
+        that the generators hold. One that cannot be sampled or judged counts as 0; `warn` is called with their
+        number."""
+        sampling = replace(self.sampling, temperature=temperature, top_p=1.0)
         failures: list[str] = []
         hung = 0
         unsound: list[str] = []
@@ -35,7 +36,7 @@ class Problems:
 
         async def one(prompt: Prompt) -> float:
             nonlocal hung
-            rollout = await plays(prompt, greedy)
+            rollout = await plays(prompt, sampling)
             turns = [each.completion for each in rollout.turns]
             bad = [completion.replica for completion in turns if not completion.finite]
             unsound.extend([f"problem {prompt.id}, by {bad[0]}"] if bad else [])
@@ -48,7 +49,7 @@ class Problems:
                 async with turn:
                     if hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
-                    (reward,) = await self.judge(prompt, [turns[-1]], [rollout.text])
+                    (reward,) = await self.judge(prompt, [rollout])
                 if not math.isfinite(reward):
                     raise ValueError(f"expected a finite reward, found {reward}")
             except RunError:

@@ -69,7 +69,10 @@ class PromptSource:
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
-    """Return the prompt and the reference answer; the answer and EOS are trained on."""
+    """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
+    turns, what the policy says is trained on, and never what it reads."""
+    if prompt.demonstration:
+        return [_demonstrated(prompt, tokenizer)]
     return [_answered(prompt, prompt.answer, tokenizer)]
 
 
@@ -88,6 +91,15 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
     """Return a sequence for a reward model, whose score is its value at the last token. Each position predicts the
     next token, so padding is appended, and only that one is under the mask."""
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
+
+
+def _demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
+    tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
+    for said, read in prompt.demonstration:
+        spoken, shown = [*tokenizer.encode(said), tokenizer.eos], tokenizer.encode(read)
+        tokens += spoken + shown
+        mask += [1] * len(spoken) + [0] * len(shown)
+    return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens))
 
 
 def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from titan_rl.isolation import start_outside
 from titan_rl.tasks.rewards import BUILT_IN, Reward
 from titan_rl.wire.deadlines import deadline
-from titan_rl.wire.types import Completion, Judge, Prompt
+from titan_rl.wire.types import Judge, Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -78,9 +78,9 @@ def by_rule(reward: Reward, seconds: float | None = None, thread: SideThread | N
     once and run in the event loop."""
     side = None if reward in BUILT_IN.values() else thread or SideThread()
 
-    async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
         def rewards() -> list[float]:
-            return [reward(prompt, text) for text in texts]
+            return [reward(prompt, rollout.text) for rollout in rollouts]
 
         return rewards() if side is None else await side.run(rewards, seconds)
 

@@ -2,21 +2,26 @@
 
     config.TaskSection -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
 
-"addition" generates its own data; "jsonl" reads one JSON object per line.
+"addition", "calc" and "hunt" generate their own data; "jsonl" reads one JSON object per line.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.tasks.jsonl_rows import Example, jsonl
-from titan_rl.text.template import ChatSettings
-from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.text.template import ChatSettings, is_inline
+from titan_rl.text.tokenizer import TextTokenizer, messages_of
+from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
+
+MOST_PLAYED = 20_000  # training problems of a game
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +33,38 @@ class Task:
     template: Literal["plain", "chat"] = "plain"
     system_prompt: str = ""
     unfit: frozenset[int] = frozenset()  # indices of training examples that are left out, because they do not fit
+    game: Game | None = None  # which demonstrates its problems
+    seed: int = 0  # of the demonstrations
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
         tokens = tokenizer.prompt(example.prompt, self.template, self.system_prompt)
-        text = example.prompt if self.template == "plain" else tokenizer.decode(tokens, skip_special=False)
-        return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected)
+        text, messages = example.prompt, ()
+        if self.template == "chat":
+            text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
+        shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
+        return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected, messages, shown)
 
 
 def chat_settings(run: config.Config) -> ChatSettings:
-    """Return how a run renders chats."""
-    task, stops = run.task, tuple(run.rollout.stop_token_ids)
-    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking, stops)
+    """Return how a run renders chats. A template's file is read once: it may change while the run starts processes."""
+    task, stops, template = run.task, tuple(run.rollout.stop_token_ids), run.task.chat_template
+    if template and not is_inline(template):
+        template = Path(template).read_text(encoding="utf-8")
+    return ChatSettings(template, task.chat_template_kwargs, task.thinking, stops)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:
     """Load the task of [task], with at most `eval_size` held-out examples, and with rejected answers if `pairs`."""
-    if task.name == "addition":
+    game = GAMES.get(task.name)
+    if game is not None:
+        train, heldout = played(task.name, seed, eval_size)
+    elif task.name == "addition":
         train, heldout = addition(seed, eval_size)
     else:
         train = jsonl(task, "path", pairs=pairs)
         heldout = jsonl(task, "eval_path", eval_size, pairs=pairs) if eval_size else []
-    return Task(train, heldout, task.template, task.system_prompt)
+    return Task(train, heldout, task.template, task.system_prompt, game=game, seed=seed)
 
 
 @lru_cache(maxsize=1)
@@ -67,6 +82,17 @@ def addition(seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
         raise ValueError(f"eval.size: expected less than addition's {len(sums)} problems, found {eval_size}")
     held = set(shuffled(len(sums), seed)[:eval_size].tolist())
     return [e for i, e in enumerate(sums) if i not in held], [sums[i] for i in sorted(held)]
+
+
+@lru_cache(maxsize=1)
+def played(name: str, seed: int, eval_size: int) -> tuple[list[Example], list[Example]]:
+    """Return problems of a game, drawn and split by the seed."""
+    game = GAMES[name]
+    if eval_size >= game.count:
+        raise ValueError(f"eval.size: expected less than {name}'s {game.count} problems, found {eval_size}")
+    rows = [game.row(int(number)) for number in shuffled(game.count, seed)[: eval_size + MOST_PLAYED]]
+    examples = [Example(game.prompt(row), game.answer(row), row) for row in rows]
+    return examples[eval_size:], examples[:eval_size]
 
 
 def rejected_answer(answer: str, draw: int) -> str:

@@ -19,7 +19,7 @@ SYSTEM: Message = {"role": "system", "content": "Answer briefly, please."}
 ASKED: Message = {"role": "user", "content": "What is 37*41?"}
 MORE: Message = {"role": "user", "content": "And what is 52*68?"}
 SAID: Message = {"role": "assistant", "content": "It is 1517."}
-LATER: Message = {**SAID, "content": "It is 3536."}
+THEN: Message = {**SAID, "content": "It is 3536."}
 THOUGHT: Message = {**SAID, "reasoning_content": "37*41 is 1517"}
 ARGUMENTS = {"b": 41, "a": 37}
 CALLED: Message = {
@@ -34,7 +34,7 @@ TOOL = {"name": "multiply", "description": "Multiply two numbers.", "parameters"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
 TURNS: dict[str, tuple[list[Message], list[Message]]] = {
     "an answer, then the user": ([ASKED, SAID], [MORE]),
-    "two answers, then the user": ([ASKED, SAID, MORE, LATER], [{**MORE, "content": "And what is 29*94?"}]),
+    "two answers, then the user": ([ASKED, SAID, MORE, THEN], [{**MORE, "content": "And what is 29*94?"}]),
     "a thought and an answer, then the user": ([ASKED, THOUGHT], [MORE]),
     "a call, then its result": ([ASKED, CALLED], [RESULT]),
     "a thought and a call, then its result": ([ASKED, THOUGHT_CALL], [RESULT]),
@@ -46,7 +46,7 @@ PIN = (
     "the chat template writes today's date, so runs differ from day to day: "
     'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
 )
-DATE, END = "date", "end of a turn"
+DATE, END, LATER = "date", "end of a turn", "later messages"
 SHOWN = 8  # tokens of context on each side of a difference
 
 
@@ -104,7 +104,7 @@ def answered(chat: ChatRenderer, messages: Sequence[Message], tools: Any) -> lis
 def sample_turns(text: TextTokenizer) -> list[tuple[list[int], list[int]]]:
     """Return a conversation as a rollout holds it: what each turn reads that is new, and what it samples. It has a call
     and its result, if the template has calls."""
-    talks: list[tuple[list[Message], Any]] = [([SAID, MORE, LATER], None)]
+    talks: list[tuple[list[Message], Any]] = [([SAID, MORE, THEN], None)]
     if text.chat.call_format != "text":
         talks.insert(0, ([CALLED, RESULT, SAID], TOOLS))
     for later, tools in talks:
@@ -151,7 +151,7 @@ def _shows(text: TextTokenizer) -> Iterator[Finding]:
     for name, messages, tools in (
         ("first message", [ASKED], None),
         ("system message", [SYSTEM, ASKED], None),
-        ("later messages", [ASKED, SAID, MORE], None),
+        (LATER, [ASKED, SAID, MORE], None),
         ("a tool's result", [ASKED, CALLED, RESULT], TOOLS),
     ):
         needed = name == "first message"

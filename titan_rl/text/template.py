@@ -35,16 +35,15 @@ class TemplateStuck(Exception):
 class ChatSettings:
     """How a run renders chats."""
 
-    template: str = ""  # Jinja, or the path of a file; empty: the tokenizer folder's own
+    template: str = ""  # Jinja; empty: the tokenizer folder's own
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     thinking: Thinking = "keep"
     stop_token_ids: tuple[int, ...] = ()  # at which sampling stops, besides EOS
 
-    @property
-    def source(self) -> str:
-        """The Jinja text; empty if the folder's own template is used."""
-        inline = "{{" in self.template or "{%" in self.template
-        return self.template if inline or not self.template else Path(self.template).read_text(encoding="utf-8")
+
+def is_inline(template: str) -> bool:
+    """Return True if a text is a template, and not the path of one."""
+    return "{{" in template or "{%" in template
 
 
 class ChatTemplate:

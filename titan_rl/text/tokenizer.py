@@ -159,7 +159,7 @@ class TextTokenizer:
     def chat(self) -> ChatRenderer:
         """The renderer of the folder's chat template, or of that of the settings."""
         default, with_tools = own_template(self.folder, self.settings)
-        given = self.chat_settings.source
+        given = self.chat_settings.template
         if not (given or default or with_tools):
             raise ValueError(
                 f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'

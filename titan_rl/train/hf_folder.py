@@ -57,8 +57,8 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     for name in COPIED:
         if (policy.folder / name).exists():
             shutil.copyfile(policy.folder / name, folder / name)
-    if policy.tokenizer.chat_settings.template:  # as it was when the run began
-        (folder / "chat_template.jinja").write_text(policy.tokenizer.chat.template.source, encoding="utf-8")
+    if given_template := policy.tokenizer.chat_settings.template:
+        (folder / "chat_template.jinja").write_text(given_template, encoding="utf-8")
     elif (policy.folder / MORE_TEMPLATES).is_dir():
         shutil.copytree(policy.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
     policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded

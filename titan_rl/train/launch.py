@@ -2,6 +2,7 @@
 
 controller ── trainer mesh (dp, tp)                                    the first GPUs
            ├─ generator replicas (tp) each                             the next ones
+           ├─ environments                              no GPU
            └─ reference, teacher, reward model, critic (dp, tp) each   the next ones, if the algorithm needs them
 """
 
@@ -15,18 +16,25 @@ from typing import Any, cast
 from monarch.actor import HostMesh, shutdown_context, this_host
 
 from titan_rl.actors.endpoint import without_lines
+from titan_rl.actors.environment_rank import EnvironmentSettings
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
+from titan_rl.agents.episode_loop import LoopSettings
+from titan_rl.agents.episodes import Limits
+from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
+from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.zygotes import Kind
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
+from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
@@ -47,6 +55,7 @@ class Meshes:
     teacher: ModelMesh | None = None
     reward_model: ModelMesh | None = None
     critic: ModelMesh | None = None
+    environments: EnvironmentMesh | None = None
     colocated: bool = False  # generators and trainers take turns on the same devices
 
     async def turn_of_trainers(self) -> None:
@@ -59,8 +68,9 @@ class Meshes:
         return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
 
     @property
-    def all(self) -> "list[ModelMesh | GeneratorMesh]":
-        every = (self.trainers, self.generators, self.reference, self.teacher, self.reward_model, self.critic)
+    def all(self) -> "list[ModelMesh | GeneratorMesh | EnvironmentMesh]":
+        roles = (self.reference, self.teacher, self.reward_model, self.critic)
+        every = (self.trainers, self.generators, self.environments, *roles)
         return [mesh for mesh in every if mesh is not None]
 
 
@@ -68,11 +78,12 @@ class Meshes:
 async def launch(
     setup: Setup, terminal: Terminal, incidents: Incidents, hurries: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[tuple[Meshes, Watch]]:
-    """Start all meshes, and stop them whatever happens. When a rank dies, what the watch drives raises an
-    error that names it; but dead generators are replaced by their mesh. If a stop `hurries`, busy ranks are killed."""
+    """Start all meshes, and stop them whatever happens. When a rank dies, what the watch drives raises an error that
+    names it; but dead generators and environments are replaced by their mesh. If a stop `hurries`, busy ranks are
+    killed."""
     zygotes.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
-    watch = Watch(tended=["generator"])
+    watch = Watch(tended=["generator", "environment"])
     meshes: Meshes | None = None
     try:
         with without_lines(b"Monarch internal logs are being written"):
@@ -100,8 +111,8 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
     async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
-            gpus = _resources(setup, first=first, count=ranks)
-            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), gpus)
+            env = _resources(setup, "model", first=first, count=ranks)
+            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 
@@ -111,6 +122,8 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
         count = g.replicas * g.tensor_parallel_degree
         first = max(first, count) if config.placement.kind == "colocated" else first + count
         starting["generators"] = partial(_generators, host, setup, terminal, incidents)
+        if setup.config.environment.name:
+            starting["environments"] = partial(_environments, host, setup, terminal, incidents)
     for role, own in config.roles.items():
         starting[role] = partial(started, cast(RoleName, role), first, own.parallelism.world_size)
         first += own.parallelism.world_size
@@ -137,7 +150,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
-            env_of=lambda at: _resources(setup, first=_first_gpu(setup, at["replica"]), count=tp),
+            env_of=lambda at: _resources(setup, "generator", first=_first_gpu(setup, at["replica"]), count=tp),
             policy=GeneratorPolicy(
                 init_seconds=config.comm.init_timeout_seconds,
                 seconds=config.comm.train_timeout_seconds,
@@ -156,6 +169,20 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh
+
+
+async def _environments(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> EnvironmentMesh:
+    e = setup.config.environment
+    limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
+    loop = LoopSettings(e.name, e.concurrency, limits)
+    chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
+    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat)
+    patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
+    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, incidents)
+    with terminal.phase("environment: processes"):
+        return await EnvironmentMesh.spawn(
+            host, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
+        )
 
 
 def _share_gpus(setup: Setup) -> bool:
@@ -178,13 +205,13 @@ def _first_gpu(setup: Setup, replica: int) -> int:
     return first + replica * g.tensor_parallel_degree
 
 
-def _resources(setup: Setup, *, first: int, count: int) -> dict[str, str]:
+def _resources(setup: Setup, kind: Kind, *, first: int, count: int) -> dict[str, str]:
     """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads. Only
     GPUs that this process was given are dealt: the others may be another user's."""
     gpus = visible_devices()[first : first + count] if setup.device == "cuda" else []
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "OMP_NUM_THREADS": str(setup.config.hosts.threads),
+        "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, usable_cores())),
         PLANNED: setup.device,
         **(cuda_environment(setup.config) if setup.device == "cuda" else {}),
     }

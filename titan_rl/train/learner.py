@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from titan_rl.batch.experience import minibatches
-from titan_rl.batch.packing import TOKEN_MEAN, Weighting, divisor, pack, unpack
+from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.preflight.setup import Setup
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.hf_folder import export_policy
@@ -29,10 +30,17 @@ from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
 WHY = 300  # characters of an error
 
 
+def rows_of(setup: Setup) -> int | UpTo:
+    """Return the rows of a microbatch: those of the config, or at most those that fit."""
+    given = setup.config.training.local_batch_size
+    return given or UpTo(setup.resolved.training.local_batch_size)
+
+
 class Learner:
     def __init__(self, run: RunParts) -> None:
         self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
         self._snapshots, self._incidents = run.snapshots, run.incidents
+        self._rows = rows_of(run.setup)
         self._phase: PhaseName = "rl"
         self._from: Snapshot | None = None
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
@@ -211,7 +219,7 @@ class Learner:
             samples,
             shards=mesh.dp,
             seq_len=training.seq_len,
-            rows_per_microbatch=training.local_batch_size,
+            rows_per_microbatch=self._rows,
             pad_id=self._setup.tokenizer.pad,
             together=together,
             weighting=weighting,

@@ -44,6 +44,8 @@ class Status:
             coming = [replica for replica in generators.coming.values() if replica is not None]
             for replica in [*generators.replicas.values(), *coming]:
                 states |= dict.fromkeys(replica.ranks, (replica.state, replica.since))
+        if self.meshes is not None and (environments := self.meshes.environments) is not None:
+            states |= environments.ranks
         found = []
         for rank, pid in sorted(deaths.alive().items()):
             state, since = states.get(rank, ("up" if self.meshes else "starting", self._began))

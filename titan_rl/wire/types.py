@@ -49,6 +49,8 @@ class Prompt:
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
+    messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
+    demonstration: Sequence[tuple[str, str]] = ()  # of several turns: what the policy says, what it reads next
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ class Completion:
         return math.isfinite(sum(self.logprobs))
 
 
-Judge = Callable[[Prompt, Sequence[Completion], Sequence[str]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's completions, given with their texts. An exception means that this group has no
-rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float]]]
+"""Returns the rewards of a group's rollouts. An exception means that this group has no rewards, unless it is a
+RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):

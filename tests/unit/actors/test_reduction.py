@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.actors.titan import reduction
 from titan_rl.actors.titan.reduction import Reduction, derived, finish
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
 from titan_rl.kernels.statistics import Statistics
@@ -157,3 +159,24 @@ def test_microbatching_changes_no_metric_of_the_policys_loss(size: int, on: list
     assert sum(whole.histograms["ratio/histogram"]) == sum(on)
     assert len(whole.histograms["ratio/histogram"]) == len(RATIO_EDGES) - 1
     assert all(map(math.isfinite, whole.metrics.values()))
+
+
+def test_ranks_share_sums_and_extrema_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has twice these values."""
+    calls = []
+
+    def all_gather(every: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        calls.append(group)
+        every[0].copy_(own)
+        every[1].copy_(2 * own)
+
+    monkeypatch.setattr(reduction.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(reduction.dist, "all_gather", all_gather)
+    mesh: Any = SimpleNamespace(get_group=lambda: "group")
+    own = statistics(
+        0.5, tokens={"entropy": 6.0}, maxima={"high": 1.5}, minima={"low": -0.5}, counts={"seen": [1.0, 2.0]}
+    )
+    got = Reduction.of([own], Batch([], 9, 1), mesh)
+    assert calls == ["group"]
+    assert (got.means, got.maxima, got.minima) == ({"entropy": 2.0}, {"high": 3.0}, {"low": -1.0})
+    assert (got.histograms, got.loss) == ({"seen": [3.0, 6.0]}, 1.5)

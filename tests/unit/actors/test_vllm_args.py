@@ -1,6 +1,8 @@
 """The keys of [generator] on their way to vLLM."""
 
 from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args
@@ -27,3 +29,11 @@ def test_the_head_is_the_models_unless_it_shall_be_float32() -> None:
 def test_a_cache_of_no_size_is_sized_by_vllm() -> None:
     assert engine_args(SETTINGS)["kv_cache_memory_bytes"] == 3 << 20
     assert engine_args(EngineSettings(model_dir="folder", kv_cache_memory_mb=0))["kv_cache_memory_bytes"] is None
+
+
+def test_the_scheduler_that_vllm_imports_by_name_is_ours() -> None:
+    module, _, name = engine_args(SETTINGS)["scheduler_cls"].rpartition(".")
+    source = find_spec(module)
+    assert source is not None
+    assert source.origin is not None
+    assert f"class {name}(Scheduler):" in Path(source.origin).read_text()

@@ -21,7 +21,7 @@ from support.packed_rows import (
     weights,
     weights_of,
 )
-from titan_rl.batch.packing import ALIGN, Aggregation, Weighting, pack, unpack
+from titan_rl.batch.packing import ALIGN, Aggregation, UpTo, Weighting, pack, unpack
 from titan_rl.wire.types import Sample
 
 
@@ -35,6 +35,22 @@ def test_every_place_arrives_once_and_the_rest_is_padding(case: tuple[int, int, 
     assert all(place[2:] == (PAD, 0.0, 0.0, 0.0) for place in packed if place[0] == PAD)
     trained = sum(place[3] for place in real)
     assert all(batch.tokens == max(trained, 1) for batch in batches)
+
+
+@given(shapes())
+def test_microbatches_that_may_be_smaller_have_no_more_rows_than_needed(
+    case: tuple[int, int, int, list[Sample]],
+) -> None:
+    shards, seq_len, most, samples = case
+    full = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=most, pad_id=PAD)
+    batches = pack(samples, shards=shards, seq_len=seq_len, rows_per_microbatch=UpTo(most), pad_id=PAD)
+    packed = [place for rows in microbatches(batches) for place in places(rows)]
+    assert Counter(place for place in packed if place[0] != PAD) == Counter(expected(samples))
+    rounds, rows = len(batches[0].microbatches), len(batches[0].microbatches[0].tokens)
+    assert {len(batch.microbatches) for batch in batches} == {len(full[0].microbatches)} == {rounds}
+    assert rows <= most
+    one_row = pack(samples, shards=1, seq_len=seq_len, rows_per_microbatch=1, pad_id=PAD)
+    assert rows == -(-len(one_row[0].microbatches) // (shards * rounds))
 
 
 @given(shapes())

@@ -72,3 +72,10 @@ def test_bad_usage_is_refused_before_anything_starts(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit, match="2"):
             chaos.main(["--config", "grpo_llama", *flags])
         assert expected in capsys.readouterr().err
+
+
+def test_environments_are_killed_stopped_slowed_and_raise() -> None:
+    played = schedule(3, 40, [*RANKS, "environment0[env=0]", "environment1[env=0]"], steps=400)
+    faults = [fault for fault in played if fault.role == "environment"]
+    assert {fault.kind for fault in faults} == {"kill", "stop", "slow", "error"}
+    assert {fault.point for fault in faults if fault.kind == "error"} <= {"begin", "take"}

@@ -230,10 +230,10 @@ def test_every_problem_is_found_at_once(tmp_path: Path) -> None:
 
 
 def test_a_files_own_keys_win_over_its_base(tmp_path: Path) -> None:
-    (tmp_path / "below.toml").write_text('base = "rloo_llama"\n[training]\nsteps = 7\nseq_len = 64\n')
+    (tmp_path / "below.toml").write_text('base = "rloo_llama"\n[training]\nsteps = 7\nseq_len = 64\nmax_norm = 8\n')
     (tmp_path / "sub").mkdir()
     config = loaded(tmp_path / "sub", 'base = "../below.toml"\n[training]\nsteps = 9\n', ("eval.size", "3"))
-    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
+    assert (config.training.steps, config.training.seq_len, config.training.max_norm) == (9, 64, 8)
     assert (config.algorithm.name, config.algorithm.kl, config.eval.size) == ("rloo", "k1", 3)
     assert "base" not in to_toml(config)
 

@@ -232,9 +232,13 @@ def test_a_group_begins_on_one_replica_while_its_prompt_is_worth_it() -> None:
 
 def test_the_turns_of_a_lost_replica_go_on_elsewhere_and_nothing_remembers_it() -> None:
     routing = Routing(2)
-    assert sent_to(routing, turn("a", 0, 4)) == [0]
+    assert sent_to(routing, turn("b", 0, 40)) == [0]
+    assert routing.done(0, "b:0", [stop(9)]) is not None
+    assert sent_to(routing, turn("a", 0, 40)) == [0]
     assert routing.lose(0) == 1
     assert [sent.replica for sent in routing.send(0.0)] == [1]
     assert routing.done(1, "a:0~1", [stop(9)]) is not None
     routing.join(0, 0.0)
-    assert sent_to(routing, turn("a", 1, 20)) == [1]
+    assert sent_to(routing, Request("other", CONTEXT, [1], Sampling(10))) == [0]
+    assert sent_to(routing, replace(turn("b", 1, 60), affinity=("b",))) == [1], "0 is another now"
+    assert sent_to(routing, turn("a", 1, 60)) == [1], "which took it over"

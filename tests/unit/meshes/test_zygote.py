@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.nursery import MESHES, SLEEP, Nursery, born, ended, gone, until
+from support.nursery import MESHES, SLEEP, WRITE_FACTS, Nursery, born, ended, gone, until
 from titan_rl.meshes import deaths, zygotes
 
 TESTS = Path(__file__).parents[2]
@@ -152,6 +152,17 @@ def test_a_rank_that_a_zygote_may_not_fork_starts_cold_and_says_why(nursery: Nur
         ("test", "it has touched CUDA"),
         ("test", "the rank needs ATEN_CPU_CAPABILITY 'avx2', it was imported with 'default'"),
     }
+
+
+def test_a_rank_computes_on_the_threads_that_it_is_launched_with(nursery: Nursery) -> None:
+    (nursery.folder / "torch.py").write_text(
+        "class cuda:\n    is_initialized = staticmethod(lambda: False)\nset_num_threads = [].append"
+    )
+    zygote = nursery.start_zygote("torch", PYTHONPATH=str(nursery.folder), OMP_NUM_THREADS="1")
+    given = 'import sys; os.environ["GIVEN"] = str(sys.modules["torch"].set_num_threads.__self__)\n'
+    facts = nursery.facts(f"import os; {given}{WRITE_FACTS}", OMP_NUM_THREADS="3")
+    assert facts["parent"] == zygote.pid
+    assert (facts["environ"]["GIVEN"], facts["environ"]["OMP_NUM_THREADS"]) == ("[3]", "3")
 
 
 def test_a_zygote_that_does_not_answer_costs_a_deadline(nursery: Nursery) -> None:

@@ -93,8 +93,11 @@ def test_a_config_that_cannot_be_used_is_refused(
     tmp_path: Path, linted: Linted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model(tmp_path / "model", "hermes")
+    (tmp_path / "latin.jinja").write_bytes(b"\xff{{ messages }}")
     for task, message in (
         ('chat_template = "nowhere.jinja"', "task.chat_template: expected a Jinja template or the path of a file"),
+        (f'chat_template = "{folder}"', "task.chat_template: expected a Jinja template or the path of a file with one"),
+        (f'chat_template = "{tmp_path}/latin.jinja"', "latin.jinja\": 'utf-8' codec"),
         ("chat_template_kwargs = {tools = 1}", "task.chat_template_kwargs: expected variables of the template other"),
         ("chat_template_kwarg = 1", "has no key 'chat_template_kwarg'; did you mean 'chat_template_kwargs'?"),
     ):
@@ -134,6 +137,24 @@ def test_a_run_is_refused_for_the_same_reasons(tmp_path: Path) -> None:
     (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"'))
     expected = "first message: expected the text of every message, found none of user 'What is 37*41?'"
     assert problem == f"the chat template of {folder}: {expected}"
+
+
+def test_an_environment_needs_later_messages(tmp_path: Path) -> None:
+    first_only = "{%- for message in messages if message.role != 'user' or message == messages[0] %}"
+    source = (TEMPLATES / "hermes.jinja").read_text().replace("{%- for message in messages %}", first_only)
+    toml = f'[model]\nhf_assets_path = "{model(tmp_path / "model", "hermes", source)}"\n[task]\ntemplate = "chat"\n'
+    assert problems(config(tmp_path, toml)) == []
+    (problem,) = problems(config(tmp_path, f'{toml}[environment]\nname = "support.odd_environments:Odd"'))
+    assert "later messages: expected the text of every message, found none of user 'And what is 52*68?'" in problem
+
+
+def test_a_file_is_read_when_the_run_begins(tmp_path: Path) -> None:
+    folder, file = model(tmp_path / "model", "hermes"), tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\nchat_template = "{file}"'
+    tokenizer = policy_of(config(tmp_path, toml), tmp_path / "unused").tokenizer
+    file.write_text("{{ messages[0].content }}?")
+    assert tokenizer.decode(tokenizer.prompt("Hm", "chat")) == "Hm!"
 
 
 def test_an_end_at_which_sampling_does_not_stop_is_a_warning(tmp_path: Path) -> None:

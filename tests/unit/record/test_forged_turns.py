@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.forging import Change, Line, every, found_in, ledger, of, rollouts
+from support.forging import Change, Line, every, found_in, ledger, metrics, of, rollouts
 from support.turn_drivers import TOOL, Forking
 from support.written_runs import WrittenRun, config
 from titan_rl.record.history import audit
@@ -136,9 +136,29 @@ FORGED: dict[str, tuple[Change, str]] = {
         rollouts(lambda r: first(r).update(turns=[{"turn": "a"}])),
         "expected valid turns, found [{'turn': 'a'}]",
     ),
+    "turns in the metrics": (
+        metrics(lambda m: of(m, step=2, kind="rl").update({"turns/mean": 2.0})),
+        "turns/mean of step 2 is 2.0, 3 by the ledger",
+    ),
+    "failures left out of the metrics": (
+        metrics(lambda m: of(m, step=2, kind="rl").update({"stop/error": 0.0, "rollouts/failed": 0.0})),
+        "rollouts/failed of step 2 is 0.0, 1 by the ledger",
+    ),
     "an event of a turn missing": (
         ledger(lambda e: e.remove(of(e, event="turn", prompt=4, sample=1, turn=1))),
         "prompt 4, sample 1 has ",
+    ),
+    "a status less than rollouts": (
+        ledger(lambda e: of(e, event="sampled", prompt=4)["statuses"].pop()),
+        "prompt 4 has another number of statuses or attempts than its 3 samples",
+    ),
+    "no rollouts with statuses": (
+        ledger(lambda e: of(e, event="sampled", prompt=4).update(tokens=[], digests=[], versions=[])),
+        "prompt 4 has another number of statuses or attempts than its 0 samples",
+    ),
+    "what was read is no number and checksum": (
+        ledger(lambda e: of(e, event="turn", prompt=4).update(read=[1])),
+        "what was read before turn 0 is not what the engine read",
     ),
     "an event of a turn twice": (
         ledger(lambda e: e.insert(e.index(of(e, event="turn", prompt=4)), of(e, event="turn", prompt=4))),

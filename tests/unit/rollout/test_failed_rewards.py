@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankFailed
-from titan_rl.wire.types import Completion, Prompt, Request
+from titan_rl.wire.types import Completion, Prompt, Request, Rollout
 
 
 @settings(deadline=None)
@@ -167,7 +168,7 @@ def test_a_meshs_failure_is_no_verdict(tokenizer: TextTokenizer) -> None:
     async def body() -> None:
         asked: list[int] = []
 
-        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
             asked.append(prompt.id)
             raise RankFailed("reward_model[dp=0 tp=0] failed in scores: RuntimeError")
 
@@ -184,7 +185,7 @@ def test_a_meshs_failure_is_no_verdict(tokenizer: TextTokenizer) -> None:
 @pytest.mark.parametrize("rewards", [[1.0, 0.0], [1.0, 0.0, float("nan")], [1.0, 0.0, float("inf")]])
 def test_rewards_are_one_a_sample_and_finite(tokenizer: TextTokenizer, rewards: list[float]) -> None:
     async def body() -> None:
-        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
             return rewards
 
         rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
@@ -240,8 +241,8 @@ def test_a_function_runs_once_at_a_time_in_order_on_one_thread_and_what_it_raise
         return float(prompt.id)
 
     async def body() -> list[Any]:
-        judge, done = by_rule(reward, 30), Completion([], [], [], "stop")
-        asked = [judge(Prompt(id, "", [], ""), [done] * 2, ["", ""]) for id in range(8)]
+        judge, done = by_rule(reward, 30), Rollout([], "", math.nan)
+        asked = [judge(Prompt(id, "", [], ""), [done] * 2) for id in range(8)]
         return await asyncio.gather(*asked, return_exceptions=True)
 
     *raised, a, b, c, d = asyncio.run(body())
@@ -276,11 +277,11 @@ def test_a_judge_may_take_its_time_and_sees_tokens_and_texts(tokenizer: TextToke
     async def body() -> None:
         seen: list[tuple[int, list[list[int]], list[str]]] = []
 
-        async def judge(prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[float]:
+        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
             for _ in range(9 - prompt.id):  # the first is judged last
                 await asyncio.sleep(0)
-            seen.append((prompt.id, [c.tokens for c in completions], list(texts)))
-            return [prompt.id + 0.1 * k for k in range(len(completions))]
+            seen.append((prompt.id, [r.completion.tokens for r in rollouts], [r.text for r in rollouts]))
+            return [prompt.id + 0.1 * k for k in range(len(rollouts))]
 
         rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
         async with aclosing(rollouts):

@@ -12,6 +12,7 @@ from support.turn_drivers import Answering, Conversation
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
+from titan_rl.rollout.player import SingleTurn
 from titan_rl.rollout.sampling import RolloutsFailed, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
@@ -21,17 +22,16 @@ from titan_rl.wire.types import Generates, Group, Sampling
 
 
 def stream(
-    engine: Generates, driver: Driver | None, tokenizer: TextTokenizer, folder: Path, **keys: object
+    engine: Generates, driver: Driver | None, tokenizer: TextTokenizer, folder: Path, *, lag: int = 0, window: int = 0
 ) -> RolloutStream:
     settings = StreamSettings(
         algorithm=AlgorithmSection(),
-        rollout=RolloutSection(groups_per_step=2, group_size=4),
+        rollout=RolloutSection(groups_per_step=2, group_size=4, lag=lag, window=window),
         sampling=Sampling(4),
         seed=7,
         first=1,
         groups=8,
-        **({} if driver is None else {"driver": driver}),  # type: ignore[arg-type]
-        **keys,  # type: ignore[arg-type]
+        driver=driver or SingleTurn(),
     )
     return RolloutStream(settings, engine, source(tokenizer), right_if_one, tokenizer.decode, Clock(), Ledger(folder))
 
@@ -115,3 +115,29 @@ def test_the_task_judges_the_last_turn_of_a_driver_that_gives_no_reward(
     (group, _) = taken(stream(Echo([0, 1, 2]), Silent(lambda seed: 2), tokenizer, tmp_path))
     assert [rollout.text for rollout in group.rollouts] == ["1"] * 4, "of the last turn only"
     assert group.rewards == [0.25, 1.0, 1.0, 1.0]
+
+
+def test_long_rollouts_hold_up_no_short_ones(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """Of the first prompt's rollouts each has 20 turns, of the others 1: they are sampled and trained on meanwhile."""
+
+    class Lengths(Conversation):
+        async def drive(self, session: Session) -> Outcome:
+            self.turns = lambda seed: 20 if session.prompt.id == 0 else 1
+            return await super().drive(session)
+
+    async def body() -> list[list[int]]:
+        engine = Answering()
+        rollouts = stream(engine, Lengths(), tokenizer, tmp_path, lag=2, window=2)
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            first = await rollouts.take(2, 1)
+            asked = [request.id for request in engine.requests if request.id.startswith("prompt-0.")]
+            assert len(asked) < 4 * 20, "the long ones are still being sampled"
+            steps = [first, *[await rollouts.take(2, step) for step in (2, 3)]]
+            assert sum(request.id.startswith("prompt-0.") for request in engine.requests) == 4 * 20
+        return [ids(groups) for groups in steps]
+
+    first, second, third = asyncio.run(body())
+    assert 0 not in first + second, "not before it must be"
+    assert 0 in third
+    assert sorted(first + second + third) == list(range(6))

@@ -1,6 +1,7 @@
 """Who judges: a rule at once, or a reward model's values, read where a sequence ends."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack, unpack
-from titan_rl.rollout.judges import accuracy, scores_of
+from titan_rl.config.sections import Config
+from titan_rl.rollout.judges import accuracy, by_model, scores_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Completion, Prompt
+from titan_rl.wire.types import Batch, Branch, Completion, Prompt, Rollout, Turn
 
 PAD = 99
 
@@ -21,7 +23,7 @@ PAD = 99
 def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
     async def judged() -> Sequence[float]:
         judge = by_rule(lambda prompt, text: float(text == prompt.answer))
-        return await judge(Prompt(0, "", [1], "b"), [Completion([], [], [], "stop")] * 3, ["a", "b", "B"])
+        return await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])
 
     assert asyncio.run(judged()) == [0.0, 1.0, 0.0]
 
@@ -39,6 +41,29 @@ def test_a_score_is_the_value_where_the_last_token_was_read(
     ]
     assert scores_of(samples, unpack(batches, answers, samples)) == [n * (n + 1) / 2 for n in lengths]
     assert sum(int(r.mask.sum()) for batch in batches for r in batch.microbatches) == len(lengths)
+
+
+def test_a_reward_model_reads_the_branch_of_the_last_turn() -> None:
+    """A model whose value is the running sum of its document's tokens."""
+
+    class Summing:
+        dp = 1
+
+        async def scores(self, batches: Sequence[Batch]) -> tuple[list[list[np.ndarray]], list[int]]:
+            sums = [[np.cumsum(rows.tokens, axis=1) for rows in batch.microbatches] for batch in batches]
+            return sums, []
+
+    def turn(context: list[int], token: int, index: int) -> Turn:
+        return Turn(context, Completion([token], [0.0], [0], "stop"), index=index)
+
+    single = Rollout([Branch([turn([1, 2], 3, 0)])], "", math.nan)
+    forked = Rollout([Branch([turn([1], 10, 0), turn([20], 30, 2)]), Branch([turn([1], 40, 1)])], "", math.nan)
+
+    async def judged(*rollouts: Rollout) -> Sequence[float]:
+        return await by_model(Summing(), Config(), PAD)(Prompt(0, "", [1, 2], ""), rollouts)
+
+    assert asyncio.run(judged(single)) == [6.0]
+    assert asyncio.run(judged(forked)) == [61.0]
 
 
 @pytest.mark.parametrize(

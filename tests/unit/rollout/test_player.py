@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -135,9 +136,20 @@ def test_a_rollouts_turns_ask_for_the_replica_that_knows_them() -> None:
 def test_an_evaluation_is_greedy_and_has_the_same_turns_every_time() -> None:
     async def body() -> tuple[list[Request], Completion]:
         engine = Answering()
-        rollout = await player(Conversation(lambda seed: 3), engine).alone(PROMPT, SAMPLING)
+        rollout = await player(Conversation(lambda seed: 3), engine).alone(PROMPT, replace(SAMPLING, temperature=0.0))
         return engine.requests, rollout.completion
 
     (requests, completion), again = asyncio.run(body()), asyncio.run(body())
     assert [request.seeds for request in requests] == [[0]] * 3
     assert (requests, completion) == again
+
+
+def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
+    async def body() -> list[Request]:
+        engine = Answering()
+        play = player(Conversation(lambda seed: 3), engine).alone
+        await play(PROMPT, SAMPLING)
+        await play(replace(PROMPT, id=PROMPT.id + 1), SAMPLING)
+        return engine.requests
+
+    assert len({tuple(request.seeds) for request in asyncio.run(body())}) == 6

@@ -92,8 +92,9 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
                 first = [*PROMPT.tokens, *(await session.sample(PROMPT.tokens)).tokens]
                 await session.sample([*first, TOOL])
                 await session.sample([*first, TOOL, TOOL])  # from the inside of the branch
-                await session.sample(PROMPT.tokens)  # asked again
-                return Outcome(turn_rewards=[1.0, 2.0, 3.0, 4.0])
+                again = await session.sample(PROMPT.tokens)  # asked again
+                await session.sample([*PROMPT.tokens, *again.tokens, TOOL])  # which continues that answer
+                return Outcome(turn_rewards=[1.0, 2.0, 3.0, 4.0])  # the last turn has none
 
         engine = Answering(vocabulary=40)
         return await player(Fork(), engine, warn=said.append).play(Play(id="p", prompt=PROMPT, sampling=SAMPLING)), said
@@ -103,7 +104,7 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
     assert [turn.context for turn in first.turns] == [PROMPT.tokens, [TOOL]]
     begun = [*PROMPT.tokens, *first.turns[0].completion.tokens]
     assert [branch.turns[0].context for branch in others] == [[*begun, TOOL, TOOL], PROMPT.tokens]
-    assert [[turn.reward for turn in branch.turns] for branch in rollout.branches] == [[1.0, 2.0], [3.0], [4.0]]
+    assert [[turn.reward for turn in branch.turns] for branch in rollout.branches] == [[1.0, 2.0], [3.0], [4.0, 0.0]]
     (message,) = said  # though two branches began
     assert message.startswith(f"p: a branch begins with turn 2, because only {len(begun) + 1} of its {len(begun) + 2}")
 
@@ -121,6 +122,23 @@ def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() 
         return branch.mask
 
     assert asyncio.run(body()) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_of_several_branches_the_longest_continues() -> None:
+    """The second answer to a prompt begins with the first one, so what extends it extends both."""
+    answers = [[10], [10, 11], [12]]
+
+    async def ask(request: TurnRequest) -> Completion:
+        said = answers[request.index]
+        return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
+
+    async def body() -> list[list[list[int]]]:
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
+            await session.sample(context)
+        return [[turn.context for turn in branch.turns] for branch in session.branches()]
+
+    assert asyncio.run(body()) == [[PROMPT.tokens], [PROMPT.tokens, [TOOL]]]
 
 
 @pytest.mark.parametrize(

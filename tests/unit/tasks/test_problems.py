@@ -14,7 +14,7 @@ from titan_rl.tasks.problems import MOST_HUNG, Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.sessions import Plays
-from titan_rl.wire.types import Completion, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, Prompt, Request, Rollout, Sampling
 
 PROMPTS = [Prompt(i, "x", [1, 2], str(i % 4)) for i in range(8)]
 
@@ -149,8 +149,8 @@ def test_training_and_evaluation_never_call_user_code_at_once() -> None:
     async def body() -> None:
         thread = SideThread()
         problems = Problems(PROMPTS, by_rule(reward, 30, thread), Sampling(4))
-        train, done = by_rule(reward, 30, thread), Completion([], [], [], "stop")
-        groups = [train(prompt, [done] * 2, ["", ""]) for prompt in PROMPTS]
+        train, done = by_rule(reward, 30, thread), Rollout([], "", math.nan)
+        groups = [train(prompt, [done] * 2) for prompt in PROMPTS]
         await asyncio.gather(problems.score(alone(Engines()), print), *groups)
 
     asyncio.run(body())

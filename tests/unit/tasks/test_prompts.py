@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack
-from titan_rl.config.sections import AlgorithmName, AlgorithmSection
+from titan_rl.config.sections import AlgorithmName, AlgorithmSection, TaskSection
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
-from titan_rl.tasks.task import Example, Task
+from titan_rl.tasks.task import Example, Task, load_task
 from titan_rl.text import tokenizer
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
@@ -72,7 +72,7 @@ RESUME = """
 import json, sys
 from pathlib import Path
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.task import Example, Task
+from titan_rl.tasks.task import Example, Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
 
 folder, state = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -193,3 +193,25 @@ def test_a_reward_models_pair_is_scored_where_it_has_read_the_last_token(text: T
 def test_every_kind_but_rl_has_its_samples() -> None:
     kinds = {AlgorithmSection(name=name).kind for name in get_args(AlgorithmName)}
     assert set(SAMPLES) == kinds - {"rl"}
+
+
+def test_a_demonstration_trains_what_the_policy_says_and_never_what_it_reads(folder: Path) -> None:
+    """Planted: with tool output in the mask, the policy would learn to make the results up."""
+    characters = TextTokenizer.load(folder)
+    shown = [("?347*862", "299114="), ("299114", "")]
+    prompt = Prompt(0, "347*862=", characters.encode("347*862="), "299114", demonstration=shown)
+    (sample,) = supervised(prompt, characters)
+    said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]
+    read = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if not trained]
+    assert characters.decode(said, skip_special=False) == "?347*862</s>299114</s>"
+    assert characters.decode(read, skip_special=False) == "347*862=299114="
+
+
+def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(folder: Path) -> None:
+    characters = TextTokenizer.load(folder)
+    task = load_task(TaskSection(name="hunt"), seed=3, eval_size=20)
+    assert (len(task.train), len(task.heldout)) == (580, 20)
+    assert not {str(example.row) for example in task.train} & {str(example.row) for example in task.heldout}
+    first, second, again = (task.prompt(task.train[0], id, characters).demonstration for id in (1, 2, 1))
+    assert first == again
+    assert first != second

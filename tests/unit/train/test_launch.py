@@ -77,7 +77,7 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
         first += role.parallelism.world_size
     dealt = []
     for first, count in meshes:
-        seen = launch._resources(setup, first=first, count=count)["CUDA_VISIBLE_DEVICES"].split(",")
+        seen = launch._resources(setup, "model", first=first, count=count)["CUDA_VISIBLE_DEVICES"].split(",")
         dealt += [seen[int(rank["LOCAL_RANK"])] for rank in process_group(count)]
     assert len(dealt) == len(set(dealt)) == sum(count for _, count in meshes)
     assert set(dealt) <= set(given.split(",") if given else map(str, range(12)))
@@ -85,13 +85,13 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
 
 def test_a_rank_that_was_planned_for_a_gpu_does_not_train_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device="cuda")
-    for name, value in launch._resources(setup, first=0, count=1).items():
+    for name, value in launch._resources(setup, "model", first=0, count=1).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="planned for CUDA, found none that torch can use"):
         gpus.require_planned_device(cuda_is_available=False)
     gpus.require_planned_device(cuda_is_available=True)
     setup.device = "cpu"
-    monkeypatch.setenv(gpus.PLANNED, launch._resources(setup, first=0, count=1)[gpus.PLANNED])
+    monkeypatch.setenv(gpus.PLANNED, launch._resources(setup, "model", first=0, count=1)[gpus.PLANNED])
     gpus.require_planned_device(cuda_is_available=False)
 
 
@@ -99,8 +99,9 @@ def test_cuda_ranks_are_launched_with_what_exact_and_deterministic_products_need
     run = load(find("grpo_llama"), [("debug.deterministic", "true"), ("generator.dtype", "float32")])
     setup: Any = SimpleNamespace(config=run, device="cuda")
     needed = {"TRITON_F32_DEFAULT": "ieee", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert needed.items() <= launch._resources(setup, first=0, count=1).items()
-    assert not needed.keys() & launch._resources(SimpleNamespace(config=run, device="cpu"), first=0, count=1).keys()  # type: ignore[arg-type]
+    assert needed.items() <= launch._resources(setup, "model", first=0, count=1).items()
+    setup.device = "cpu"
+    assert not needed.keys() & launch._resources(setup, "model", first=0, count=1).keys()
     fast = load(find("grpo_llama"), [("generator.dtype", "bfloat16")])
     assert launch.cuda_environment(fast) == {}
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from titan_rl.batch.packing import UpTo
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -67,7 +69,9 @@ def learner(
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=config,
-        setup=SimpleNamespace(config=config, folder=folder, tokenizer=SimpleNamespace(pad=0)),
+        setup=SimpleNamespace(
+            config=config, resolved=resolved(config, "cpu"), folder=folder, tokenizer=SimpleNamespace(pad=0)
+        ),
         meshes=SimpleNamespace(
             trainers=trainers or Mesh(folder / "checkpoint"),
             critic=critic,
@@ -115,6 +119,16 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
     asyncio.run(body())
     assert trainers.updates == ([(30, 30)] if stream_groups else [])
     assert [len(samples) for samples in made] == ([] if stream_groups else [2])
+
+
+@pytest.mark.parametrize(("given", "rows"), [(0, [2]), (8, [8]), (1, [1, 1])])
+def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
+    tmp_path: Path, given: int, rows: list[int]
+) -> None:
+    learns, _ = learner(tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)))
+    learns._rows = given or UpTo(32)
+    (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
+    assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
 
 
 def ppo(**checkpoint: Any) -> Config:

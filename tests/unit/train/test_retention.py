@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import AlgorithmSection, CheckpointSection, Config, CriticSection, FaultSection
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import sound_resume
@@ -148,7 +149,7 @@ class RunOnDisk:
         critic = self.meshes[0] if len(self.meshes) == 2 else None
         run: Any = SimpleNamespace(
             config=self.config,
-            setup=SimpleNamespace(config=self.config, folder=self.folder),
+            setup=SimpleNamespace(config=self.config, resolved=resolved(self.config, "cpu"), folder=self.folder),
             meshes=SimpleNamespace(trainers=self.meshes[-1], critic=critic),
             clock=Clock(),
             snapshots=None,

@@ -7,7 +7,9 @@ from dataclasses import replace
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.text.inspection import DATE, END, SAMPLE, Finding, difference, inspect_template
+from titan_rl.tasks.task import chat_settings
+from titan_rl.text.inspection import DATE, END, LATER, SAMPLE, Finding, difference, inspect_template
+from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape
 
@@ -25,10 +27,14 @@ def check_template_keys(config: Config) -> Iterator[str]:
         if name in task.chat_template_kwargs:
             expected = "expected variables of the template other than those that every rendering sets"
             yield f"task.chat_template_kwargs: {expected}, found {name!r}"
-    inline = "{{" in task.chat_template or "{%" in task.chat_template
-    if task.chat_template and not inline and not os.path.isfile(task.chat_template):
-        found = as_toml(task.chat_template)
-        yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
+    found = as_toml(task.chat_template)
+    if task.chat_template and not is_inline(task.chat_template):
+        try:
+            readable = os.path.isfile(task.chat_template) and bool(chat_settings(config).template)
+        except (OSError, ValueError) as error:
+            found, readable = f"{found}: {error}", False
+        if not readable:
+            yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
 
 
 def check_chat(config: Config) -> Iterator[str]:
@@ -39,7 +45,7 @@ def check_chat(config: Config) -> Iterator[str]:
         if tokenizer is None:
             return
         key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
-        for finding in inspect_template(tokenizer):
+        for finding in _inspected(config, tokenizer):
             if finding.refuses:
                 yield f"{key}: {finding.check}: {finding.detail}"
 
@@ -64,7 +70,14 @@ def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> 
         return
     if config.task.chat_template:
         yield from _compared_with_own(tokenizer)
-    yield from inspect_template(tokenizer)
+    yield from _inspected(config, tokenizer)
+
+
+def _inspected(config: Config, tokenizer: TextTokenizer) -> Iterator[Finding]:
+    """Yield what an inspection finds. An environment needs more than one question to be read."""
+    for finding in inspect_template(tokenizer):
+        needed = finding.check == LATER and bool(config.environment.name)
+        yield replace(finding, refuses=True) if finding.detail and needed else finding
 
 
 def _compared_with_own(tokenizer: TextTokenizer) -> Iterator[Finding]:

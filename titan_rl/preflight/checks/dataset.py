@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
@@ -13,7 +14,7 @@ from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.jsonl_rows import BadRows, Example, jsonl, named
 from titan_rl.tasks.rewards import BUILT_IN, last_number
-from titan_rl.tasks.task import addition, load_task
+from titan_rl.tasks.task import addition, load_task, played
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
@@ -33,7 +34,8 @@ def check_task(config: Config) -> Iterator[str]:
     task = config.task
     if task.system_prompt and task.template == "plain":
         yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
-    train, heldout = (_addition if task.name == "addition" else _files)(config)
+    read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
+    train, heldout = read(config)
     yield from _check_rewards(config, train.examples, heldout.examples)
     yield from (*train.problems, *heldout.problems)
 
@@ -44,6 +46,15 @@ def _addition(config: Config) -> tuple[Rows, Rows]:
         train, heldout = addition(derive(config.debug.seed, "task"), size)
         return Rows(train, []), Rows(heldout, [])
     most = f"expected at most {ADDITION_HELD_OUT} of addition's 10,000 sums"
+    return Rows([], [f"eval.size: {most}, found {size}"]), Rows([], [])
+
+
+def _played(config: Config) -> tuple[Rows, Rows]:
+    size, count = config.eval.size, GAMES[config.task.name].count
+    if size <= count // 5:
+        train, heldout = played(config.task.name, derive(config.debug.seed, "task"), size)
+        return Rows(train, []), Rows(heldout, [])
+    most = f"expected at most {count // 5} of {config.task.name}'s {count:,} problems"
     return Rows([], [f"eval.size: {most}, found {size}"]), Rows([], [])
 
 

@@ -14,6 +14,8 @@ from titan_rl.preflight.checks.role_folders import shape_of_role
 from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, Estimate, gib
 from titan_rl.wire.model_shape import ModelShape
 
+GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
+SPARE = 0.1  # of a GPU, which a microbatch sized by estimate leaves free
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -81,12 +83,20 @@ def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
 
 
 def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
-    """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits."""
-    whole = resolved(config, "cuda", gradients_fit=True)
-    fits = gpu_bytes > 0 and all(
-        need.fits for need in needs(whole, shape, gpu_bytes, role_shapes(config, shape)).values()
-    )
-    return whole if fits else resolved(config, "cuda", gradients_fit=False)
+    """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
+    as many rows as fit, a power of two. On a GPU of unknown size they have one row."""
+    roles = role_shapes(config, shape)
+
+    def fits(tried: Config, nbytes: float, *others: str) -> bool:
+        found = needs(tried, shape, int(nbytes), roles)
+        return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
+
+    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), gpu_bytes), 1
+    while 2 * rows * config.training.seq_len <= GPU_TOKENS:
+        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), (1 - SPARE) * gpu_bytes, "generator"):
+            break
+        rows *= 2
+    return resolved(config, "cuda", gradients_fit=whole, rows=rows)
 
 
 def check_gpu_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, most: int) -> Iterator[str]:

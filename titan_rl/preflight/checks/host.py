@@ -2,11 +2,10 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.checks.titan_keys import check_compiled
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
@@ -31,13 +30,16 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
     generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0
     roles = {name: role.parallelism.world_size for name, role in config.roles.items()}
-    total = trainers + generators + sum(roles.values())
+    environments = config.environment.processes if config.environment.name and generators else 0
     parts = [f"{trainers} of the trainer", *([f"{generators} of the generators"] if generators else [])]
     parts += [f"{count} of the {name.replace('_', ' ')}" for name, count in roles.items()]
-    processes = f"{total} processes ({', '.join(parts)})"
     if hosts.device == "cuda" and not gpus:
         yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
     on_gpu = gpus > 0 and hosts.device != "cpu"
+    if environments and not on_gpu:  # they need no GPU
+        parts.append(f"{environments} of the environments")
+    total = trainers + generators + sum(roles.values()) + (0 if on_gpu else environments)
+    processes = f"{total} processes ({', '.join(parts)})"
     if on_gpu and config.placement.kind == "colocated":
         total = gpus_needed(config)
         processes = f"{total} GPUs ({', '.join(parts)}; trainer and generators share GPUs)"
@@ -90,15 +92,6 @@ def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:
             f"hosts.device: expected a driver that runs CUDA {wanted}, for which torch is built, found {gpus.driver}, "
             f'which runs CUDA up to {gpus.cuda}; update it, or set hosts.device = "cpu"'
         )
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this process and its children may use."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return found
 
 
 def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:

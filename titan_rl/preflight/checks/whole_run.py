@@ -78,7 +78,7 @@ def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
     kept = ["debug.seed", "task.name"]
     if not config.checkpoint.enable:
         yield f"checkpoint.enable: expected true, {_as_before(folder)}, found false"
-    if config.task.name == before.task.name == "addition":
+    if config.task.name == before.task.name != "jsonl":
         kept.append("eval.size")  # it decides which sums are training examples
     hint = _as_before(folder)
     for key in kept:

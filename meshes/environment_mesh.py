@@ -1,0 +1,331 @@
+"""The environment mesh: processes that run the user's code, each a failure domain of its own.
+
+    drive(session) ── begin ──> the least loaded process
+                   <── Ask ──   its turn: session.sample, then answer
+                   <── Ended ── the Outcome
+
+User code can neither block nor crash the controller. What it raises is the outcome of one rollout. A process that dies
+or is blocked is killed and replaced. Its rollouts begin again in other processes, where the turns that were sampled
+before are replayed. Those whose code ran at that moment are suspects: after another death a process takes few of them,
+then fewer, then one at a time, so that the one that kills its process is found, and the others are not lost with it. A
+process in which a thread is stuck finishes its other rollouts before it is replaced.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from monarch.actor import HostMesh
+
+from titan_rl.actors.environment_rank import EnvironmentSettings, Taken
+from titan_rl.agents.episode_loop import Answer, Ask, Begin
+from titan_rl.meshes.environment_process import BlockedLoop, EnvironmentProcess, Episode, ProcessLost
+from titan_rl.meshes.spawn import spawn
+from titan_rl.record.incidents import Incidents
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
+from titan_rl.wire.spans import Recorded
+
+NAME = "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentPolicy:
+    processes: int
+    init_seconds: float = 300
+    hang_seconds: float = 60
+    lockstep: bool = False  # all rollouts' turns are sampled together
+    incidents: Incidents | None = None  # records losses and limits respawns; None: a loss ends the mesh
+
+
+Waiting = tuple[asyncio.Future[EnvironmentProcess], int, bool]
+"""A rollout without a place: how often it was suspected, and whether it had a place before."""
+
+
+class EnvironmentMesh:
+    """Drives rollouts; see wire/sessions.py."""
+
+    def __init__(
+        self, make: Callable[[int], Awaitable[EnvironmentProcess]], concurrency: int, policy: EnvironmentPolicy
+    ) -> None:
+        """`concurrency`: rollouts that one process drives at the same time."""
+        self.processes: list[EnvironmentProcess] = []
+        self._retired: list[EnvironmentProcess] = []  # they finish what they have
+        self._make, self._concurrency, self._policy = make, concurrency, policy
+        self._numbers: set[int] = set()  # of processes that live, or are not buried
+        self._ids, self._orders = count(), count()
+        self._queue: deque[Waiting] = deque()  # rollouts without a place
+        self._placed = 0  # rollouts with one
+        self._held: dict[
+            int, asyncio.Future[None]
+        ] = {}  # turns that lockstep holds back, by the order of their rollouts
+        self._coming = 0  # processes that are being spawned
+        self._sound = False  # a rollout has ended since the last loss, which then does not count against the budget
+        self._error: RunError | None = None  # final once set
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def spawn(
+        cls, host: HostMesh, settings: EnvironmentSettings, policy: EnvironmentPolicy, env: Mapping[str, str]
+    ) -> "EnvironmentMesh":
+        async def make(number: int) -> EnvironmentProcess:
+            procs = await spawn(host, name=f"{NAME}{number}", shape={"env": 1}, env=env)
+            return EnvironmentProcess(number, f"{NAME}{number}", procs, settings, policy.hang_seconds)
+
+        mesh = cls(make, settings.loop.concurrency, policy)
+        await mesh.start()
+        return mesh
+
+    async def start(self) -> None:
+        """Start every process. One that fails during start-up is not replaced; the run ends."""
+        await asyncio.gather(*(self._join() for _ in range(self._policy.processes)))
+
+    async def drive(self, session: Session) -> Outcome:
+        script: list[tuple[Ask, Answer]] = []  # turns, to be replayed in another process
+        order, suspicion, again = next(self._orders), 0, False
+        while True:
+            process = await self._place(suspicion, again=again)
+            episode, ended = Episode(next(self._ids), order, suspicion), False
+            try:
+                process.begin(Begin(episode.id, session.prompt, session.seed), episode)
+                outcome = await self._turns(process, episode, session, script)
+                ended = self._sound = True
+                return outcome
+            except ProcessLost as lost:
+                if episode.verdict is not None:
+                    return episode.verdict
+                if episode.thinking:
+                    if suspicion and self._suspects(suspicion) == 1:
+                        return Outcome("lost", error=str(lost))
+                    suspicion += 1
+                again = True
+            finally:
+                process.leave(episode, ended=ended)
+                self._release(process, suspect=episode.suspicion > 0)
+
+    def spans(self) -> dict[str, Awaitable[Recorded]]:
+        return {}
+
+    @property
+    def ranks(self) -> dict[str, tuple[str, float]]:
+        """Return the state of each process by rank name, and since when it is in it."""
+        return {p.rank: (p.state, p.since) for p in [*self.processes, *self._retired]}
+
+    async def running(self) -> int:
+        """Return the number of rollouts whose code runs in any process."""
+        return sum([await process.running() for process in [*self.processes, *self._retired]])
+
+    async def close(self) -> None:
+        """Kill every process. Open rollouts fail."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._end(RunError("the environments are closed"))
+        for process in [*self.processes, *self._retired]:
+            process.fail("the environments are closed")
+        await asyncio.gather(*(process.kill() for process in [*self.processes, *self._retired]))
+
+    # -- one rollout ----------------------------------------------------------------------------------------------
+
+    async def _turns(
+        self, process: EnvironmentProcess, episode: Episode, session: Session, script: list[tuple[Ask, Answer]]
+    ) -> Outcome:
+        tokens: list[int] = list(session.prompt.tokens)
+        turn = 0
+        while isinstance(news := await episode.next(), Ask):
+            tokens = [*tokens[: news.kept], *news.new]
+            if turn == len(script):
+                await self._in_step(episode)
+                script.append((news, await _sampled(session, tokens, news.most)))
+            asked, answer = script[turn]
+            if asked[1:] != news[1:]:
+                raise DriverLost(
+                    f"turn {turn} differs when it is replayed: the environment is not a function of its seed"
+                )
+            tokens += answer.tokens
+            process.answer(episode, answer._replace(id=episode.id))
+            turn += 1
+        return news.outcome
+
+    async def _in_step(self, episode: Episode) -> None:
+        """With lockstep, wait until every rollout waits for the policy."""
+        if self._policy.lockstep:
+            loop = asyncio.get_running_loop()
+            held = self._held[episode.order] = loop.create_future()
+            loop.call_soon(self._step)  # later, so that this rollout too continues in its turn
+            try:
+                await held
+            finally:
+                self._held.pop(episode.order, None)
+
+    def _step(self) -> None:
+        moving = self._coming and any(again for _, _, again in self._queue)  # to a process that is being spawned
+        if len(self._held) == self._placed and not moving:
+            for order in sorted(self._held):
+                if not self._held[order].done():
+                    self._held[order].set_result(None)
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    async def _place(self, suspicion: int, *, again: bool = False) -> EnvironmentProcess:
+        """Wait for a place in the least loaded process. First come, first served, but suspects wait for each other."""
+        if self._error is not None:
+            raise self._error
+        place: asyncio.Future[EnvironmentProcess] = asyncio.get_running_loop().create_future()
+        self._queue.append((place, suspicion, again))
+        self._deal()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._release(place.result(), suspect=suspicion > 0)
+            raise
+
+    def _release(self, process: EnvironmentProcess, *, suspect: bool) -> None:
+        process.load -= 1
+        process.suspects -= suspect
+        self._placed -= 1
+        self._deal()
+        asyncio.get_running_loop().call_soon(self._step)  # later: the rollout may be about to move
+        if process.retired and not process.load and process in self._retired:
+            self._retired.remove(process)
+            self._in_background(self._bury(process))
+
+    def _deal(self) -> None:
+        waiting: list[Waiting] = []
+        while self._queue and (open := [p for p in self.processes if p.load < self._concurrency]):
+            place, suspicion, again = self._queue.popleft()
+            if suspicion:
+                open = [p for p in open if p.suspects < self._suspects(suspicion)]
+            if not open:
+                waiting.append((place, suspicion, again))
+            elif not place.done():
+                process = min(open, key=lambda p: p.load)
+                process.load += 1
+                process.suspects += suspicion > 0
+                self._placed += 1
+                place.set_result(process)
+        self._queue.extendleft(reversed(waiting))
+
+    def _suspects(self, suspicion: int) -> int:
+        """Return how many suspects a process takes if one of them has been suspected `suspicion` times."""
+        return max(1, self._concurrency >> 3 * (suspicion - 1))
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        number = next(n for n in count() if n not in self._numbers)
+        self._numbers.add(number)
+        process: EnvironmentProcess | None = None
+        try:
+            process = await self._make(number)
+            await process.start(self._policy.init_seconds)
+        except BaseException:
+            if process is not None:
+                await process.kill()
+            self._numbers.discard(number)
+            raise
+        process.serve(lambda taken: self._heard(process, taken), lambda error: self._lost(process, error))
+        process.set_state("serving")
+        self.processes.append(process)
+        self._deal()
+
+    def _heard(self, process: EnvironmentProcess, taken: Taken) -> None:
+        if taken.stuck and not process.retired and not self._closed:
+            self._retire(process, f"{taken.stuck} of its rollouts did not return in time, and still run")
+
+    def _retire(self, process: EnvironmentProcess, why: str) -> None:
+        """Replace a process once its other rollouts have ended."""
+        process.retired = why
+        process.set_state("retired")
+        self.processes.remove(process)
+        self._retired.append(process)
+        self._replace(process, RunError(f"{process.rank} is replaced: {why}", rank=process.rank))
+        if not process.load:
+            self._retired.remove(process)
+            self._in_background(self._bury(process))
+
+    def _lost(self, process: EnvironmentProcess, error: Exception) -> None:
+        if process not in self.processes and process not in self._retired:
+            return
+        again = len(process.open)
+        if isinstance(error, BlockedLoop) and (culprit := process.open.get(error.id)) is not None:
+            culprit.verdict = Outcome("timeout", error=f"turn_seconds: {error.place}")
+        process.fail(str(error))
+        process.set_state("lost")
+        if process in self._retired:
+            self._retired.remove(process)
+            self._in_background(self._bury(process))
+            return
+        self.processes.remove(process)
+        known = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
+        self._replace(process, known, again)
+
+    def _replace(self, process: EnvironmentProcess, error: RunError, again: int = 0) -> None:
+        if (incidents := self._policy.incidents) is None:
+            self._end(error)
+            self._in_background(self._bury(process))
+            return
+        self._coming += 1
+        counts, self._sound = not self._sound, False
+        incident = incidents.lost(name := process.name, error)
+
+        async def replaced() -> None:
+            nonlocal error, counts
+            if process.error:  # else it is retired, and finishes what it has
+                await self._bury(process)
+            while True:
+                if not incidents.may_respawn(name, counts=counts):
+                    self._coming -= 1
+                    left = len(self.processes) + self._coming
+                    incidents.given_up(incident, f"{left} environment process{'es' * (left != 1)} left")
+                    if not left:
+                        self._end(incidents.over_budget(name, error))
+                    return
+                try:
+                    await self._join()
+                except RunError as failed:
+                    incidents.note(f"{name} did not come back: {failed}")
+                    error, counts = failed, True
+                else:
+                    self._coming -= 1
+                    self._step()
+                    incidents.back(incident, f"{again} rollout{'s' * (again != 1)} to play again")
+                    return
+
+        self._in_background(replaced())
+
+    async def _bury(self, process: EnvironmentProcess) -> None:
+        """Kill a process; from then on its name is free."""
+        await process.kill()
+        self._numbers.discard(process.number)
+
+    def _end(self, error: RunError) -> None:
+        self._error = self._error or error
+        while self._queue:
+            place, *_ = self._queue.popleft()
+            if not place.done():
+                place.set_exception(self._error)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except RunError as error:
+                self._end(error)
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _sampled(session: Session, tokens: list[int], most: int | None) -> Answer:
+    try:
+        completion = await session.sample(tokens, max_new_tokens=most)
+    except LimitReached as limit:
+        return Answer(-1, [], "abort", limit.status)
+    return Answer(-1, completion.tokens, completion.finish)

@@ -1,0 +1,162 @@
+"""One process of the environment mesh, and the rollouts that it drives.
+
+begin ── begin, answer, cancel ──> process ── take ──> the awaiting Episode
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from monarch.actor import ProcMesh
+
+from titan_rl.actors.environment_rank import EnvironmentRank, EnvironmentSettings, Pace, Taken
+from titan_rl.agents.episode_loop import Answer, Begin, Blocked, News
+from titan_rl.meshes.faults import ask, label
+from titan_rl.meshes.spawn import end
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.sessions import Outcome
+
+LONGEST_POLL = 1.0  # seconds between two signs of life
+
+
+class BlockedLoop(RunError):
+    """An async environment blocks its process."""
+
+    def __init__(self, rank: str, blocked: Blocked) -> None:
+        what = f"{rank}: its loop has been blocked for {blocked.seconds:.1f} s by {blocked.place}"
+        remedy = "An async function must not block: make it a plain one, which runs on a thread."
+        super().__init__(what, remedy, rank=rank)
+        self.id = -1 if blocked.id is None else blocked.id
+        self.place = blocked.place
+
+
+class ProcessLost(Exception):
+    """A rollout's process is gone. str() says how."""
+
+
+class Episode:
+    """A rollout that a process drives."""
+
+    def __init__(self, id: int, order: int, suspicion: int) -> None:
+        """`order`: the place of the rollout among all; it stays when the rollout moves to another process."""
+        self.id, self.order, self.suspicion = id, order, suspicion
+        self.thinking = True  # the user's code runs; else it is the policy's turn
+        self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
+        self._news: asyncio.Queue[News | ProcessLost] = asyncio.Queue()
+
+    async def next(self) -> News:
+        news = await self._news.get()
+        if isinstance(news, ProcessLost):
+            raise news
+        return news
+
+    def hear(self, news: News) -> None:
+        self.thinking = False
+        self._news.put_nowait(news)
+
+    def lose(self, error: str) -> None:
+        self._news.put_nowait(ProcessLost(error))
+
+
+class EnvironmentProcess:
+    def __init__(
+        self, number: int, name: str, procs: ProcMesh, settings: EnvironmentSettings, hang_seconds: float
+    ) -> None:
+        """`hang_seconds` bounds the silence of a process. Code that holds the interpreter's lock silences it."""
+        self.number, self.name = number, name
+        self.load = self.suspects = 0  # rollouts that have a place here; of them, those that may have harmed another
+        self.open: dict[int, Episode] = {}
+        self.error: str = ""  # final once set
+        self.retired = ""  # why it gets no more rollouts
+        self.state, self.since = "starting", time.time()
+        self._procs, self._settings, self._hang_seconds = procs, settings, hang_seconds
+        self.rank = label(name, {"env": 0})
+        actors: Any = procs.spawn(name, EnvironmentRank, settings)
+        self._actor = actors.slice(env=0)
+        self._outbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, seconds: float) -> None:
+        await self._ask("start", seconds=seconds)
+
+    def serve(self, heard: Callable[[Taken], None], lost: Callable[[Exception], None]) -> None:
+        """Carry messages to and from the process. Calls `heard` at least every second, `lost` at the first failure."""
+
+        async def run() -> None:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._send())
+                    tasks.create_task(self._receive(heard))
+            except* Exception as errors:
+                lost(errors.exceptions[0])
+
+        self._serving = asyncio.create_task(run())
+
+    def begin(self, begin: Begin, episode: Episode) -> None:
+        if self.error:
+            episode.thinking = False
+            raise ProcessLost(self.error)
+        self.open[begin.id] = episode
+        self._outbox.put_nowait(("begin", begin))
+
+    def answer(self, episode: Episode, answer: Answer) -> None:
+        episode.thinking = True
+        self._outbox.put_nowait(("answer", answer))
+
+    def leave(self, episode: Episode, *, ended: bool) -> None:
+        """Forget a rollout; cancel it in its process unless it has ended."""
+        self.open.pop(episode.id, None)
+        if not ended and not self.error:
+            self._outbox.put_nowait(("cancel", episode.id))
+
+    def fail(self, error: str) -> None:
+        """Take no more rollouts, and lose the open ones."""
+        self.error = self.error or error
+        if self._serving is not None and self._serving is not asyncio.current_task():
+            self._serving.cancel()
+        for episode in list(self.open.values()):
+            episode.lose(self.error)
+
+    def set_state(self, state: str) -> None:
+        self.state, self.since = state, time.time()
+
+    async def running(self) -> int:
+        return await self._ask("running")
+
+    async def kill(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+        await end([self.rank], self._procs)
+
+    async def _ask(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
+        call = getattr(self._actor, verb).call_one(*arguments)
+        return await ask(call, actor=self.rank, verb=verb, seconds=seconds or self._hang_seconds)
+
+    async def _send(self) -> None:
+        """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
+        pace = Pace()
+        while True:
+            verb, item = await self._outbox.get()
+            await pace.wait()
+            batch = [item]
+            waiting: list[tuple[str, Any]] = []
+            while not self._outbox.empty():
+                waiting.append(self._outbox.get_nowait())
+            for other, item in waiting:
+                if other != verb:
+                    await self._ask(verb, batch)
+                    verb, batch = other, []
+                batch.append(item)
+            await self._ask(verb, batch)
+
+    async def _receive(self, heard: Callable[[Taken], None]) -> None:
+        within = min(LONGEST_POLL, self._settings.loop.limits.turn_seconds / 4)
+        while True:
+            taken: Taken = await self._ask("take", within, seconds=within + self._hang_seconds)
+            for news in taken.news:
+                if (episode := self.open.get(news.id)) is not None:
+                    episode.hear(news)
+            if taken.blocked is not None:
+                raise BlockedLoop(self.rank, taken.blocked)
+            heard(taken)

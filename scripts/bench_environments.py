@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Measure the environment mesh: many rollouts at once whose tools take a while, with a policy that only waits.
+
+    .venv/bin/python scripts/bench_environments.py                        # 1,000 rollouts of 4 turns, 200 ms tools
+    .venv/bin/python scripts/bench_environments.py --rollouts 100 --block # while one environment blocks for 3 s
+
+The ideal is turns x (tool + policy) seconds, as if every rollout had a machine of its own.
+"""
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
+from titan_rl.agents.episodes import Limits, Reply, Step
+
+COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
+POLICY_SECONDS = 0.05
+BLOCK_SECONDS = 3.0
+
+
+class SlowTool:
+    """As many turns as the row says, with a tool of row["seconds"] in each. row["block"]: one blocks its loop."""
+
+    async def reset(self, row: Mapping[str, Any]) -> str:
+        self._row, self._turn = row, 0
+        return "0"
+
+    async def step(self, reply: Reply) -> Step:
+        self._turn += 1
+        if self._row["block"] and self._turn == 2:
+            time.sleep(BLOCK_SECONDS)
+        await asyncio.sleep(self._row["seconds"])
+        done = self._turn == self._row["turns"]
+        return Step(str(self._turn), float(done), done)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A session whose policy says one token after POLICY_SECONDS."""
+
+    prompt: Any
+    id: str = ""
+    seed: int = 0
+    answers: Any = None
+    asked: int = field(default=0)
+
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Any:
+        self.asked += 1
+        await asyncio.sleep(POLICY_SECONDS)
+        return self.answers
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    import monarch.actor
+    from monarch.actor import this_host
+
+    from titan_rl.actors.environment_rank import EnvironmentSettings
+    from titan_rl.agents.episode_loop import LoopSettings
+    from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+    from titan_rl.text import tokenizer
+    from titan_rl.wire.types import Completion, Prompt
+
+    monarch.actor.unhandled_fault_hook = lambda _: None
+    tokenizer.build(folder)
+    limits = Limits(options.turns, 0, turn_seconds=60, rollout_seconds=600)
+    settings = EnvironmentSettings(LoopSettings("bench_environments:SlowTool", options.rollouts, limits), folder)
+    began = time.perf_counter()
+    host, path = this_host(), os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
+    mesh = await EnvironmentMesh.spawn(host, settings, EnvironmentPolicy(options.processes), {"PYTHONPATH": path})
+    started, lags = time.perf_counter() - began, list[float]()
+
+    async def lag() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.01)
+            lags.append(time.perf_counter() - before - 0.01)
+
+    def session(number: int) -> Waiting:
+        row = {"turns": options.turns, "seconds": options.tool_seconds, "block": options.block and number == 7}
+        answer = Completion([8, 2], [0.0, 0.0], [0, 0], "stop")
+        return Waiting(Prompt(number, "7=", [1, 14, 21], "", row), str(number), number, answer)
+
+    watching, process = asyncio.create_task(lag()), psutil.Process()
+    memory, cpu, wall = process.memory_info().rss, time.process_time(), time.perf_counter()
+    outcomes = await asyncio.gather(*(mesh.drive(session(n)) for n in range(options.rollouts)))
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    watching.cancel()
+    assert all(outcome.status == "completed" for outcome in outcomes)
+    turns = options.rollouts * options.turns
+    ideal = options.turns * (options.tool_seconds + POLICY_SECONDS)
+    grown = (process.memory_info().rss - memory) / 2**20
+    await mesh.close()
+    variant = f"{options.rollouts} x {options.turns} turns{', one blocks' if options.block else ''}"
+    figures = {
+        "start-up of the processes, s": started,
+        "wall, s": wall,
+        "ideal, s": ideal,
+        "controller CPU per turn, ms": 1000 * cpu / turns,
+        "controller share of the wall": cpu / wall,
+        "worst lag of the controller's loop, ms": 1000 * max(lags),
+        "memory grown, MiB": grown,
+    }
+    return [Row("environments", variant, measure, [value], way=variant) for measure, value in figures.items()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tool-seconds", type=float, default=0.2)
+    parser.add_argument("--block", action="store_true")
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "environments.csv")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report(options.csv, COLUMNS, asyncio.run(measure(options, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Plays rollouts in this process: an EpisodeLoop and a policy that says what a script says."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_rl.agents.conversation import ChatText, PlainText
+from titan_rl.agents.episode_loop import Answer, Ask, Begin, EpisodeLoop, LoopSettings, News
+from titan_rl.agents.episodes import Limits
+from titan_rl.text import tokenizer as characters
+from titan_rl.text.template import ChatSettings
+from titan_rl.text.tokenizer import OWN_CHAT, VOCABULARY, TextTokenizer
+from titan_rl.wire.sessions import Outcome
+from titan_rl.wire.types import Prompt
+
+BOS, EOS = VOCABULARY["<s>"], VOCABULARY["</s>"]
+PATIENCE = 30.0
+LIMITS = Limits(max_turns=8, max_tokens=0, turn_seconds=20.0, rollout_seconds=60.0)
+
+
+def encoded(text: str) -> list[int]:
+    return [VOCABULARY[character] for character in text]
+
+
+def prompt_of(text: str, row: Mapping[str, Any] | None = None, id: int = 0, answer: str = "") -> Prompt:
+    return Prompt(id, text, [BOS, *encoded(text)], answer, dict(row or {}))
+
+
+class Played:
+    """One loop, its news, and what the policy read in each rollout."""
+
+    def __init__(self, loop: EpisodeLoop, wake: threading.Event, tokenizer: TextTokenizer) -> None:
+        self.loop, self.tokenizer = loop, tokenizer
+        self.contexts: dict[int, list[list[int]]] = {}
+        self._wake = wake
+
+    def news(self, count: int = 1, seconds: float = PATIENCE) -> list[News]:
+        """Return `count` news, which must come in time."""
+        found: list[News] = []
+        deadline = time.monotonic() + seconds
+        while len(found) < count:
+            assert time.monotonic() < deadline, f"expected {count} news, found {found}"
+            self._wake.wait(0.05)
+            self._wake.clear()
+            found += self.loop.take_news()
+        return found
+
+    def play(
+        self, prompts: Sequence[Prompt], says: Callable[[int, int], str | list[int]], end: int = EOS
+    ) -> list[Outcome]:
+        """Play a rollout per prompt, in which `says(prompt, turn)` is the policy."""
+        self.loop.begin([Begin(i, prompt, seed=i) for i, prompt in enumerate(prompts)])
+        outcomes: dict[int, Outcome] = {}
+        tokens = {i: list(prompt.tokens) for i, prompt in enumerate(prompts)}
+        self.contexts = {i: [] for i in tokens}
+        while len(outcomes) < len(prompts):
+            for news in self.news():
+                if isinstance(news, Ask):
+                    said = says(news.id, len(self.contexts[news.id]))
+                    said = [*encoded(said), EOS] if isinstance(said, str) else said
+                    context = [*tokens[news.id][: news.kept], *news.new]
+                    self.contexts[news.id].append(context)
+                    tokens[news.id] = context + said
+                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length")])
+                else:
+                    metrics = dict(news.outcome.metrics)
+                    assert metrics.pop("seconds", 0.0) >= 0
+                    outcomes[news.id] = replace(news.outcome, metrics=metrics)
+        return [outcomes[i] for i in range(len(prompts))]
+
+
+@contextmanager
+def playing(
+    name: str, folder: Path, limits: Limits = LIMITS, concurrency: int = 16, chat: ChatSettings | None = None
+) -> Iterator[Played]:
+    if not (folder / "tokenizer.json").exists():
+        characters.build(folder)
+    wake, tokenizer = threading.Event(), TextTokenizer.load(folder, chat or OWN_CHAT)
+    loop = EpisodeLoop(
+        LoopSettings(name, concurrency, limits), ChatText(tokenizer) if chat else PlainText(tokenizer), wake.set
+    )
+    try:
+        yield Played(loop, wake, tokenizer)
+    finally:
+        loop.close()

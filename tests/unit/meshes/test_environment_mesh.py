@@ -1,0 +1,176 @@
+"""Where rollouts are placed, what is replayed, and what a session refuses; on loops of this process."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.environment_meshes import Scripted, scripted
+from support.fake_environments import fake_environments
+from support.odd_environments import TURNS
+from support.played import LIMITS
+from titan_rl.agents.episodes import Reply
+from titan_rl.meshes import deaths
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.sessions import ContextOverflow, DriverLost
+from titan_rl.wire.types import Completion
+
+ODD = "support.odd_environments:Odd"
+
+
+class Moody:
+    """Asks something else each time it is made."""
+
+    made = 0
+
+    def reset(self) -> str:
+        type(self).made += 1
+        return str(self.made)
+
+    def step(self, reply: Reply) -> tuple[str, float, bool, dict[str, Any]]:
+        return "0", 1.0, False, {}
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
+def drive(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.01)
+
+
+class Gated(Scripted):
+    """A session whose policy waits for the test."""
+
+    def __init__(self, session: Scripted) -> None:
+        super().__init__(session.prompt, order=session.order)
+        self.open = asyncio.Event()
+
+    async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+        completion = await super().sample(tokens, max_new_tokens=max_new_tokens)
+        await self.open.wait()
+        return completion
+
+
+def test_rollouts_are_spread_and_wait_for_a_place_in_their_order(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, _, _ = await fake_environments(ODD, tmp_path, LIMITS, concurrency=2)
+        sessions = [Gated(each) for each in scripted([{}] * 6)]
+        driven = [asyncio.create_task(mesh.drive(each)) for each in sessions]
+        await until(lambda: sum(len(each.asked) for each in sessions) == 4)
+        assert [process.load for process in mesh.processes] == [2, 2]
+        assert [bool(each.asked) for each in sessions] == [True] * 4 + [False] * 2
+        sessions[1].open.set()
+        await until(lambda: bool(sessions[4].asked))
+        assert not sessions[5].asked
+        for each in sessions:
+            each.open.set()
+        assert [outcome.status for outcome in await asyncio.gather(*driven)] == ["completed"] * 6
+        assert [process.load for process in mesh.processes] == [0, 0]
+        await mesh.close()
+
+    drive(body)
+
+
+def test_a_turn_that_is_sampled_while_its_process_dies_is_not_sampled_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, ranks, said = await fake_environments(ODD, tmp_path, LIMITS)
+        sessions = [Gated(each) for each in scripted([{}] * 4)]
+        driven = [asyncio.create_task(mesh.drive(each)) for each in sessions]
+        await until(lambda: all(each.asked for each in sessions))
+        ranks[0].die()
+        await until(lambda: any("is back" in line for line in said))
+        for each in sessions:
+            each.open.set()
+        assert [outcome.reward for outcome in await asyncio.gather(*driven)] == [1.0] * 4
+        assert [len(each.asked) for each in sessions] == [TURNS] * 4
+        assert [process.state for process in mesh.processes] == ["serving"] * 2
+        await mesh.close()
+
+    drive(body)
+
+
+def test_an_environment_that_asks_something_else_begins_from_scratch(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, ranks, _ = await fake_environments(f"{__name__}:Moody", tmp_path, LIMITS, processes=1)
+        session = Gated(scripted([{}])[0])
+        driven = asyncio.create_task(mesh.drive(session))
+        await until(lambda: bool(session.asked))
+        ranks[0].die()
+        session.open.set()
+        with pytest.raises(DriverLost, match="turn 0 differs when it is replayed"):
+            await driven
+        await mesh.close()
+
+    drive(body)
+
+
+def test_a_session_that_has_no_room_ends_the_rollout_with_what_it_has_earned(tmp_path: Path) -> None:
+    class Full(Scripted):
+        async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+            if len(self.asked) == 2:
+                raise ContextOverflow("no room")
+            return await super().sample(tokens, max_new_tokens=max_new_tokens)
+
+    async def body() -> None:
+        mesh, _, _ = await fake_environments(ODD, tmp_path, LIMITS)
+        (session,) = scripted([{}])
+        outcome = await mesh.drive(Full(session.prompt))
+        assert (outcome.status, outcome.reward, len(outcome.turn_rewards)) == ("context_overflow", 0.0, 2)
+        await mesh.close()
+
+    drive(body)
+
+
+def test_a_failing_session_frees_its_place_and_ends_the_users_code(tmp_path: Path) -> None:
+    class Broken(Scripted):
+        async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
+            raise RunError("the generators are gone")
+
+    async def body() -> None:
+        mesh, _, _ = await fake_environments(ODD, tmp_path, LIMITS, processes=1)
+        with pytest.raises(RunError, match="the generators are gone"):
+            await mesh.drive(Broken(scripted([{}])[0].prompt))
+        while await mesh.running():
+            await asyncio.sleep(0.01)
+        assert mesh.processes[0].load == 0
+        await mesh.close()
+        with pytest.raises(RunError, match="the environments are closed"):
+            await mesh.drive(scripted([{}])[0])
+
+    drive(body)
+
+
+def test_lockstep_waits_for_rollouts_that_move(tmp_path: Path) -> None:
+    """The turns of a step are sampled together, whatever dies: batches, and so bits, are the same."""
+
+    async def orders(kill: bool) -> list[tuple[int, int]]:
+        mesh, ranks, said = await fake_environments(ODD, tmp_path, LIMITS, concurrency=4, lockstep=True)
+        sessions = scripted([{}] * 8, seconds=0.1)
+        driven = [asyncio.create_task(mesh.drive(each)) for each in sessions]
+        await until(lambda: len(sessions[0].order) == 8)
+        if kill:
+            ranks[1].die()
+        assert [outcome.status for outcome in await asyncio.gather(*driven)] == ["completed"] * 8
+        assert bool(said) == kill
+        await mesh.close()
+        return sessions[0].order
+
+    async def body() -> None:
+        expected = [(id, turn) for turn in range(TURNS) for id in range(8)]
+        assert await orders(kill=False) == expected
+        moved = await orders(kill=True)
+        assert [sorted(moved[i : i + 8]) for i in (0, 8, 16)] == [sorted(expected[i : i + 8]) for i in (0, 8, 16)]
+        assert moved == expected, "requests enter in another order"
+
+    drive(body)

@@ -1,0 +1,78 @@
+"""What is refused about [environment] before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from titan_rl.preflight.checks import problems
+
+CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[task]\nname = "calc"', 'environment.name: expected "calc" for task.name = "calc", found ""'),
+        ('[environment]\nname = "hunt"', 'task.name: expected "hunt" for environment.name = "hunt", found "addition"'),
+        (
+            CALC + "[algorithm]\nname = 'sft'\n[cold_start]\nsteps = 0",
+            "",
+        ),
+        (
+            '[environment]\nname = "calk"',
+            "environment.name: expected \"package.module:name\", found 'calk'",
+        ),
+        (
+            '[environment]\nname = "no_such:Thing"',
+            "environment.name = 'no_such:Thing': ModuleNotFoundError: No module named 'no_such'",
+        ),
+        (
+            '[environment]\nname = "json:no_such"',
+            "environment.name = 'json:no_such': AttributeError: module 'json' has no attribute 'no_such'",
+        ),
+        (
+            CALC.replace("[eval]", "turn_seconds = 9\nrollout_seconds = 8\n[eval]"),
+            "environment.turn_seconds: expected at most environment.rollout_seconds = 8, found 9",
+        ),
+        (
+            CALC.replace("[eval]", "lockstep = true\n[rollout]\nlag = 1\n[eval]"),
+            "environment.lockstep: expected false, because the rollouts of several steps are in flight",
+        ),
+        (
+            CALC.replace("[eval]", "max_tokens = 300\n[eval]"),
+            "environment.max_tokens: expected at most training.seq_len = 256, found 300",
+        ),
+        (
+            CALC + "[cold_start]\nsteps = 3\n[rollout]\nmax_new_tokens = 8\n[training]\nseq_len = 32",
+            "training.seq_len: expected at least 40, the longest demonstration of calc with its prompt, found 32",
+        ),
+        (CALC.replace("size = 16", "size = 200000"), "eval.size: expected at most 162000 of calc's 810,000 problems"),
+        (
+            CALC.replace("[eval]", "processes = 15\n[eval]"),
+            "hosts.slots: expected room for 17 processes (1 of the trainer, 1 of the generators, 15 of the",
+        ),
+    ],
+)
+def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
+    found = problems(config(tmp_path, toml))
+    if not message:
+        assert found == []
+        return
+    (problem,) = found
+    assert message in problem
+
+
+def test_environments_take_no_processes_without_one(tmp_path: Path) -> None:
+    assert problems(config(tmp_path, "[environment]\nprocesses = 64")) == []
+
+
+def test_an_environment_that_hangs_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hanging_environment.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("titan_rl.preflight.reward_probe.PROBE_SECONDS", 1)
+    (problem,) = problems(config(tmp_path, '[environment]\nname = "hanging_environment:Thing"'))
+    assert "environment.name: expected 'hanging_environment:Thing' to be imported within 1 s" in problem
+    assert "hanging_environment.py:2" in problem

@@ -1,0 +1,247 @@
+"""Runs rollouts on an event loop and a thread of their own, so that user code never blocks whoever asks about them.
+
+begin, answer, cancel ──> the user's loop: one task per rollout; plain functions on threads
+take_news, look       <── Ask | Ended; where the loop stands if it is blocked
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.episodes import EpisodeOver, Limits
+from titan_rl.agents.games import GAMES
+from titan_rl.agents.play import Policy, Sampled, play, roll_out
+from titan_rl.agents.user_code import (
+    Threads,
+    asynchronous,
+    error_place,
+    load,
+    task_place,
+    thread_place,
+    threads,
+)
+from titan_rl.wire.sessions import Outcome, Status
+from titan_rl.wire.types import Finish, Prompt
+
+KEY = "environment.name"
+GRACE_SECONDS = 5.0  # for a cancelled rollout to end
+
+
+class Begin(NamedTuple):
+    id: int
+    prompt: Prompt
+    seed: int
+
+
+class Ask(NamedTuple):
+    """The policy's turn. The context is the first `kept` tokens of the one before with what was sampled, then `new`."""
+
+    id: int
+    kept: int
+    new: list[int]
+    most: int | None  # tokens to sample, if the rollout's limit is near
+
+
+class Answer(NamedTuple):
+    id: int
+    tokens: list[int]
+    finish: Finish
+    over: Status | None = None  # the limit that forbids the turn
+
+
+class Ended(NamedTuple):
+    id: int
+    outcome: Outcome
+
+
+class Blocked(NamedTuple):
+    """A rollout that blocks the loop."""
+
+    id: int | None
+    seconds: float
+    place: str
+
+
+News = Ask | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    name: str  # environment.name
+    concurrency: int
+    limits: Limits
+
+
+def load_environment(name: str) -> Callable[..., Any]:
+    """Return a built-in environment, or the user's "module:name"."""
+    return GAMES[name].environment if name in GAMES else load(name, KEY)
+
+
+class Late(Exception):
+    """A call into the user's code has passed its deadline. str() says where it was."""
+
+
+class EpisodeLoop:
+    def __init__(self, settings: LoopSettings, renderer: Renderer, notify: Callable[[], None]) -> None:
+        """`notify` is called, on any thread, when there is news."""
+        self._settings, self._limits, self._renderer = settings, settings.limits, renderer
+        self._make = load_environment(settings.name)
+        self._notify = notify
+        self._news: deque[News] = deque()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._threads = Threads(settings.concurrency)
+        self._swallowed: set[int] = set()  # rollouts that continued after their cancellation
+        self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="user code", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def stuck(self) -> int:
+        """Number of rollouts that have ended, but whose code still runs, and has for a while: a function that is
+        cancelled in mid-call may return soon."""
+        return self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
+
+    def begin(self, begins: Sequence[Begin]) -> None:
+        self._soon(lambda: [self._begin(each) for each in begins])
+
+    def answer(self, answers: Sequence[Answer]) -> None:
+        self._soon(lambda: [self._resolve(each) for each in answers])
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """End rollouts without news of their end."""
+        self._soon(lambda: [self._tasks[id].cancel() for id in ids if id in self._tasks])
+
+    def take_news(self) -> list[News]:
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def look(self) -> Blocked | None:
+        """Return what blocks the loop if it has given no sign of life for turn_seconds. Call it now and then."""
+        asked, now = self._asked_at, time.monotonic()
+        if asked is None:
+            self._asked_at = now
+            self._soon(self._beat)
+        elif now - asked >= self._limits.turn_seconds:
+            task = asyncio.current_task(self._loop)
+            id = int(task.get_name()) if task is not None and task.get_name().isdecimal() else None
+            return Blocked(id, now - asked, thread_place(self._thread.ident or 0))
+        return None
+
+    def close(self) -> None:
+        """Cancel every rollout, and end the loop."""
+        self._threads.close()
+        self._soon(lambda: self._loop.create_task(self._end()))
+
+    async def _end(self) -> None:
+        rollouts = list(self._tasks.values())
+        for task in rollouts:
+            task.cancel()
+        if rollouts:
+            await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
+        self._loop.stop()
+
+    def _soon(self, function: Callable[[], Any]) -> None:
+        self._loop.call_soon_threadsafe(function)
+
+    def _beat(self) -> None:
+        self._asked_at = None
+
+    def _tell(self, news: News) -> None:
+        self._news.append(news)
+        self._notify()
+
+    def _begin(self, begin: Begin) -> None:
+        task = self._loop.create_task(self._run(begin), name=str(begin.id))
+        self._tasks[begin.id] = task
+        overdue = self._loop.call_later(self._limits.rollout_seconds + GRACE_SECONDS, self._overdue, begin.id)
+
+        def ended(_: object) -> None:
+            overdue.cancel()
+            self._swallowed.discard(begin.id)
+            self._tasks.pop(begin.id, None)
+            self._answers.pop(begin.id, None)
+
+        task.add_done_callback(ended)
+
+    def _overdue(self, id: int) -> None:
+        """Give a rollout up that did not end when it was cancelled."""
+        if (task := self._tasks.get(id)) is not None:
+            self._swallowed.add(id)
+            self._tell(Ended(id, Outcome("timeout", error=f"it caught its cancellation: {task_place(task)}")))
+
+    def _resolve(self, answer: Answer) -> None:
+        waiting = self._answers.pop(answer.id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    async def _run(self, begin: Begin) -> None:
+        threads.set(self._threads)
+        task, whole = asyncio.current_task(), asyncio.timeout(self._limits.rollout_seconds)
+        assert task is not None
+        try:
+            async with whole:
+                outcome = await self._play(begin)
+        except asyncio.CancelledError:
+            if task.cancelling():
+                return
+            outcome = Outcome("error", error="CancelledError, raised by the environment")
+        except Late as error:
+            outcome = Outcome("timeout", error=str(error))
+        except BaseException as error:  # also a sys.exit: it ends this rollout, not the process
+            if whole.expired() and isinstance(error, TimeoutError):
+                outcome = Outcome("timeout", error=f"rollout_seconds: {_late_place(error)}")
+            else:
+                outcome = Outcome("error", error=f"{type(error).__name__}: {error} ({error_place(error)})")
+        if begin.id not in self._swallowed:
+            self._tell(Ended(begin.id, outcome))
+
+    async def _play(self, begin: Begin) -> Outcome:
+        began, sampling = time.monotonic(), 0.0
+
+        async def ask(kept: int, new: list[int], most: int | None) -> Sampled:
+            nonlocal sampling
+            if begin.id in self._swallowed:
+                raise asyncio.CancelledError  # it was given up: no one answers
+            waiting = self._answers[begin.id] = self._loop.create_future()
+            asked = time.monotonic()
+            self._tell(Ask(begin.id, kept, new, most))
+            answer = await waiting
+            sampling += time.monotonic() - asked
+            if answer.over is not None:
+                raise EpisodeOver(answer.over)
+            return Sampled(answer.tokens, answer.finish)
+
+        async def bounded(call: Any) -> Any:
+            limit = asyncio.timeout(self._limits.turn_seconds)
+            try:
+                async with limit:
+                    return await call
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise Late(f"turn_seconds: {_late_place(error)}") from error
+
+        name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, ask)
+        if not isinstance(self._make, type) and asynchronous(self._make):
+            outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
+        else:
+            outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded)
+        seconds = time.monotonic() - began - sampling
+        return replace(outcome, metrics={**outcome.metrics, "seconds": seconds})
+
+
+def _late_place(error: BaseException) -> str:
+    """Return where the code was when its deadline passed."""
+    cancelled = error.__cause__ or error
+    notes = getattr(cancelled, "__notes__", ())
+    return notes[0] if notes else error_place(cancelled)

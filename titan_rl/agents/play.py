@@ -1,0 +1,179 @@
+"""Plays one rollout: the policy's turns and the environment's, until one of them or a limit ends it.
+
+play ── reset, step ──> environment        a user's rollout function
+  └──── observe ──> Policy ── ask ──> the controller, which samples
+"""
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.episodes import (
+    EpisodeOver,
+    Limits,
+    Make,
+    Observation,
+    Reply,
+    Step,
+    as_step,
+    finite,
+    messages_from,
+)
+from titan_rl.agents.tools import Schema, Tool, Toolbox
+from titan_rl.agents.user_code import call_user, keywords_of
+from titan_rl.text.template import Message
+from titan_rl.wire.sessions import Outcome, Status
+from titan_rl.wire.types import Finish, Prompt
+
+NOTHING: Mapping[str, Any] = {}
+
+
+class Sampled(NamedTuple):
+    tokens: list[int]
+    finish: Finish
+
+
+Ask = Callable[[int, list[int], int | None], Awaitable[Sampled]]
+"""Samples after a context, given as a Delta, at most so many tokens. Raises EpisodeOver if nothing can be sampled."""
+
+
+class Policy:
+    """A rollout's policy, as the user's code sees it."""
+
+    def __init__(self, prompt: Prompt, renderer: Renderer, limits: Limits, ask: Ask) -> None:
+        self._prompt, self._renderer, self._limits, self._ask = prompt, renderer, limits, ask
+        self._tokens: list[int] = list(prompt.tokens)  # up to the last sampled one
+        self._tools: Sequence[Schema] = ()
+        self.turns = 0
+        self.spent = 0  # tokens sampled and read after the prompt
+        self.messages: list[Message] = [*prompt.messages]
+
+    async def observe(self, observation: Observation = None, tools: Sequence[Schema] = ()) -> Reply:
+        """Let the policy read the observation, and return its reply. `tools` are offered in the first turn."""
+        if self.turns >= self._limits.max_turns:
+            raise EpisodeOver("max_turns")
+        if self.turns:
+            kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
+        else:
+            self._tools = tools
+            kept, new = self._renderer.open(self._prompt, observation, tools)
+        most = self._limits.max_tokens - self.spent - len(new) if self._limits.max_tokens else None
+        if most is not None and most <= 0:
+            raise EpisodeOver("max_tokens")
+        sampled = await self._ask(kept, new, most)
+        self._tokens = [*self._tokens[:kept], *new, *sampled.tokens]
+        self.spent += len(new) + len(sampled.tokens)
+        self.turns += 1
+        reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)
+        self.messages += [*messages_from(observation), reply.message]
+        return reply
+
+
+class Score:
+    """What the environment has said about a rollout so far."""
+
+    def __init__(self, *, judged: bool) -> None:
+        """`judged`: task.reward judges the rollout, unless a turn is rewarded."""
+        self._judged = judged
+        self._turns: list[float] = []
+        self._final = 0.0
+        self._rewards: defaultdict[str, float] = defaultdict(float)
+        self._metrics: defaultdict[str, float] = defaultdict(float)
+
+    def turn(self, step: Step) -> None:
+        self._judged = step.reward is None
+        self._turns.append(step.reward or 0.0)
+        self._add(step.info)
+
+    def final(self, reward: float, info: Mapping[str, Any] = NOTHING) -> None:
+        self._judged, self._final = False, reward
+        self._add(info)
+
+    def outcome(self, status: Status, policy: Policy, tools: Toolbox | None = None) -> Outcome:
+        turns = [*self._turns, *[0.0] * (policy.turns - len(self._turns))]
+        if turns:
+            turns[-1] += self._final
+        metrics = {**self._metrics, **(tools.metrics() if tools else {})}
+        if self._judged:
+            return Outcome(status, None, dict(self._rewards), (), policy.messages, metrics)
+        reward = sum(self._turns) + self._final
+        return Outcome(status, reward, dict(self._rewards), turns, policy.messages, metrics)
+
+    def _add(self, info: Mapping[str, Any]) -> None:
+        for name, value in info.items():
+            if name == "rewards" and isinstance(value, Mapping):
+                for part, reward in value.items():
+                    self._rewards[str(part)] += finite(reward, f"reward {part}")
+            elif isinstance(value, int | float):
+                self._metrics[str(name)] += finite(value, f"info {name}")
+
+
+async def play(make: Make, name: str, policy: Policy, prompt: Prompt, seed: int, bounded: "Bounded") -> Outcome:
+    """Play one rollout in the environment that `make` returns. `bounded` runs one call into the user's code."""
+    offered = {"row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
+    environment = await bounded(call_user(make, **keywords_of(make, offered, name)))
+    score = Score(judged=not hasattr(environment, "step"))
+    try:
+        reset = keywords_of(environment.reset, offered, f"{name}.reset", spread="row")
+        step = Step(await bounded(call_user(environment.reset, **reset)))
+        tools = Toolbox(tools_of(environment))  # now, because reset may choose them
+        try:
+            while not step.done:
+                reply = await policy.observe(step.observation, tools.schemas)
+                step = await bounded(_answer(environment, tools, reply, name))
+                score.turn(step)
+            status = step.status
+        except EpisodeOver as over:
+            status = over.status
+        if hasattr(environment, "get_reward"):
+            score.final(finite(await bounded(call_user(environment.get_reward)), f"{name}.get_reward"))
+    finally:
+        if hasattr(environment, "close"):
+            await bounded(call_user(environment.close))
+    return score.outcome(status, policy, tools)
+
+
+async def roll_out(function: Make, name: str, policy: Policy, prompt: Prompt, seed: int) -> Outcome:
+    """Run the user's `async def rollout(policy, row) -> reward | {"reward": reward, **info} | Outcome | None`. One that
+    lets EpisodeOver pass has reward 0."""
+    offered = {"policy": policy, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
+    score, status = Score(judged=True), "completed"
+    try:
+        found = await call_user(function, **keywords_of(function, offered, name))
+    except EpisodeOver as over:
+        found, status = 0.0, over.status
+    if isinstance(found, Outcome):
+        return found
+    info = found if isinstance(found, Mapping) else {"reward": found}
+    if info.get("reward") is not None:
+        score.final(finite(info["reward"], name), {key: value for key, value in info.items() if key != "reward"})
+    return score.outcome(status, policy)
+
+
+Bounded = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Awaits a call into the user's code within its deadline."""
+
+
+def tools_of(environment: Any) -> list[Tool]:
+    """Return an environment's `tools`; if it has no `step`, its public methods."""
+    if hasattr(environment, "tools"):
+        return list(environment.tools)
+    if hasattr(environment, "step"):
+        return []
+    known = ("reset", "close", "get_reward")
+    names = [name for name in dir(environment) if not name.startswith("_") and name not in known]
+    return [tool for name in names if callable(tool := getattr(environment, name))]
+
+
+async def _answer(environment: Any, tools: Toolbox, reply: Reply, name: str) -> Step:
+    """Return the environment's answer to a reply: the results of its tool calls, or a step."""
+    stepped = hasattr(environment, "step")
+    reward = 0.0 if stepped else None
+    if reply.problem and tools:
+        return Step([{"role": "user", "content": f"error: {reply.problem}"}], reward)
+    if reply.calls and tools:
+        answers = [(call, await tools.call(call)) for call in reply.calls]
+        named = [{"role": "tool", "name": c.name, "tool_call_id": c.id, "content": found} for c, found in answers]
+        return Step(named, reward)
+    return as_step(await call_user(environment.step, reply), name) if stepped else Step(reward=None, done=True)

@@ -1,0 +1,166 @@
+"""Calls of the user's functions: async or plain, with the keywords that they take, and where they are."""
+
+import asyncio
+import importlib
+import inspect
+import linecache
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+HERE = str(Path(__file__).parent)
+OURS = tuple(str(Path(HERE, f"{name}.py")) for name in ("user_code", "episode_loop", "play", "tools"))
+LIBRARY = sysconfig.get_paths()["stdlib"]
+
+Site = tuple[CodeType, int]
+"""A function's code and a line number."""
+
+
+class Threads:
+    """Threads for plain functions, and those of them that did not return in time."""
+
+    def __init__(self, most: int) -> None:
+        self._pool = ThreadPoolExecutor(most, "user code")
+        self._stuck: dict[int, float] = {}  # threads whose caller has given up, and since when
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Return what the function returns. If this is cancelled, the function cannot be: its thread is stuck until it
+        returns."""
+        at, over = list[int](), list[bool]()
+
+        def counted() -> Any:
+            at.append(threading.get_ident())
+            try:
+                return function()
+            finally:
+                over.append(True)
+                self._stuck.pop(at[0], None)
+
+        work = asyncio.get_running_loop().run_in_executor(self._pool, counted)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError as error:
+            if not at:
+                work.cancel()
+                raise
+            work.add_done_callback(lambda work: work.exception())  # nothing waits for it any more
+            self._stuck[at[0]] = time.monotonic()
+            if over:
+                self._stuck.pop(at[0], None)
+            error.add_note(thread_place(at[0]))
+            raise
+
+    def stuck(self, seconds: float) -> int:
+        """Return how many threads have been stuck for this long."""
+        now = time.monotonic()
+        return sum(now - since >= seconds for since in list(self._stuck.values()))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+threads: ContextVar[Threads | None] = ContextVar("threads", default=None)
+"""The threads of the loop that runs a rollout. None: plain functions run in place."""
+
+
+async def call_user(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call the user's function, and await what it returns if that can be awaited. A plain function runs on a thread."""
+    pool = threads.get()
+    if pool is None or asynchronous(function):
+        found = function(*arguments, **keywords)
+    else:
+        found = await pool.run(lambda: function(*arguments, **keywords))
+    return await found if inspect.isawaitable(found) else found
+
+
+def asynchronous(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def keywords_of(
+    function: Callable[..., Any], offered: Mapping[str, Any], name: str, *, spread: str = ""
+) -> dict[str, Any]:
+    """Return those of the offered arguments that a function takes by keyword. One with **keywords takes the entries of
+    the mapping `spread` instead. Raise TypeError if it requires any other."""
+    given: dict[str, Any] = {}
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            given |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in given}
+        elif p.kind is not p.VAR_POSITIONAL and p.name in offered and p.kind is not p.POSITIONAL_ONLY:
+            given[p.name] = offered[p.name]
+        elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
+            raise TypeError(f"{name}: expected to require no arguments but {', '.join(offered)}, found {p}")
+    return given
+
+
+def load(name: str, key: str) -> Any:
+    """Import "module:name". `key` is the config's, for the message."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute) or module.startswith("."):
+        raise ValueError(f'{key}: expected "package.module:name", found {name!r}')
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+    except SystemExit as error:
+        raise ValueError(f"{key}: expected {name!r} to import, found {error!r}") from error
+    if not callable(found):
+        raise ValueError(f"{key}: expected {name!r} to be a class or a function, found {type(found).__name__}")
+    return found
+
+
+def place(sites: list[Site]) -> str:
+    """Return "file:line in function" of the innermost site in the user's code, with its source line."""
+    theirs = [site for site in sites if not _machinery(site[0].co_filename)] or sites
+    if not theirs:
+        return ""
+    code, line = theirs[-1]
+    source = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line} in {code.co_name}{f': {source}' if source else ''}"
+
+
+def error_place(error: BaseException) -> str:
+    return place(list(_of_traceback(error.__traceback__)))
+
+
+def thread_place(ident: int) -> str:
+    """Return where a thread is now."""
+    frame: FrameType | None = sys._current_frames().get(ident)
+    sites: list[Site] = []
+    while frame is not None:
+        sites.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return place(sites[::-1])
+
+
+def task_place(task: "asyncio.Task[Any]") -> str:
+    """Return where a suspended task waits."""
+    sites: list[Site] = []
+    waiting: Any = task.get_coro()
+    while waiting is not None:
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is not None:
+            sites.append((frame.f_code, frame.f_lineno))
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+    return place(sites)
+
+
+def _machinery(file: str) -> bool:
+    return file in OURS or file.startswith("<") or (file.startswith(LIBRARY) and "site-packages" not in file)
+
+
+def _of_traceback(traceback: TracebackType | None) -> "list[Site]":
+    sites = []
+    while traceback is not None:
+        sites.append((traceback.tb_frame.f_code, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return sites

@@ -1,0 +1,36 @@
+"""Checks of [environment]: that it can be imported, and fits the task and the run."""
+
+from collections.abc import Iterator
+
+from titan_rl.agents.games import GAMES
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
+from titan_rl.preflight.reward_probe import probe
+
+
+def check_environment(config: Config) -> Iterator[str]:
+    e, task = config.environment, config.task
+    if not e.name:
+        if task.name in GAMES:
+            yield f'environment.name: expected "{task.name}" for task.name = "{task.name}", found ""'
+        return
+    if not config.samples_rollouts:
+        yield f'environment.name: expected "", because nothing is sampled, found {as_toml(e.name)}'
+    if e.name in GAMES:
+        if task.name != e.name:
+            yield f'task.name: expected "{e.name}" for environment.name = "{e.name}", found "{task.name}"'
+    else:
+        yield from probe(e.name, None, key="environment.name")
+    if e.turn_seconds > e.rollout_seconds:
+        most = f"expected at most environment.rollout_seconds = {e.rollout_seconds:g}"
+        yield f"environment.turn_seconds: {most}, found {e.turn_seconds:g}"
+    if e.lockstep and config.rollout.lag:
+        why = "because the rollouts of several steps are in flight with rollout.lag > 0"
+        yield f"environment.lockstep: expected false, {why}, found true"
+    if e.max_tokens > config.training.seq_len:
+        most = f"expected at most training.seq_len = {config.training.seq_len}"
+        yield f"environment.max_tokens: {most}, found {e.max_tokens}"
+    if task.name in GAMES and config.cold_start.steps and config.training.seq_len < GAMES[task.name].longest + 16:
+        least = GAMES[task.name].longest + 16
+        why = f"expected at least {least}, the longest demonstration of {task.name} with its prompt"
+        yield f"training.seq_len: {why}, found {config.training.seq_len}"
