@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
-    # glibc would return a forward's memory to the kernel and get it back page by page: a third of a small model's forward
+    # glibc would return a forward's memory to the kernel, and get it back page by page: a third of a small forward
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc accepts
 }
