@@ -33,8 +33,8 @@ SWITCH_SECONDS = 0.0005  # that a busy thread keeps the event loop waiting, seve
 
 def settle_interpreter() -> None:
     """Let neither garbage nor threads hold up the event loop. What start-up has made is left out of every later
-    collection, which would look at it for 0.1 s; steps make few cycles, so young objects are looked at rarely, too. While
-    the thread of reports writes a large step, the loop wakes up 4 ms late instead of 11."""
+    collection, which would look at it for 0.1 s. Steps make few cycles, so young objects are looked at rarely, too.
+    While the thread of reports writes a large step, the loop wakes up 4 ms late instead of 11."""
     gc.freeze()
     gc.set_threshold(OBJECTS, *gc.get_threshold()[1:])
     sys.setswitchinterval(SWITCH_SECONDS)
