@@ -19,6 +19,7 @@ from titan_rl.agents.conversation import ChatText, PlainText
 from titan_rl.agents.episode_loop import Answer, Begin, Blocked, EpisodeLoop, LoopSettings, News
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.spans import Recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ class EnvironmentRank(Actor):
         await self._pace.wait()
         self._wake.clear()  # before the news is read: what comes later wakes the next call
         return Taken(self._loop.take_news(), self._loop.look(), self._loop.stuck)
+
+    @concurrent_endpoint
+    @fallible
+    async def spans(self) -> Recorded:
+        return await self._loop.take_spans()
 
     @concurrent_endpoint
     @fallible

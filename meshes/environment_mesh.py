@@ -59,9 +59,7 @@ class EnvironmentMesh:
         self._ids, self._orders = count(), count()
         self._queue: deque[Waiting] = deque()  # rollouts without a place
         self._placed = 0  # rollouts with one
-        self._held: dict[
-            int, asyncio.Future[None]
-        ] = {}  # turns that lockstep holds back, by the order of their rollouts
+        self._held: dict[int, asyncio.Future[None]] = {}  # turns that lockstep holds back, by their rollouts' order
         self._coming = 0  # processes that are being spawned
         self._sound = False  # a rollout has ended since the last loss, which then does not count against the budget
         self._error: RunError | None = None  # final once set
@@ -108,7 +106,8 @@ class EnvironmentMesh:
                 self._release(process, suspect=episode.suspicion > 0)
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        return {}
+        """Ask each process, by rank name, what it recorded since the last call."""
+        return {process.rank: process.spans() for process in self.processes}
 
     @property
     def ranks(self) -> dict[str, tuple[str, float]]:

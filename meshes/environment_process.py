@@ -16,6 +16,7 @@ from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.spawn import end
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Outcome
+from titan_rl.wire.spans import Recorded
 
 LONGEST_POLL = 1.0  # seconds between two signs of life
 
@@ -120,6 +121,9 @@ class EnvironmentProcess:
 
     def set_state(self, state: str) -> None:
         self.state, self.since = state, time.time()
+
+    async def spans(self) -> Recorded:
+        return await self._ask("spans")
 
     async def running(self) -> int:
         return await self._ask("running")

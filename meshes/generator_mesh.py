@@ -119,14 +119,17 @@ class GeneratorMesh:
 
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
         lost meanwhile is not waited for. With `forgives`, one that refuses its weights is not lost: it is reported in
-        `refused`, and serves nothing for now."""
+        `refused`, and serves nothing for now. A single rank fetches and switches in one call."""
         self._fleet.check()
+        alone = sum(len(replica.ranks) for replica in self.replicas.values()) == 1
         reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
         names = {index: replica.name for index, replica in self.replicas.items()}  # one may be lost by the end
         seconds = self._policy.seconds
 
         async def pulled(replica: Replica) -> tuple[list[ReaderCost], ReaderCost]:
             with lease(replica.name):
+                if alone:
+                    return await replica.take_weights(manifests, version, seconds)
                 try:
                     fetched = await replica.fetch_weights(manifests, seconds)
                 except RunError as error:

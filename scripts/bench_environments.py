@@ -90,9 +90,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         return Waiting(Prompt(number, "7=", [1, 14, 21], "", row), str(number), number, answer)
 
     watching, process = asyncio.create_task(lag()), psutil.Process()
-    memory, cpu, wall = process.memory_info().rss, time.process_time(), time.perf_counter()
+    memory, cpu, own, wall = process.memory_info().rss, time.process_time(), time.thread_time(), time.perf_counter()
     outcomes = await asyncio.gather(*(mesh.drive(session(n)) for n in range(options.rollouts)))
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    wall, cpu, own = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - own
     watching.cancel()
     assert all(outcome.status == "completed" for outcome in outcomes)
     turns = options.rollouts * options.turns
@@ -105,6 +105,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
         "wall, s": wall,
         "ideal, s": ideal,
         "controller CPU per turn, ms": 1000 * cpu / turns,
+        "of it the event loop's thread, ms": 1000 * own / turns,
         "controller share of the wall": cpu / wall,
         "worst lag of the controller's loop, ms": 1000 * max(lags),
         "memory grown, MiB": grown,

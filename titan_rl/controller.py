@@ -98,20 +98,32 @@ class Controller:
             if gathered is None or (stats := await self.loop.train(learner.update())) is None:  # -> trainers, critic
                 return None
             groups, samples = gathered
+            log()
             stream.trained(n, groups)
             served = await self.stop.in_time(serve(n))
             sync, score = served or (SyncStats(n), None)
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
             dropped, backlog = stream.dropped, stream.backlog
-            stream.logged(n, self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog))
+            self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog)
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
             unmeasured = {} if served else {UNMEASURED: self.evaluates(n)}
-            return StepDone(stream.cut() | unmeasured, partial(stream.saved, n), hopeless)
+            return StepDone(stream.cut() | unmeasured, partial(saved, n), hopeless)
+
+        def log() -> None:
+            if (written := self.report.written()) is not None:
+                stream.logged(written[0], written[1:])
+
+        def saved(n: int) -> None:
+            log()
+            stream.saved(n)
 
         async with aclosing(stream):
             stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
-            await self.loop.make_steps("rl", start, last, step, StepDone(kept, partial(stream.saved, start)))
+            try:
+                await self.loop.make_steps("rl", start, last, step, StepDone(kept, partial(saved, start)))
+            finally:
+                log()  # another attempt may continue after this step
         if not self.stop.requested:
             await self.sync_settled()
 

@@ -1,6 +1,7 @@
 """One process's share of a run: start everything, drive it to the end or to a stop, take everything down."""
 
 import asyncio
+import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,15 @@ from titan_rl.train.status import Scale, Status
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
+
+OBJECTS = 50_000  # allocated since the last collection of garbage: a step of 256 short samples makes 10,000
+
+
+def settle_memory() -> None:
+    """Leave what start-up has made out of every later collection of garbage: looking at all of it stops the controller
+    for 0.1 s. Steps make few cycles, so young objects are looked at rarely, too."""
+    gc.freeze()
+    gc.set_threshold(OBJECTS, *gc.get_threshold()[1:])
 
 
 async def session(setup: Setup, terminal: Terminal) -> bool:
@@ -53,17 +63,19 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                     plan = await watch.drive(weights.connect(config, setup.shape))
                 terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")
                 control.offer(scale=Scale(setup, meshes.generators).answer)
-            resume = setup.resume
-            with RunLog(
-                folder,
-                setup.name,
-                config,
-                resume_step=resume.kept_rl,
-                cold_start_step=resume.kept_cold_start,
-                warn=terminal.warn,
-            ) as log:
-                heldout = len(setup.heldout.prompts)
-                report = Report(setup.name, config, folder, terminal, log, clock, heldout=heldout)
+            settle_memory()
+            resume, heldout = setup.resume, len(setup.heldout.prompts)
+            with (
+                RunLog(
+                    folder,
+                    setup.name,
+                    config,
+                    resume_step=resume.kept_rl,
+                    cold_start_step=resume.kept_cold_start,
+                    warn=terminal.warn,
+                ) as log,
+                Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,
+            ):
                 snapshots = Snapshots(meshes.trainers, meshes.critic)
                 run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report)
                 learner, recovery = Learner(run), Recovery(run)

@@ -136,7 +136,7 @@ class TitanModel:
             dump_folder=self.config.job.dump_folder,
         )
         reshard = self.titan.parallelism.fsdp_reshard_after_forward
-        self._gathers_once = titan_cpu.gathers_once(model, dist.get_world_size(), reshard)
+        self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size, reshard)
         titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():

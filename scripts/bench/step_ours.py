@@ -7,6 +7,7 @@ import asyncio
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import psutil
@@ -18,11 +19,17 @@ from titan_rl.record.run_log import RunLog
 from titan_rl.wire.types import Completion, Request
 
 
+@cache
+def lengths_of(shape: Shape, step: int) -> list[int]:
+    """Drawn once per step: every group of it needs some."""
+    return shape.lengths(step)
+
+
 def requests_of(request: Request, shape: Shape) -> list[Request]:
     """Return a group's request with set lengths: one request per sample unless all have the same length."""
     number = int(request.id.split("-")[1])  # "prompt-7"
     step, group = divmod(number, shape.groups)
-    lengths = shape.lengths(step)[group * shape.group_size :][: shape.group_size]
+    lengths = lengths_of(shape, step)[group * shape.group_size :][: shape.group_size]
     if len(set(lengths)) == 1:
         return [replace(request, sampling=replace(request.sampling, max_new_tokens=lengths[0], stop_token_ids=()))]
     return [

@@ -52,9 +52,12 @@ class FakeRank:
     async def _start(self) -> None:
         main = asyncio.get_running_loop()
         renderer = PlainText(TextTokenizer.load(self._settings.tokenizer))
-        self._loop = EpisodeLoop(
-            self._settings.loop, renderer, lambda: main.is_closed() or main.call_soon_threadsafe(self._wake.set)
-        )
+
+        def notify() -> None:
+            if not main.is_closed():
+                main.call_soon_threadsafe(self._wake.set)
+
+        self._loop = EpisodeLoop(self._settings.loop, renderer, notify)
 
     async def _begin(self, begins: Any) -> None:
         self._loop.begin(begins)

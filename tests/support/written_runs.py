@@ -152,6 +152,12 @@ class WrittenRun:
         )  # fmt: skip
         stream = RolloutStream(settings, engine, prompts, judge, tokenizer().decode, Clock(), ledger)
 
+        written: list[tuple[int, tuple[int, int]]] = []
+
+        def logged() -> None:  # as late as a run may: before the next step is trained, and before a checkpoint
+            while written:
+                stream.logged(*written.pop())
+
         def maybe_die(step: int, now: str) -> None:
             if (step, now) == (kill_step, moment):
                 ledger._file._pending.clear()  # what no flush has handed to the system
@@ -167,6 +173,7 @@ class WrittenRun:
                     else:
                         groups = await stream.take(n, step)
                     maybe_die(step, "sampled")
+                    logged()
                     stream.trained(step, groups)
                     maybe_die(step, "trained")
                     engine.version = step
@@ -174,17 +181,18 @@ class WrittenRun:
                     stats = StepStats(0.5, 1.0, 0.1, sum(r.sampled for g in groups for r in g.rollouts), 1.0)
                     stats.metrics.update({"logprob_gap/mean": 0.0, "logprob_gap/max": 0.0})
                     metrics = step_metrics(step, groups, stats, SyncStats(step), TIMES, dropped=stream.dropped)
-                    checksums = log.step(step, metrics, {}, groups)
+                    written.append((step, log.step(step, metrics, {}, groups)))
                     maybe_die(step, "reported")
-                    stream.logged(step, checksums)
                     if config.fault.snapshot_interval and step % config.fault.snapshot_interval == 0:
                         self.snapshot = step, stream.cut()
                     if step == end or step % config.checkpoint.interval == 0:
                         log.to_disk()
+                        logged()
                         self.cuts[step] = stream.saved(step)
                         maybe_die(step, "saving")
                         self._checkpoint(step)
                     if step == rewind:
+                        logged()
                         raise Rewound
             log.summary({"steps": end})
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,9 +27,12 @@ from titan_rl.agents.user_code import (
     threads,
 )
 from titan_rl.wire.sessions import Outcome, Status
+from titan_rl.wire.spans import Recorded, Recorder
 from titan_rl.wire.types import Finish, Prompt
 
 KEY = "environment.name"
+SPANS_SECONDS = 0.5  # for the loop to give its spans
+SHOWN_NANOSECONDS = 1_000_000  # shorter calls are not in the timeline
 GRACE_SECONDS = 5.0  # for a cancelled rollout to end
 
 
@@ -96,6 +100,7 @@ class EpisodeLoop:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._threads = Threads(settings.concurrency)
+        self._spans = Recorder()
         self._swallowed: set[int] = set()  # rollouts that continued after their cancellation
         self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
         self._loop = asyncio.new_event_loop()
@@ -124,6 +129,17 @@ class EpisodeLoop:
 
     def take_news(self) -> list[News]:
         return [self._news.popleft() for _ in range(len(self._news))]
+
+    async def take_spans(self) -> Recorded:
+        """Return the calls into the environment since the last take; nothing while the loop is blocked."""
+
+        async def taken() -> Recorded:  # on the loop that records them
+            return self._spans.take()
+
+        asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(taken(), self._loop))
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asked, SPANS_SECONDS)
+        return Recorded([])
 
     def look(self) -> Blocked | None:
         """Return what blocks the loop if it has given no sign of life for turn_seconds. Call it now and then."""
@@ -222,7 +238,7 @@ class EpisodeLoop:
             return Sampled(answer.tokens, answer.finish)
 
         async def bounded(call: Any) -> Any:
-            limit = asyncio.timeout(self._limits.turn_seconds)
+            limit, called = asyncio.timeout(self._limits.turn_seconds), self._spans.now()
             try:
                 async with limit:
                     return await call
@@ -230,6 +246,9 @@ class EpisodeLoop:
                 if not limit.expired():
                     raise
                 raise Late(f"turn_seconds: {_late_place(error)}") from error
+            finally:
+                if self._spans.now() - called >= SHOWN_NANOSECONDS:
+                    self._spans.since(called, "call", lane="environment", id=begin.id, prompt=begin.prompt.id)
 
         name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, ask)
         if not isinstance(self._make, type) and asynchronous(self._make):

@@ -9,6 +9,7 @@ prompt: prefixes.py.
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +61,8 @@ def pack(
     finite is masked out. `together` consecutive samples always share a row: a preference pair needs both members in one
     row. `share` prompts where that leaves fewer places, full and empty, to compute.
     """
-    _check(samples, seq_len, together)
     places = np.array([max(len(s.tokens) - 1, 0) for s in samples], dtype=np.int64)  # [N]
+    _check(samples, places, seq_len, together)
     plain = _fit(prefixes.plain(places, together), seq_len, shards, rows_per_microbatch)
     shared = prefixes.shared(samples, places, together, seq_len) if share else []
     fits = (plain, *(_fit(layout, seq_len, shards, rows_per_microbatch) for layout in shared))
@@ -102,7 +103,7 @@ def unpack(
     return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
-def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
+def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together: int) -> None:
     if len(samples) % together:
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     for i, s in enumerate(samples):
@@ -110,32 +111,47 @@ def _check(samples: Sequence[Sample], seq_len: int, together: int) -> None:
         for name, values in (("mask", s.mask), *s.columns.items()):
             if len(values) != n:  # a short list would shift the training data of every later sample
                 raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {len(values)}")
-    for i in range(0, len(samples), together):
-        unit = sum(len(s.tokens) - 1 for s in samples[i : i + together])
-        if unit > seq_len:
-            what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
-            raise ValueError(
-                f"{what} take {unit} places, a packed row has {seq_len}; "
-                f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
-            )
+    units = places.reshape(-1, together).sum(1)
+    if (units > seq_len).any():
+        first = int(np.argmax(units > seq_len))
+        i, unit = first * together, int(units[first])
+        what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
+        raise ValueError(
+            f"{what} take {unit} places, a packed row has {seq_len}; "
+            f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
+        )
 
 
 def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Return row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
     and O(n log n), whereas first-fit scans every open row."""
-    row, offset = np.zeros_like(places), np.zeros_like(places)
-    rooms: list[tuple[int, int]] = []  # (free places, row), ascending
-    sizes = places.tolist()
-    for i in np.argsort(-places, kind="stable").tolist():
-        fits = bisect_left(rooms, (sizes[i],))
-        room, row[i] = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
-        offset[i] = capacity - room
-        insort(rooms, (room - sizes[i], int(row[i])))
+    order = np.argsort(-places, kind="stable")
+    rows, offsets, _ = _filled(places, capacity)
+    row, offset = np.empty_like(places), np.empty_like(places)
+    row[order], offset[order] = rows, offsets
     return row, offset
 
 
+def _filled(places: np.ndarray, capacity: int) -> tuple[list[int], list[int], int]:
+    """Return row and offset of each unit, from the longest on, and the number of rows. Units of one size go together: a
+    row that has taken one stays the fullest with room for the next."""
+    rows: list[int] = []
+    offsets: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (free places, row), ascending
+    for size, left in sorted(Counter(places.tolist()).items(), reverse=True):
+        while left:
+            fits = bisect_left(rooms, (size,))
+            room, row = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
+            count = min(left, room // max(size, 1) or 1)
+            rows += [row] * count
+            offsets += [capacity - room + size * i for i in range(count)]
+            insort(rooms, (room - size * count, row))
+            left -= count
+    return rows, offsets, len(rooms)
+
+
 def _rows_needed(places: np.ndarray, capacity: int) -> int:
-    return int(_best_fit(places, capacity)[0].max(initial=-1)) + 1
+    return _filled(places, capacity)[2]
 
 
 def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
@@ -197,8 +213,11 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     goes = np.repeat(row * length + offset, at.length) + within
     target = np.repeat((sizes.cumsum() - sizes)[at.sample], at.length) + position + 1
 
-    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate([np.asarray(v, dtype) for v in values] or [np.empty(0, dtype)])
+    source = np.full((slots, length), -1)  # of a place: the flat token that it predicts; -1 and the one before: padding
+    source.reshape(-1)[goes] = target
+
+    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
+        return np.concatenate([*values, [padding] * 2], dtype=dtype, casting="unsafe")
 
     def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
         out = np.empty((slots, length), values.dtype)
@@ -206,21 +225,21 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         out.reshape(-1)[goes] = values
         return out
 
-    tokens = flat((s.tokens for s in samples), np.int64)
-    mask = flat((s.mask for s in samples), np.float32)[target]
+    tokens = flat((s.tokens for s in samples), np.int64, pad_id)
+    mask = flat((s.mask for s in samples), np.float32)[source]
     names = samples[0].columns if samples else ()
     columns: dict[Column, np.ndarray] = {
-        name: flat((s.columns[name] for s in samples), np.float32)[target] for name in names
+        name: flat((s.columns[name] for s in samples), np.float32)[source] for name in names
     }
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
     return _Block(
-        tokens=block(tokens[target - 1], pad_id),
+        tokens=tokens[source - 1],
         positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
-        targets=block(tokens[target], pad_id),
-        mask=block(mask, 0.0),
+        targets=tokens[source],
+        mask=mask,
         owner=block(np.repeat(at.owner, at.length), -1),
-        columns={name: block(np.where(np.isfinite(c), c, np.float32(0)), 0.0) for name, c in columns.items()},
+        columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
     )
 

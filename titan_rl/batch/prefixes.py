@@ -49,9 +49,11 @@ def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len
     groups = _pairs(samples, places, together) if together > 1 else _groups(samples)
     if all(len(members) == 1 or not prefix for prefix, members in groups):
         return []
+    lengths = places.tolist()
     if together > 1:
-        return [_layout(groups, places)]
-    return [_layout([u for g in groups for u in _split(*g, places, seq_len // part)], places) for part in PARTS]
+        return [_layout(groups, lengths)]
+    splits = [[u for g in groups for u in _split(*g, lengths, seq_len // part)] for part in PARTS]
+    return [_layout(units, lengths) for n, units in enumerate(splits) if units not in splits[:n]]
 
 
 Group = tuple[int, list[int]]  # places of the shared prefix, and the samples that share it
@@ -79,28 +81,28 @@ def _pairs(samples: Sequence[Sample], places: np.ndarray, together: int) -> list
 
 def _prefix(sample: Sample) -> int:
     """Return the places of a sample that may be shared: none if a token of its prompt is trained on."""
-    return 0 if np.any(sample.mask[1 : sample.prompt]) else max(sample.prompt - 1, 0)
+    return 0 if np.asarray(sample.mask[1 : sample.prompt]).any() else max(sample.prompt - 1, 0)
 
 
 def _prompt(sample: Sample) -> bytes:
     return np.asarray(sample.tokens[: sample.prompt], np.int64).tobytes()
 
 
-def _split(prefix: int, members: list[int], places: np.ndarray, limit: int) -> list[Group]:
+def _split(prefix: int, members: list[int], places: list[int], limit: int) -> list[Group]:
     """Cut a group into units of at most `limit` places. Each has a copy of the prefix."""
     units: list[Group] = []
     size = keys = 0
     for member in members:
-        size += int(places[member]) - prefix
-        keys += int(places[member])
+        size += places[member] - prefix
+        keys += places[member]
         if not units or size > limit or keys > MOST_KEYS * size:
             units.append((prefix, []))
-            size, keys = int(places[member]), prefix + int(places[member])
+            size, keys = places[member], prefix + places[member]
         units[-1][1].append(member)
     return units
 
 
-def _layout(units: Sequence[Group], places: np.ndarray) -> Layout:
+def _layout(units: Sequence[Group], places: list[int]) -> Layout:
     rows: list[tuple[int, int, int, int, int, int]] = []  # the fields of a segment
     for unit, (prefix, members) in enumerate(units):
         start = prefix if len(members) > 1 else 0
@@ -108,5 +110,5 @@ def _layout(units: Sequence[Group], places: np.ndarray) -> Layout:
         if start:
             head = len(rows)
             rows.append((members[0], 0, start, -1, -1, unit))
-        rows += [(m, start, int(places[m]) - start, m, head, unit) for m in members]
+        rows += [(m, start, places[m] - start, m, head, unit) for m in members]
     return Layout(*np.array(rows, np.int64).reshape(-1, 6).T)

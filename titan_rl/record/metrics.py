@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import fmean
 
 import numpy as np
@@ -92,7 +93,8 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
 
 def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
-    versions = np.concatenate([np.array(r.versions, np.int64) for group in groups for r in group.rollouts])
+    sampled = (rollout.versions for group in groups for rollout in group.rollouts)
+    versions = np.array(list(chain.from_iterable(sampled)), np.int64)
     return step - 1 - (versions if versions.size else np.array([step - 1]))  # aborted rollouts may have no tokens
 
 

@@ -1,12 +1,21 @@
-"""Reports every event of a run once, to the terminal and to the dump folder."""
+"""Reports every event of a run once, to the terminal and to the dump folder.
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+    step n ── step ──> its numbers ── soon, by a thread ──> lines, curves, terminal ── written ──> ledger
+
+The lines of an RL step are made and written while the meshes work on the next step: before the ledger says that the
+next step was trained, and before a checkpoint that counts them.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from titan_rl.config.sections import Config
+from titan_rl.record.lines import SelfClosing
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
 from titan_rl.record.run_log import RunLog
@@ -16,9 +25,12 @@ from titan_rl.wire.clock import Clock
 from titan_rl.wire.types import Backlog, Group, StepStats, SyncStats
 
 SAMPLES_SHOWN = 3
+SOON = 0.02  # seconds: by then the controller has sent the calls with which the next step begins
+
+Written = tuple[int, int, int]  # a step, and the checksums of its lines in metrics.jsonl and rollouts.jsonl
 
 
-class Report:
+class Report(SelfClosing):
     def __init__(
         self, name: str, config: Config, folder: Path, terminal: Terminal, log: RunLog, clock: Clock, *, heldout: int
     ) -> None:
@@ -27,6 +39,9 @@ class Report:
         self._terminal, self._log, self._clock = terminal, log, clock
         self._progress: Progress | None = None
         self._groups: Sequence[Group] = ()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="report")
+        self._unwritten: Callable[[], Written] | None = None  # writes the last step
+        self._lines: Future[Written] | None = None  # of the last step, until `written` returns them
 
     def ready(self, step: int) -> None:
         """Report that all meshes are up: the seconds until now were start-up."""
@@ -57,23 +72,52 @@ class Report:
         *,
         dropped: Sequence[Group],
         backlog: Backlog,
-    ) -> tuple[int, int]:
-        """Report an RL step. Return the checksums of its lines in metrics.jsonl and rollouts.jsonl."""
+    ) -> None:
+        """Report an RL step, after `written` has returned the one before. Its lines are written soon, by a thread."""
         lap = self._clock.lap()
-        metrics = step_metrics(
-            step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
-        )
-        metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
-        if self._config.algorithm.overlong_filter:
-            metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
-        ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
-        checksums = self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
-        self._terminal.step(step, self._config.training.steps, metrics)
         self._groups = groups
-        return checksums
+
+        def write() -> Written:
+            metrics = step_metrics(
+                step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
+            )
+            metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
+            if self._config.algorithm.overlong_filter:
+                metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
+            ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
+            checksums = self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
+            self._terminal.step(step, self._config.training.steps, metrics)
+            return step, *checksums
+
+        self._unwritten = write
+        asyncio.get_running_loop().call_later(SOON, self._begin_writing)
+
+    def written(self) -> Written | None:
+        """Return the checksums of the reported step once all of its lines are written, or raise what kept them from
+        being written. Return None if they were returned before."""
+        self._finish()
+        lines, self._lines = self._lines, None
+        return lines.result() if lines is not None else None
 
     def to_disk(self) -> None:
+        """Return when the lines of all reported steps are on disk."""
+        self._finish()
         self._log.to_disk()
+
+    def close(self) -> None:
+        """Write what is not written. If it cannot be, the run has ended with an error before."""
+        with suppress(Exception):
+            self._finish()
+        self._thread.shutdown()
+
+    def _begin_writing(self) -> None:
+        if self._unwritten is not None:
+            self._lines, self._unwritten = self._thread.submit(self._unwritten), None
+
+    def _finish(self) -> None:
+        self._begin_writing()
+        if self._lines is not None:
+            self._lines.result()
 
     def _advance(self, note: str) -> None:
         assert self._progress is not None

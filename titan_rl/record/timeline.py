@@ -8,14 +8,13 @@ them: the first becomes timeline.1.json, the second timeline.2.json. No file is 
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.record.lines import SelfClosing
+from titan_rl.record.lines import SelfClosing, encode
 from titan_rl.wire.spans import Recorded, Recorder, Span, span
 
 CONTROLLER = "controller"
@@ -143,8 +142,7 @@ class Timeline(SelfClosing):
 
     def _write(self, events: Iterable[Event]) -> None:
         for event in events:
-            line = json.dumps(event, separators=(",", ":")).encode()
-            self._size += self._file.write((b"\n" if self._size == 1 else b",\n") + line)
+            self._size += self._file.write((b"\n" if self._size == 1 else b",\n") + encode(event))
         self._file.flush()
 
     def _events(self, track: str, each: Span) -> Iterator[Event]:

@@ -91,8 +91,8 @@ class StepLoop:
             raise done.hopeless
 
     async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> None:
-        done.on_save()
         self._report.to_disk()
+        done.on_save()
         began = time.perf_counter()
         if await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
             self._stop.save_seconds = time.perf_counter() - began

@@ -91,6 +91,9 @@ class Completion:
     finish: Finish
     replica: str = ""  # that answered, if one of the log-probs is not finite
 
+    def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own; a step has one per sample
+        return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica)
+
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))

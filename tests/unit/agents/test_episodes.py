@@ -1,5 +1,6 @@
 """Rollouts of environments in this process: turns, tokens, limits, and what goes wrong."""
 
+import asyncio
 import re
 import time
 from collections.abc import Mapping
@@ -245,3 +246,13 @@ def test_a_question_is_small(tmp_path: Path) -> None:
         (asked,) = played.news()
         assert isinstance(asked, Ask)
         assert (asked.kept, len(asked.new)) == (501, 1)
+
+
+def test_calls_that_take_a_while_are_in_the_timeline(tmp_path: Path) -> None:
+    with playing(ODD, tmp_path) as played:
+        played.play([prompt_of("", {"tool_seconds": 0.05}, id=7), prompt_of("", id=8)], lambda id, turn: "8")
+        spans = asyncio.run(played.loop.take_spans()).spans
+        again = asyncio.run(played.loop.take_spans()).spans
+    slow = [span for span in spans if span.args["prompt"] == 7 and span.nanoseconds >= 50_000_000]
+    assert [(span.name, span.lane, span.id) for span in slow] == [("call", "environment", 0)] * 3
+    assert again == []

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,5 +166,29 @@ def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> 
         assert [completion.tokens for completion in await asked[1]] == [[1]]
         assert mesh.replicas[0].error is None
         assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_single_rank_takes_weights_in_one_call_and_several_after_all_have_fetched(
+    tmp_path: Path, replicas: int
+) -> None:
+    called: list[str] = []
+
+    class Counting(FakeEngine):
+        def __getattr__(self, verb: str) -> Any:
+            endpoint = super().__getattr__(verb)
+            called.append(verb)
+            return endpoint
+
+    async def body() -> None:
+        mesh = fake_mesh([Counting() for _ in range(replicas)], tmp_path)
+        await mesh.start()
+        called.clear()
+        cost = await mesh.pull(3)
+        assert len(cost.engines) == replicas
+        pulling = [verb for verb in called if verb in ("fetch_weights", "switch", "take_weights")]
+        assert pulling == (["take_weights"] if replicas == 1 else ["fetch_weights"] * 2 + ["switch"] * 2)
 
     asyncio.run(body())

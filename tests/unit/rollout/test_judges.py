@@ -60,7 +60,7 @@ def test_a_reward_model_reads_the_branch_of_the_last_turn() -> None:
     forked = Rollout([Branch([turn([1], 10, 0), turn([20], 30, 2)]), Branch([turn([1], 40, 1)])], "", math.nan)
 
     async def judged(*rollouts: Rollout) -> Sequence[float]:
-        return await by_model(Summing(), Config(), PAD)(Prompt(0, "", [1, 2], ""), rollouts)
+        return await by_model(Summing(), Config(), PAD, 8)(Prompt(0, "", [1, 2], ""), rollouts)
 
     assert asyncio.run(judged(single)) == [6.0]
     assert asyncio.run(judged(forked)) == [61.0]
