@@ -1,7 +1,9 @@
 """Rollouts of environments in this process: turns, tokens, limits, and what goes wrong."""
 
 import asyncio
+import random
 import re
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -246,6 +248,21 @@ def test_a_question_is_small(tmp_path: Path) -> None:
         (asked,) = played.news()
         assert isinstance(asked, Ask)
         assert (asked.kept, len(asked.new)) == (501, 1)
+
+
+def test_the_examples_of_the_documentation_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_environments.py").write_text("\n".join(map(textwrap.dedent, blocks)))
+    monkeypatch.syspath_prepend(tmp_path)
+    with playing("documented_environments:Guess", tmp_path, replace(LIMITS, max_turns=100)) as played:
+        (outcome,) = played.play([prompt_of("", {})], lambda id, turn: str(turn))
+        assert (outcome.status, outcome.reward) == ("completed", 1.0)
+        assert outcome.metrics == {"guesses": random.Random(0).randrange(100)}
+        assert played.tokenizer.decode(played.contexts[0][0]).endswith(" number below 100?")
+    with playing("documented_environments:rollout", tmp_path) as played:
+        right, wrong = played.play([prompt_of("", {"answer": "7"})] * 2, lambda id, turn: "7" if id == 0 else "8")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
 def test_calls_that_take_a_while_are_in_the_timeline(tmp_path: Path) -> None:
