@@ -135,7 +135,7 @@ def test_what_user_code_raises_is_an_error_with_its_line_and_never_a_reward(tmp_
 
 def test_a_call_that_is_late_is_a_timeout_with_its_line(tmp_path: Path) -> None:
     rows = [{"do": "sleep", "seconds": 60}, {}]
-    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
+    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=2.0)) as played:
         late, fine = played.play([prompt_of("", row) for row in rows], lambda id, turn: "8")
         assert played.loop.stuck == 0
     assert (late.status, late.reward, fine.status) == ("timeout", None, "completed")
@@ -152,8 +152,8 @@ def test_a_rollout_that_is_late_is_a_timeout(tmp_path: Path) -> None:
 
 
 def test_a_plain_function_that_blocks_holds_up_no_other_and_is_found(tmp_path: Path) -> None:
-    rows = [{"do": "block", "seconds": 4}, *[{}] * 5]
-    with playing(PLAIN, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
+    rows = [{"do": "block", "seconds": 7}, *[{}] * 5]
+    with playing(PLAIN, tmp_path, replace(LIMITS, turn_seconds=2.0)) as played:
         began = time.monotonic()
         late, *fine = played.play([prompt_of("", row) for row in rows], lambda id, turn: "8")
         assert [each.status for each in fine] == ["completed"] * 5
@@ -169,8 +169,8 @@ def test_a_plain_function_that_blocks_holds_up_no_other_and_is_found(tmp_path: P
 
 
 def test_an_async_function_that_blocks_the_loop_is_named(tmp_path: Path) -> None:
-    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
-        played.loop.begin([Begin(5, prompt_of("", {"do": "block", "seconds": 4}), 0)])
+    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=1.5)) as played:
+        played.loop.begin([Begin(5, prompt_of("", {"do": "block", "seconds": 8}), 0)])
         played.news()
         played.loop.answer([Answer(5, [EOS], "stop")])
         deadline = time.monotonic() + 20
@@ -178,14 +178,14 @@ def test_an_async_function_that_blocks_the_loop_is_named(tmp_path: Path) -> None
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert blocked.id == 5
-    assert blocked.seconds >= 0.5
+    assert blocked.seconds >= 1.5
     assert re.fullmatch(r".*odd_environments.py:\d+ in _misbehave: time.sleep\(seconds\)", blocked.place)
 
 
 def test_a_rollout_that_catches_its_cancellation_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.agents.episode_loop.GRACE_SECONDS", 0.5)
-    with playing(ODD, tmp_path, replace(LIMITS, rollout_seconds=0.5)) as played:
-        (outcome,) = played.play([prompt_of("", {"do": "swallow", "seconds": 2})], lambda id, turn: "8")
+    with playing(ODD, tmp_path, replace(LIMITS, rollout_seconds=2.0)) as played:
+        (outcome,) = played.play([prompt_of("", {"do": "swallow", "seconds": 6})], lambda id, turn: "8")
         assert played.loop.stuck == 1
         assert (outcome.status, outcome.error.split(":")[0]) == ("timeout", "it caught its cancellation")
         deadline = time.monotonic() + 20
