@@ -31,6 +31,7 @@ BEFORE, OURS, VLLM, TRANSFORMERS = "before", "titan_rl", "vLLM", "transformers"
 PROGRAMS = {OURS: "ours", BEFORE: "ours", VLLM: "vllm", TRANSFORMERS: "transformers"}
 COLUMNS = ("case", "way", "measure", *FIGURES, "ratio", "date", "commit", "machine", "engines", "load")
 WARM_UP = 2  # generations
+LAUNCH_ENV = "import json; from titan_rl.actors.vllm import vllm_cpu; print(json.dumps(vllm_cpu.ENV))"
 
 
 class Process:
@@ -39,6 +40,8 @@ class Process:
     def __init__(self, way: str, arguments: Sequence[str], threads: int, checkout: Path) -> None:
         command = [sys.executable, str(SCRIPTS / "bench" / f"engine_{PROGRAMS[way]}.py"), *arguments]
         env = {**os.environ, **ENV, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{checkout}:{SCRIPTS}"}
+        if PROGRAMS[way] == "ours":
+            env |= json.loads(subprocess.check_output([sys.executable, "-c", LAUNCH_ENV], env=env))
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
         self._answer("ready")

@@ -135,7 +135,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
     if config.model.hf_assets_path:
         return setup
     write_model_folder(folder / "model", setup.shape)
-    tokenizer = TextTokenizer.load(folder / "model", chat_settings(config.task))
+    tokenizer = TextTokenizer.load(folder / "model", chat_settings(config))
     return replace(setup, model_folder=folder / "model", tokenizer=tokenizer)
 
 
@@ -160,7 +160,7 @@ def policy_of(config: Config, own_folder: Path) -> Policy:
     if not config.model.hf_assets_path:
         folder = own_folder
         write_model_folder(folder, shape)
-    tokenizer = TextTokenizer.load(folder, chat_settings(config.task))
+    tokenizer = TextTokenizer.load(folder, chat_settings(config))
     rollout = config.rollout
     stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
     return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))

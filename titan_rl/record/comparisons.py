@@ -272,7 +272,7 @@ def _objects(
             found = None
         if not isinstance(found, dict):
             yield at, line, f"{at}: expected a JSON object, found {line[:80].rstrip()!r}"
-        elif wrong := [key for key, valid in keys.items() if not valid(found.get(key))]:
+        elif wrong := [key for key, valid in keys.items() if not valid(found.get(key, ...))]:
             yield at, line, f"{at}: expected a valid {wrong[0]}, found {str(found.get(wrong[0], 'none'))[:80]}"
         else:
             yield at, line, found

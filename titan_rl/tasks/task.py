@@ -8,6 +8,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.tasks.jsonl_rows import Example, jsonl
-from titan_rl.text.template import ChatSettings
+from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
@@ -45,9 +46,12 @@ class Task:
         return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected, messages, shown)
 
 
-def chat_settings(task: config.TaskSection) -> ChatSettings:
-    """Return how the task renders chats."""
-    return ChatSettings(task.chat_template, task.chat_template_kwargs, task.thinking)
+def chat_settings(run: config.Config) -> ChatSettings:
+    """Return how a run renders chats. A template's file is read once: it may change while the run starts processes."""
+    task, stops, template = run.task, tuple(run.rollout.stop_token_ids), run.task.chat_template
+    if template and not is_inline(template):
+        template = Path(template).read_text(encoding="utf-8")
+    return ChatSettings(template, task.chat_template_kwargs, task.thinking, stops)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:

@@ -19,7 +19,7 @@ SYSTEM: Message = {"role": "system", "content": "Answer briefly, please."}
 ASKED: Message = {"role": "user", "content": "What is 37*41?"}
 MORE: Message = {"role": "user", "content": "And what is 52*68?"}
 SAID: Message = {"role": "assistant", "content": "It is 1517."}
-LATER: Message = {**SAID, "content": "It is 3536."}
+THEN: Message = {**SAID, "content": "It is 3536."}
 THOUGHT: Message = {**SAID, "reasoning_content": "37*41 is 1517"}
 ARGUMENTS = {"b": 41, "a": 37}
 CALLED: Message = {
@@ -34,7 +34,7 @@ TOOL = {"name": "multiply", "description": "Multiply two numbers.", "parameters"
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
 TURNS: dict[str, tuple[list[Message], list[Message]]] = {
     "an answer, then the user": ([ASKED, SAID], [MORE]),
-    "two answers, then the user": ([ASKED, SAID, MORE, LATER], [{**MORE, "content": "And what is 29*94?"}]),
+    "two answers, then the user": ([ASKED, SAID, MORE, THEN], [{**MORE, "content": "And what is 29*94?"}]),
     "a thought and an answer, then the user": ([ASKED, THOUGHT], [MORE]),
     "a call, then its result": ([ASKED, CALLED], [RESULT]),
     "a thought and a call, then its result": ([ASKED, THOUGHT_CALL], [RESULT]),
@@ -46,6 +46,7 @@ PIN = (
     "the chat template writes today's date, so runs differ from day to day: "
     'set task.chat_template_kwargs = {date_string = "26 Jul 2024"}'
 )
+DATE, END, LATER = "date", "end of a turn", "later messages"
 SHOWN = 8  # tokens of context on each side of a difference
 
 
@@ -103,7 +104,7 @@ def answered(chat: ChatRenderer, messages: Sequence[Message], tools: Any) -> lis
 def sample_turns(text: TextTokenizer) -> list[tuple[list[int], list[int]]]:
     """Return a conversation as a rollout holds it: what each turn reads that is new, and what it samples. It has a call
     and its result, if the template has calls."""
-    talks: list[tuple[list[Message], Any]] = [([SAID, MORE, LATER], None)]
+    talks: list[tuple[list[Message], Any]] = [([SAID, MORE, THEN], None)]
     if text.chat.call_format != "text":
         talks.insert(0, ([CALLED, RESULT, SAID], TOOLS))
     for later, tools in talks:
@@ -118,7 +119,7 @@ def sample_turns(text: TextTokenizer) -> list[tuple[list[int], list[int]]]:
             if added is not None and first[: len(start)] == start:
                 opened = text.chat.prompt([*messages, *later[:2]], tools)
                 return [(start, first[len(start) :]), (added, second[common_length(opened, second) :])]
-    return [(text.chat.prompt([ASKED]), answered(text.chat, [ASKED, SAID], None)[len(text.chat.prompt([ASKED])) :])]
+    return [(text.chat.prompt([ASKED]), [*text.encode(SAID["content"]), text.eos])]
 
 
 def _grows(text: TextTokenizer) -> Iterator[Finding]:
@@ -150,19 +151,19 @@ def _shows(text: TextTokenizer) -> Iterator[Finding]:
     for name, messages, tools in (
         ("first message", [ASKED], None),
         ("system message", [SYSTEM, ASKED], None),
-        ("later messages", [ASKED, SAID, MORE], None),
+        (LATER, [ASKED, SAID, MORE], None),
         ("a tool's result", [ASKED, CALLED, RESULT], TOOLS),
     ):
-        optional = name in ("system message", "a tool's result")
+        needed = name == "first message"
         try:
             rendered = text.chat.render(messages, tools)
         except Exception as error:
-            yield Finding(name, f"the template raises {type(error).__name__}: {error}", refuses=not optional)
+            yield Finding(name, f"the template raises {type(error).__name__}: {error}", refuses=needed)
             continue
         lost = text.chat.dropped(rendered, [m for m in messages if m["role"] != "assistant"])
         named = "".join(f"{message['role']} {message['content']!r}" for message in lost[:1])
         detail = f"expected the text of every message, found none of {named}" if lost else ""
-        yield Finding(name, detail, refuses=bool(lost) and not optional)
+        yield Finding(name, detail, refuses=bool(lost) and needed)
     named = _rendered(text.chat, [ASKED], TOOLS)
     yield Finding("tools", "" if TOOL["name"] in named else "the template does not write the tools' schemas")
 
@@ -170,18 +171,19 @@ def _shows(text: TextTokenizer) -> Iterator[Finding]:
 def _ends(text: TextTokenizer) -> Iterator[Finding]:
     whole = _rendered(text.chat, [ASKED, SAID], opened=False)
     after = whole[whole.rfind(SAID["content"]) + len(SAID["content"]) :]
-    listed = ", ".join(repr(text.decode([id], skip_special=False)) for id in text.eos_ids)
-    control = next((token for token in text.chat.outside.control if after.lstrip().startswith(token)), "")
+    listed = ", ".join(repr(text.decode([id], skip_special=False)) for id in text.chat.eos_ids)
+    ids = text.chat.outside.control
+    control = next((token for token in ids if after.lstrip().startswith(token)), "")
     if after.strip() and not text.chat.end_of_turn.search(after):
-        what = f"{control!r}, which is not among them" if control else repr(after)
-        expected = f"expected a turn that ends with one of {listed} (generation_config.json)"
-        yield Finding(
-            "end of a turn", f"{expected}, found {what}: sampling would not stop there", refuses=bool(control)
+        why = (
+            f"where sampling does not stop: add {ids[control]} to rollout.stop_token_ids"
+            if control
+            else "no such token"
         )
-    elif not after.strip():
-        yield Finding("end of a turn", "the next turn's first token ends a turn")
+        found = repr(control) if control else repr(after)
+        yield Finding(END, f"expected a turn that ends with one of {listed}, found {found}, {why}")
     else:
-        yield Finding("end of a turn")
+        yield Finding(END)  # or there is none: the next turn's first token ends a turn
     shared = text.pad in text.eos_ids
     yield Finding("padding", "the padding token also ends a turn: only masks tell them apart" if shared else "")
 
@@ -190,8 +192,8 @@ def _begins(text: TextTokenizer) -> Iterator[Finding]:
     tokens = text.chat.prompt([ASKED])
     count = tokens.count(text.bos) if text.bos is not None else 0
     shown = "" if text.bos is None else repr(text.decode([text.bos], skip_special=False))
-    if count > 1 and text.bos not in text.eos_ids:
-        yield Finding("begin of a text", f"expected {shown} once, found it {count} times", refuses=True)
+    if text.bos is not None and tokens[:2] == [text.bos, text.bos]:
+        yield Finding("begin of a text", f"expected {shown} once, found it twice", refuses=True)
     elif count == 0 and text.bos is not None and text.prompt("1", "plain")[0] == text.bos:
         yield Finding("begin of a text", f"plain prompts begin with {shown}, those of the chat template do not")
     else:
@@ -205,7 +207,7 @@ def _outside(text: TextTokenizer) -> Iterator[Finding]:
     """Let every place of a conversation spell every end of a turn."""
     control = text.chat.outside.control
     unknown = named_tokens(text.settings).get("unk_token")
-    forged = " ".join([*(text.decode([id], skip_special=False) for id in text.eos_ids), *list(control)[:64]])
+    forged = " ".join([*(text.decode([id], skip_special=False) for id in text.chat.eos_ids), *list(control)[:64]])
     for name, messages, place in (
         ("control tokens in a user's text", [ASKED], 0),
         ("control tokens in a tool's result", [ASKED, CALLED, RESULT], 2),
@@ -253,7 +255,7 @@ def _keeps(text: TextTokenizer) -> Iterator[Finding]:
     else:
         yield Finding("tool calls")
     dated = text.chat.template.depends_on_date([ASKED])
-    yield Finding("date", PIN if dated else "")
+    yield Finding(DATE, PIN if dated else "")
 
 
 def _masks(text: TextTokenizer) -> Iterator[Finding]:

@@ -33,17 +33,17 @@ class TemplateStuck(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How a run renders chats: the keys of [task] with these names."""
+    """How a run renders chats."""
 
-    template: str = ""  # Jinja, or the path of a file; empty: the tokenizer folder's own
+    template: str = ""  # Jinja; empty: the tokenizer folder's own
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     thinking: Thinking = "keep"
+    stop_token_ids: tuple[int, ...] = ()  # at which sampling stops, besides EOS
 
-    @property
-    def source(self) -> str:
-        """The Jinja text; empty if the folder's own template is used."""
-        inline = "{{" in self.template or "{%" in self.template
-        return self.template if inline or not self.template else Path(self.template).read_text(encoding="utf-8")
+
+def is_inline(template: str) -> bool:
+    """Return True if a text is a template, and not the path of one."""
+    return "{{" in template or "{%" in template
 
 
 class ChatTemplate:
@@ -112,8 +112,9 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _with_text_arguments(message: Message) -> Message:
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments", {}))}}
         for call in message.get("tool_calls") or []
+        if "function" in call
     ]
     return {**message, "tool_calls": calls} if calls else message
 

@@ -159,18 +159,20 @@ class TextTokenizer:
     def chat(self) -> ChatRenderer:
         """The renderer of the folder's chat template, or of that of the settings."""
         default, with_tools = own_template(self.folder, self.settings)
-        given = self.chat_settings.source
+        given = self.chat_settings.template
         if not (given or default or with_tools):
             raise ValueError(
                 f'task.template: expected "plain", because {self.folder} has no chat template, found "chat"'
             )
         sources = (given, given) if given else (default or with_tools, with_tools)
+        control = self._outside.control.values()
+        stops = [id for id in self.chat_settings.stop_token_ids if id in control]
         template = ChatTemplate(sources[0], named_tokens(self.settings), self.chat_settings.kwargs, sources[1])
         return ChatRenderer(
             self.tokenizer,
             template,
             decode=partial(self.decode, skip_special=False),
-            eos_ids=self.eos_ids,
+            eos_ids=tuple(dict.fromkeys((*self.eos_ids, *stops))),
             thinking=self.chat_settings.thinking,
         )
 

@@ -57,7 +57,7 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     for name in COPIED:
         if (policy.folder / name).exists():
             shutil.copyfile(policy.folder / name, folder / name)
-    if given_template := policy.tokenizer.chat_settings.source:
+    if given_template := policy.tokenizer.chat_settings.template:
         (folder / "chat_template.jinja").write_text(given_template, encoding="utf-8")
     elif (policy.folder / MORE_TEMPLATES).is_dir():
         shutil.copytree(policy.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)

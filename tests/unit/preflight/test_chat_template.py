@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from support.chat_folders import TEMPLATES, chat_folder
-from support.checked_configs import config
+from support.checked_configs import config, edit
 from support.folders import write_header
 from titan_rl import lint, run
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems, warnings
+from titan_rl.preflight.setup import policy_of
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.text.tokenizer import TextTokenizer
 
 SHAPE = replace(shape_of(ModelSection()), vocab_size=640)
 Linted = Callable[..., tuple[int, str]]
@@ -91,8 +93,11 @@ def test_a_config_that_cannot_be_used_is_refused(
     tmp_path: Path, linted: Linted, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model(tmp_path / "model", "hermes")
+    (tmp_path / "latin.jinja").write_bytes(b"\xff{{ messages }}")
     for task, message in (
         ('chat_template = "nowhere.jinja"', "task.chat_template: expected a Jinja template or the path of a file"),
+        (f'chat_template = "{folder}"', "task.chat_template: expected a Jinja template or the path of a file with one"),
+        (f'chat_template = "{tmp_path}/latin.jinja"', "latin.jinja\": 'utf-8' codec"),
         ("chat_template_kwargs = {tools = 1}", "task.chat_template_kwargs: expected variables of the template other"),
         ("chat_template_kwarg = 1", "has no key 'chat_template_kwarg'; did you mean 'chat_template_kwargs'?"),
     ):
@@ -127,10 +132,49 @@ def test_plain_prompts_use_no_template(tmp_path: Path, linted: Linted) -> None:
 
 def test_a_run_is_refused_for_the_same_reasons(tmp_path: Path) -> None:
     source = (TEMPLATES / "hermes.jinja").read_text()
-    folder = model(tmp_path / "model", "hermes", source.replace('{{- "<|im_end|>" }}', '{{- "<|im_start|>" }}'))
+    silent = source.replace("{{- message.content + ", "{{- (message.content if not loop.first) ~ ")
+    folder = model(tmp_path / "model", "hermes", silent)
     (problem,) = problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"'))
-    assert problem.startswith(f"the chat template of {folder}: end of a turn: expected a turn that ends with one of ")
-    assert problem.endswith("found '<|im_start|>', which is not among them: sampling would not stop there")
+    expected = "first message: expected the text of every message, found none of user 'What is 37*41?'"
+    assert problem == f"the chat template of {folder}: {expected}"
+
+
+def test_an_environment_needs_later_messages(tmp_path: Path) -> None:
+    first_only = "{%- for message in messages if message.role != 'user' or message == messages[0] %}"
+    source = (TEMPLATES / "hermes.jinja").read_text().replace("{%- for message in messages %}", first_only)
+    toml = f'[model]\nhf_assets_path = "{model(tmp_path / "model", "hermes", source)}"\n[task]\ntemplate = "chat"\n'
+    assert problems(config(tmp_path, toml)) == []
+    (problem,) = problems(config(tmp_path, f'{toml}[environment]\nname = "support.odd_environments:Odd"'))
+    assert "later messages: expected the text of every message, found none of user 'And what is 52*68?'" in problem
+
+
+def test_a_file_is_read_when_the_run_begins(tmp_path: Path) -> None:
+    folder, file = model(tmp_path / "model", "hermes"), tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\nchat_template = "{file}"'
+    tokenizer = policy_of(config(tmp_path, toml), tmp_path / "unused").tokenizer
+    file.write_text("{{ messages[0].content }}?")
+    assert tokenizer.decode(tokenizer.prompt("Hm", "chat")) == "Hm!"
+
+
+def test_an_end_at_which_sampling_does_not_stop_is_a_warning(tmp_path: Path) -> None:
+    """As of a base model, whose own EOS is not the one of its chat template. With it among the stop tokens, turns end
+    there, too."""
+    folder = model(tmp_path / "model", "hermes")
+    (folder / "generation_config.json").unlink()
+    edit(folder / "tokenizer_config.json", eos_token="<|endoftext|>")
+    edit(folder / "config.json", eos_token_id=None)
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"\n[rollout]\nstop_token_ids = '
+    end = TextTokenizer.load(folder).encode("<|im_end|>")
+    (warning,) = warnings(config(tmp_path, f"{toml}[]"))
+    assert warning.startswith("rollout.stop_token_ids: expected a turn that ends with one of '<|endoftext|>', found")
+    assert warning.endswith(f"'<|im_end|>', where sampling does not stop: add {end[0]} to rollout.stop_token_ids")
+    stopped = config(tmp_path, f"{toml}{[*end, 5]}")  # 5 is a piece of text, and no end
+    assert (warnings(stopped), problems(stopped)) == ([], [])
+    text = policy_of(stopped, tmp_path / "unused").tokenizer
+    assert text.chat.eos_ids == (*text.eos_ids, *end)
+    question = {"role": "user", "content": "And?"}
+    assert text.decode(text.chat.extend([*end], [question]) or [], skip_special=False).startswith("\n<|im_start|>user")
 
 
 def test_a_dry_run_says_what_turns_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,6 +128,10 @@ FORGED: dict[str, tuple[Change, str]] = {
         rollouts(lambda r: of(r, prompt_id=3, sample=0).update(reward=0.0)),
         "reward 0.0, None in the ledger",
     ),
+    "no word about the reward": (
+        rollouts(lambda r: of(r, prompt_id=3, sample=0).pop("reward")),
+        "expected a valid reward, found none",
+    ),
     "a failed rollout passed off as completed": (
         rollouts(lambda r: of(r, prompt_id=3, sample=0).update(status="completed")),
         "it ended as completed, as error in the ledger",

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from support.fake_engines import FakeEngine, fake_mesh
-from support.turn_drivers import PROMPT, SAMPLING, Answering, Conversation, player
+from support.turn_drivers import SAMPLING, Answering, Conversation, player
 from titan_rl.actors.vllm.engine import Done
 from titan_rl.meshes import deaths
 from titan_rl.rollout.player import Play
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Request, Rollout
+from titan_rl.wire.types import Prompt, Request, Rollout
 
 ROLLOUTS, TURNS = 6, 4
+LONG = Prompt(4, "", [1] * 200, "")  # worth more to a replica than all other turns
 
 
 class Talking(FakeEngine):
@@ -50,7 +51,7 @@ def played(folder: Path, mute: int = 1 << 62) -> tuple[list[Rollout], list[Talki
         await mesh.start()
         mesh.tend(catch_up, lambda _: None)
         await mesh.pull(0)
-        plays = [Play(id=f"prompt-4.{k}", prompt=PROMPT, sampling=SAMPLING, seed=3, sample=k) for k in range(ROLLOUTS)]
+        plays = [Play(id=f"prompt-4.{k}", prompt=LONG, sampling=SAMPLING, seed=3, sample=k) for k in range(ROLLOUTS)]
         rollouts = asyncio.gather(*map(player(Conversation(lambda seed: TURNS), mesh).play, plays))
         if mute < 1 << 62:
             while len(engines[1].requests) <= mute:
@@ -78,14 +79,15 @@ def test_a_rollout_stays_with_its_replica(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mute", [0, 4, 7])
 def test_a_lost_replica_costs_the_turns_in_flight_only(tmp_path: Path, mute: int) -> None:
     (tmp_path / "calm").mkdir()
-    calm, _ = played(tmp_path / "calm")
+    calm, undisturbed = played(tmp_path / "calm")
     rollouts, engines = played(tmp_path, mute)
     assert rollouts == calm, "the same tokens from the same seeds"
-    asked = [request for engine in engines for request in engine.requests]
-    lost = len(asked) - ROLLOUTS * TURNS
-    assert 1 <= lost <= ROLLOUTS // 2, "at most one turn of each rollout that it had"
+    turns = {each.id: (each.tokens, each.seeds) for engine in undisturbed for each in engine.requests}
+    assert len(turns) == ROLLOUTS * TURNS
     again = [request for request in engines[0].requests if "~" in request.id]
-    assert len(again) == lost
+    assert 1 <= len(again) <= ROLLOUTS // 2, "at most one turn of each rollout that the other had"
     for request in again:
-        (before,) = [each for each in engines[1].requests if each.id == request.id.partition("~")[0]]
-        assert (request.tokens, request.seeds) == (before.tokens, before.seeds)
+        assert (request.tokens, request.seeds) == turns[request.id.partition("~")[0]]
+    others = [request.id for request in (*engines[0].requests, *engines[1].requests[:mute]) if "~" not in request.id]
+    assert len(others) == len(set(others)), "no other turn is sampled twice"
+    assert {*others, *(request.id.partition("~")[0] for request in again)} == turns.keys()

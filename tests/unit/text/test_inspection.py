@@ -61,7 +61,7 @@ PLANTED = {
     "a turn ends with a token that does not stop": (
         ('{{- "<|im_end|>" }}', '{{- "<|im_start|>" }}'),
         "end of a turn",
-        "found '<|im_start|>', which is not among them",
+        "found '<|im_start|>', where sampling does not stop: add ",
     ),
     "calls cannot be read": (('"arguments": \'', '"inputs": \''), "tool calls", "no format that can be read back"),
     "tools are not offered": (("{%- if tools %}", "{%- if false %}"), "tools", "does not write the tools' schemas"),
@@ -78,14 +78,14 @@ def test_a_planted_bug_is_named(tmp_path: Path, bug: str) -> None:
     change, check, detail = PLANTED[bug]
     finding = inspected(tmp_path, "hermes", change)[check]
     assert detail in finding.detail
-    assert finding.refuses == (check in ("first message", "end of a turn"))
+    assert finding.refuses == (check == "first message")
 
 
 def test_a_second_bos_and_todays_date_are_named(tmp_path: Path) -> None:
     once = inspected(tmp_path / "once", "header", kwargs={})
     assert remarks(once) == {"padding", "white space of an answer", "date"}
     twice = inspected(tmp_path / "twice", "header", ("{{- bos_token }}", "{{- bos_token + bos_token }}"))
-    assert twice["begin of a text"] == Finding("begin of a text", "expected '<|begin|>' once, found it 2 times", True)
+    assert twice["begin of a text"] == Finding("begin of a text", "expected '<|begin|>' once, found it twice", True)
     assert "date" not in remarks(twice)
 
 

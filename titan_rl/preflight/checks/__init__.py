@@ -6,7 +6,7 @@ Every message names the key to change, what was expected, and what was found.
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.algorithm import check_algorithm
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
-from titan_rl.preflight.checks.chat_template import check_chat, check_template_keys, date_warning
+from titan_rl.preflight.checks.chat_template import chat_warnings, check_chat, check_template_keys
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.environment import check_environment
@@ -73,5 +73,5 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    found += date_warning(config)
+    found += chat_warnings(config)
     return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]

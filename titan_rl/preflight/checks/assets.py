@@ -64,5 +64,5 @@ def policy_tokenizer(config: Config) -> Iterator[TextTokenizer | None]:
             if not config.model.hf_assets_path:
                 folder = Path(scratch)
                 build(folder)
-            tokenizer = TextTokenizer.load(folder, chat_settings(config.task))
+            tokenizer = TextTokenizer.load(folder, chat_settings(config))
         yield tokenizer

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.text.inspection import PIN, SAMPLE, Finding, difference, inspect_template
+from titan_rl.tasks.task import chat_settings
+from titan_rl.text.inspection import DATE, END, LATER, SAMPLE, Finding, difference, inspect_template
+from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.model_shape import ModelShape
 
@@ -26,10 +27,14 @@ def check_template_keys(config: Config) -> Iterator[str]:
         if name in task.chat_template_kwargs:
             expected = "expected variables of the template other than those that every rendering sets"
             yield f"task.chat_template_kwargs: {expected}, found {name!r}"
-    inline = "{{" in task.chat_template or "{%" in task.chat_template
-    if task.chat_template and not inline and not os.path.isfile(task.chat_template):
-        found = as_toml(task.chat_template)
-        yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
+    found = as_toml(task.chat_template)
+    if task.chat_template and not is_inline(task.chat_template):
+        try:
+            readable = os.path.isfile(task.chat_template) and bool(chat_settings(config).template)
+        except (OSError, ValueError) as error:
+            found, readable = f"{found}: {error}", False
+        if not readable:
+            yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
 
 
 def check_chat(config: Config) -> Iterator[str]:
@@ -40,19 +45,19 @@ def check_chat(config: Config) -> Iterator[str]:
         if tokenizer is None:
             return
         key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
-        for finding in inspect_template(tokenizer):
+        for finding in _inspected(config, tokenizer):
             if finding.refuses:
                 yield f"{key}: {finding.check}: {finding.detail}"
 
 
-def date_warning(config: Config) -> list[str]:
-    """Return what to do if prompts change from day to day: a resumed run would read others."""
+def chat_warnings(config: Config) -> list[str]:
+    """Return what is likely not intended: prompts that change from day to day, and turns that sampling does not end."""
     if config.task.template == "plain":
         return []
-    with policy_tokenizer(config) as tokenizer, suppress(Exception):  # check_chat reports a template that raises
-        if tokenizer is not None and tokenizer.chat.template.depends_on_date([{"role": "user", "content": "hi"}]):
-            return [f"task.chat_template_kwargs: {PIN}"]
-    return []
+    with policy_tokenizer(config) as tokenizer:
+        found = inspect_template(tokenizer) if tokenizer else []
+    keys = {DATE: "task.chat_template_kwargs", END: "rollout.stop_token_ids"}
+    return [f"{keys[finding.check]}: {finding.detail}" for finding in found if finding.check in keys and finding.detail]
 
 
 def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> Iterator[Finding]:
@@ -65,7 +70,14 @@ def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> 
         return
     if config.task.chat_template:
         yield from _compared_with_own(tokenizer)
-    yield from inspect_template(tokenizer)
+    yield from _inspected(config, tokenizer)
+
+
+def _inspected(config: Config, tokenizer: TextTokenizer) -> Iterator[Finding]:
+    """Yield what an inspection finds. An environment needs more than one question to be read."""
+    for finding in inspect_template(tokenizer):
+        needed = finding.check == LATER and bool(config.environment.name)
+        yield replace(finding, refuses=True) if finding.detail and needed else finding
 
 
 def _compared_with_own(tokenizer: TextTokenizer) -> Iterator[Finding]:
