@@ -50,7 +50,8 @@ def check_gradients_and_other_dtypes() -> None:
         layer(x).square().sum().backward()
         twin(y).square().sum().backward()
         for own, other in zip([x, *layer.parameters()], [y, *twin.parameters()], strict=True):
-            assert own.grad is not None and other.grad is not None
+            assert own.grad is not None
+            assert other.grad is not None
             torch.testing.assert_close(own.grad, other.grad.float(), rtol=1e-5, atol=1e-4)
     for dtype in (torch.bfloat16, torch.float64, torch.int64):
         assert (torch.ones(3, 4, dtype=dtype) @ torch.ones(4, 2, dtype=dtype)).tolist() == [[4, 4]] * 3
