@@ -6,7 +6,6 @@ The endpoints stay responsive while user code blocks. The process needs neither 
 """
 
 import asyncio
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +29,6 @@ class EnvironmentSettings:
     chat: ChatSettings | None = None  # None: conversations are plain text
 
 
-class Pace:
-    """Lets messages of a busy stream gather: a message costs the controller as much CPU time as 20 turns in it."""
-
-    def __init__(self, seconds: float = 0.004) -> None:
-        self._seconds, self._last = seconds, 0.0
-
-    async def wait(self) -> None:
-        """Return at once, but not within `seconds` of the last time."""
-        if (left := self._last + self._seconds - time.monotonic()) > 0:
-            await asyncio.sleep(left)
-        self._last = time.monotonic()
-
-
 class Taken(NamedTuple):
     news: list[News]
     blocked: Blocked | None
@@ -53,7 +39,6 @@ class EnvironmentRank(Actor):
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._wake = asyncio.Event()
-        self._pace = Pace()
 
     @concurrent_endpoint
     @fallible
@@ -93,7 +78,6 @@ class EnvironmentRank(Actor):
         """Wait for news, at most `within` seconds. Return all there is."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), within)
-        await self._pace.wait()
         self._wake.clear()  # before the news is read: what comes later wakes the next call
         return Taken(self._loop.take_news(), self._loop.look(), self._loop.stuck)
 

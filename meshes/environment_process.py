@@ -10,7 +10,7 @@ from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titan_rl.actors.environment_rank import EnvironmentRank, EnvironmentSettings, Pace, Taken
+from titan_rl.actors.environment_rank import EnvironmentRank, EnvironmentSettings, Taken
 from titan_rl.agents.episode_loop import Answer, Begin, Blocked, News
 from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.spawn import end
@@ -139,10 +139,8 @@ class EnvironmentProcess:
 
     async def _send(self) -> None:
         """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
-        pace = Pace()
         while True:
             verb, item = await self._outbox.get()
-            await pace.wait()
             batch = [item]
             waiting: list[tuple[str, Any]] = []
             while not self._outbox.empty():

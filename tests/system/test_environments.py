@@ -35,7 +35,7 @@ async def lag_of_loop(worst: list[float]) -> None:
 
 def test_forty_rollouts_of_which_one_raises_one_blocks_and_one_kills_its_process(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{} for _ in range(40)]
-    rows[3], rows[11], rows[20] = {"do": "raise"}, {"do": "block", "seconds": 1.0}, {"do": "exit", "turn": 2}
+    rows[3], rows[11], rows[20] = {"do": "raise"}, {"do": "block", "seconds": 3.0}, {"do": "exit", "turn": 2}
 
     async def body() -> None:
         async with environments(ODD, tmp_path) as (mesh, said):
@@ -53,7 +53,7 @@ def test_forty_rollouts_of_which_one_raises_one_blocks_and_one_kills_its_process
             assert all(len(session.asked) == TURNS for i, session in enumerate(sessions) if i not in (3, 20))
             assert len(sessions[20].asked) == 2
             assert sum("ended with exit code 7" in line for line in said) <= 4
-            assert worst[0] < 0.9, "the controller's loop waited for user code"
+            assert worst[0] < 2.5, "the controller's loop waited for user code"
 
     drive(body)
 
@@ -83,7 +83,7 @@ def test_a_rollout_that_blocks_its_loop_is_named_and_only_it_is_late(tmp_path: P
     rows[2] = {"do": "block", "seconds": 600}
 
     async def body() -> None:
-        async with environments(ODD, tmp_path, limits=replace(LIMITS, turn_seconds=1.5)) as (mesh, said):
+        async with environments(ODD, tmp_path, limits=replace(LIMITS, turn_seconds=4.0)) as (mesh, said):
             outcomes = await asyncio.gather(*map(mesh.drive, scripted(rows)))
             assert [each.status for i, each in enumerate(outcomes) if i != 2] == ["completed"] * 7
             assert (outcomes[2].status, outcomes[2].reward) == ("timeout", None)
@@ -98,7 +98,7 @@ def test_code_that_holds_the_interpreters_lock_is_found(tmp_path: Path) -> None:
     rows[4] = {"do": "regex"}
 
     async def body() -> None:
-        async with environments(ODD, tmp_path, processes=1, concurrency=8, hang_seconds=3) as (mesh, said):
+        async with environments(ODD, tmp_path, processes=1, concurrency=1, hang_seconds=5) as (mesh, said):
             outcomes = await asyncio.gather(*map(mesh.drive, scripted(rows)))
             assert [each.status for i, each in enumerate(outcomes) if i != 4] == ["completed"] * 5
             assert (outcomes[4].status, outcomes[4].reward) == ("lost", None)
@@ -112,7 +112,7 @@ def test_a_process_with_a_stuck_thread_is_replaced_after_its_other_rollouts(tmp_
     rows: list[dict[str, Any]] = [{"do": "block", "seconds": 600}, *[{} for _ in range(5)]]
 
     async def body() -> None:
-        limits = replace(LIMITS, turn_seconds=1.0)
+        limits = replace(LIMITS, turn_seconds=3.0)
         async with environments(PLAIN, tmp_path, processes=1, limits=limits) as (mesh, said):
             first = mesh.processes[0].rank
             outcomes = await asyncio.gather(*map(mesh.drive, scripted(rows, seconds=0.3)))

@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -88,12 +89,18 @@ class Toolbox:
 
 
 def schema(tool: Tool) -> Schema:
-    """Return the tool's schema, as chat templates and the OpenAI API take it."""
+    """Return the tool's schema, as chat templates and the OpenAI API take it. Cached: every rollout has its tools."""
+    inner = getattr(tool, "__func__", None)
+    return _schema(tool if inner is None else inner, bound=inner is not None)
+
+
+@lru_cache(maxsize=1024)
+def _schema(tool: Tool, *, bound: bool) -> Schema:
     described, arguments = _documented(inspect.getdoc(tool) or "")
     hints = get_type_hints(tool)
     properties: dict[str, Schema] = {}
     required: list[str] = []
-    for name, parameter in inspect.signature(tool).parameters.items():
+    for name, parameter in list(inspect.signature(tool).parameters.items())[bound:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"tool {tool.__name__}: expected named parameters only, found {parameter}")
         about = {"description": arguments[name]} if name in arguments else {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -73,11 +74,27 @@ threads: ContextVar[Threads | None] = ContextVar("threads", default=None)
 async def call_user(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Call the user's function, and await what it returns if that can be awaited. A plain function runs on a thread."""
     pool = threads.get()
-    if pool is None or asynchronous(function):
+    if pool is None or asynchronous(function) or _trivial(function):
         found = function(*arguments, **keywords)
     else:
         found = await pool.run(lambda: function(*arguments, **keywords))
     return await found if inspect.isawaitable(found) else found
+
+
+def _trivial(function: Callable[..., Any]) -> bool:
+    """Return True for a class without a constructor of its own, which cannot block."""
+    return isinstance(function, type) and function.__init__ is object.__init__ and function.__new__ is object.__new__
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Return a function's parameters, those of a bound method without self. Cached: reading them takes 0.2 ms."""
+    inner = getattr(function, "__func__", None)
+    return _parameters(function) if inner is None else _parameters(inner)[1:]
+
+
+@lru_cache(maxsize=1024)
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
 
 
 def asynchronous(function: Callable[..., Any]) -> bool:
@@ -90,7 +107,7 @@ def keywords_of(
     """Return those of the offered arguments that a function takes by keyword. One with **keywords takes the entries of
     the mapping `spread` instead. Raise TypeError if it requires any other."""
     given: dict[str, Any] = {}
-    for p in inspect.signature(function).parameters.values():
+    for p in parameters_of(function):
         if p.kind is p.VAR_KEYWORD:
             given |= {k: v for k, v in (offered[spread] if spread else offered).items() if k not in given}
         elif p.kind is not p.VAR_POSITIONAL and p.name in offered and p.kind is not p.POSITIONAL_ONLY:

@@ -1,7 +1,9 @@
 """Rollouts of environments in this process: turns, tokens, limits, and what goes wrong."""
 
 import asyncio
+import random
 import re
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -133,7 +135,7 @@ def test_what_user_code_raises_is_an_error_with_its_line_and_never_a_reward(tmp_
 
 def test_a_call_that_is_late_is_a_timeout_with_its_line(tmp_path: Path) -> None:
     rows = [{"do": "sleep", "seconds": 60}, {}]
-    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
+    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=2.0)) as played:
         late, fine = played.play([prompt_of("", row) for row in rows], lambda id, turn: "8")
         assert played.loop.stuck == 0
     assert (late.status, late.reward, fine.status) == ("timeout", None, "completed")
@@ -150,8 +152,8 @@ def test_a_rollout_that_is_late_is_a_timeout(tmp_path: Path) -> None:
 
 
 def test_a_plain_function_that_blocks_holds_up_no_other_and_is_found(tmp_path: Path) -> None:
-    rows = [{"do": "block", "seconds": 4}, *[{}] * 5]
-    with playing(PLAIN, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
+    rows = [{"do": "block", "seconds": 7}, *[{}] * 5]
+    with playing(PLAIN, tmp_path, replace(LIMITS, turn_seconds=2.0)) as played:
         began = time.monotonic()
         late, *fine = played.play([prompt_of("", row) for row in rows], lambda id, turn: "8")
         assert [each.status for each in fine] == ["completed"] * 5
@@ -167,8 +169,8 @@ def test_a_plain_function_that_blocks_holds_up_no_other_and_is_found(tmp_path: P
 
 
 def test_an_async_function_that_blocks_the_loop_is_named(tmp_path: Path) -> None:
-    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=0.5)) as played:
-        played.loop.begin([Begin(5, prompt_of("", {"do": "block", "seconds": 4}), 0)])
+    with playing(ODD, tmp_path, replace(LIMITS, turn_seconds=1.5)) as played:
+        played.loop.begin([Begin(5, prompt_of("", {"do": "block", "seconds": 8}), 0)])
         played.news()
         played.loop.answer([Answer(5, [EOS], "stop")])
         deadline = time.monotonic() + 20
@@ -176,14 +178,14 @@ def test_an_async_function_that_blocks_the_loop_is_named(tmp_path: Path) -> None
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert blocked.id == 5
-    assert blocked.seconds >= 0.5
+    assert blocked.seconds >= 1.5
     assert re.fullmatch(r".*odd_environments.py:\d+ in _misbehave: time.sleep\(seconds\)", blocked.place)
 
 
 def test_a_rollout_that_catches_its_cancellation_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.agents.episode_loop.GRACE_SECONDS", 0.5)
-    with playing(ODD, tmp_path, replace(LIMITS, rollout_seconds=0.5)) as played:
-        (outcome,) = played.play([prompt_of("", {"do": "swallow", "seconds": 2})], lambda id, turn: "8")
+    with playing(ODD, tmp_path, replace(LIMITS, rollout_seconds=2.0)) as played:
+        (outcome,) = played.play([prompt_of("", {"do": "swallow", "seconds": 6})], lambda id, turn: "8")
         assert played.loop.stuck == 1
         assert (outcome.status, outcome.error.split(":")[0]) == ("timeout", "it caught its cancellation")
         deadline = time.monotonic() + 20
@@ -246,6 +248,21 @@ def test_a_question_is_small(tmp_path: Path) -> None:
         (asked,) = played.news()
         assert isinstance(asked, Ask)
         assert (asked.kept, len(asked.new)) == (501, 1)
+
+
+def test_the_examples_of_the_documentation_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "documented_environments.py").write_text("\n".join(map(textwrap.dedent, blocks)))
+    monkeypatch.syspath_prepend(tmp_path)
+    with playing("documented_environments:Guess", tmp_path, replace(LIMITS, max_turns=100)) as played:
+        (outcome,) = played.play([prompt_of("", {})], lambda id, turn: str(turn))
+        assert (outcome.status, outcome.reward) == ("completed", 1.0)
+        assert outcome.metrics == {"guesses": random.Random(0).randrange(100)}
+        assert played.tokenizer.decode(played.contexts[0][0]).endswith(" number below 100?")
+    with playing("documented_environments:rollout", tmp_path) as played:
+        right, wrong = played.play([prompt_of("", {"answer": "7"})] * 2, lambda id, turn: "7" if id == 0 else "8")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
 
 
 def test_calls_that_take_a_while_are_in_the_timeline(tmp_path: Path) -> None:
