@@ -18,6 +18,7 @@ from typing import Literal
 
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
+from titan_rl.wire.cores import KEEP_MEMORY
 
 Kind = Literal["model", "generator"]
 KINDS: tuple[Kind, ...] = ("model", "generator")
@@ -35,7 +36,7 @@ WORKER_ENV = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 """Launch environment of every rank."""
-KIND_ENV: dict[Kind, dict[str, str]] = {"model": {}, "generator": {**ENV, **vllm_cpu.ENV}}
+KIND_ENV: dict[Kind, dict[str, str]] = {"model": KEEP_MEMORY, "generator": {**ENV, **vllm_cpu.ENV}}
 
 _warned: set[tuple[str, str]] = set()
 

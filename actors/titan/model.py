@@ -41,6 +41,7 @@ from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rop
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
+from titan_rl.kernels import cpu_matmul
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
@@ -81,6 +82,7 @@ class TitanModel:
         self.shape = shape
         require_planned_device(torch.cuda.is_available())
         titan_cpu.use_cpu()
+        cpu_matmul.use_fastest()
         flash_attention.use_installed()
         document_attention.forbid_tf32()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from titan_rl.wire.cores import KEEP_MEMORY
+
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
-    # glibc would return a forward's memory to the kernel, and get it back page by page: a third of a small forward
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc accepts
+    **KEEP_MEMORY,
 }
 """Launch environment of a CPU generator, on top of launch_env.ENV."""
 
@@ -25,6 +25,9 @@ ENGINE_ARGS: dict[str, Any] = {
 
 def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
+    from titan_rl.kernels import cpu_matmul
+
+    cpu_matmul.use_fastest()
     keep_linear_weights()
     reduce_over_gloo()
     draw_seeds_in_blocks()

@@ -59,7 +59,7 @@ def with_advantages(
     def mean(branches: int) -> float:
         every = [next(trained) for _ in range(branches)]
         values = every[0] if branches == 1 else np.concatenate([*every, np.zeros(0)])
-        return float(values.mean()) if values.size else 0.0
+        return float(np.add.reduce(values) / values.size) if values.size else 0.0  # as values.mean(), sooner
 
     judged = [
         replace(g, rollouts=[replace(r, advantage=mean(len(s))) for r, s in zip(g.rollouts, of, strict=True)])
@@ -87,7 +87,12 @@ def _sample(branch: Branch, rollout: Rollout, sequence: int, algorithm: Algorith
     and not on tokens whose log-prob is not finite. Those would spread to the group through a KL in the reward, and to
     the whole step through whitening."""
     behaviour = np.array(branch.logprobs)
-    mask = np.array(branch.mask) * np.isfinite(behaviour)
+    mask, end = np.zeros(len(behaviour), np.int64), 0
+    for turn in branch.turns:
+        begin = end + len(turn.context)
+        end = begin + len(turn.completion.tokens)
+        mask[begin:end] = 1
+    mask *= np.isfinite(behaviour)
     if algorithm.overlong_filter and rollout.truncated:
         mask[:] = 0
     prompt = len(branch.turns[0].context)
@@ -105,8 +110,9 @@ def _of_group(group: Group, own: Sequence[Sequence[Sample]], algorithm: Algorith
 
     valid = [(rollout, of) for rollout, of in zip(group.rollouts, own, strict=True) if rollout.valid]
     if algorithm.credit == "outcome":
-        rewards = [r.signal - float(sum(_kl(s, algorithm).sum() for s in of)) for r, of in valid]
-        levels = [[np.full(len(s.tokens), a) for s in of] for a, (_, of) in zip(relative(rewards), valid, strict=True)]
+        charged = algorithm.kl_in == "reward"
+        rewards = [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
+        levels = [[a] * len(of) for a, (_, of) in zip(relative(rewards), valid, strict=True)]
     else:
         returns = [_turn_returns(rollout, of, algorithm) for rollout, of in valid]
         turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before

@@ -19,7 +19,7 @@ from titan_rl.wire.seeds import derive, turn_seed
 from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome, Session
 from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Completion, Decode, Generates, Prompt, Request, Rollout, Sampling
+from titan_rl.wire.types import Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
 
 MOST_CHARACTERS = 200  # of an error's message
 
@@ -78,14 +78,10 @@ class Player:
         """Play a rollout for an evaluation, as wire.sessions.Plays."""
         return await self.play(Play(id=f"greedy-{prompt.id}", prompt=prompt, sampling=sampling, greedy=True))
 
-    async def answered(self, play: Play, completion: Completion) -> Rollout:
-        """Play a rollout whose only turn has been sampled."""
-
-        async def ask(request: TurnRequest) -> Completion:
-            return completion
-
-        session = RolloutSession(play.id, play.prompt, 0, ask, limits=self._limits)  # there is no environment to seed
-        return self._rollout(session, await self._driver.drive(session), 1)
+    def answered(self, prompt: Prompt, completion: Completion) -> Rollout:
+        """Return the rollout of a single turn that has been sampled, as `play` would. A step has one for each of its
+        samples, so there is no session."""
+        return Rollout([Branch([Turn(prompt.tokens, completion)])], self._decode(completion.tokens), math.nan)
 
     async def play(self, play: Play) -> Rollout:
         """Play a rollout. A driver whose process is lost begins again with a new session and the same seeds."""

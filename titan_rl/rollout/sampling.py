@@ -14,6 +14,7 @@ from titan_rl.rollout.player import Play, Player, SingleTurn
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
+from titan_rl.wire.seeds import sample_seed
 from titan_rl.wire.sessions import Driver
 from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
@@ -172,9 +173,9 @@ class GroupSampler:
 
     async def _answers(self, prompt: Prompt) -> list[Rollout]:
         """Sample the single turns of all the group's rollouts by one request."""
-        plays = [self._play(prompt, sample) for sample in range(self._settings.rollout.group_size)]
-        seeds, seconds = [play.turn_seed(0) for play in plays], self._settings.rollout.timeout_seconds
-        first = plays[0]
+        settings, seconds = self._settings, self._settings.rollout.timeout_seconds
+        seeds = [sample_seed(settings.seed, prompt.id, sample) for sample in range(settings.rollout.group_size)]
+        first = self._play(prompt, 0)
         request = Request(first.group, prompt.tokens, seeds, first.sampling, expected=first.expected)
         self._running += 1
         try:
@@ -189,7 +190,7 @@ class GroupSampler:
             ) from None
         finally:
             self._running -= 1
-        return [await self._player.answered(*pair) for pair in zip(plays, completions, strict=True)]
+        return [self._player.answered(prompt, each) for _, each in zip(seeds, completions, strict=True)]
 
     def _refused(self, prompt: Prompt, error: RequestRefused) -> Group:
         failure = SamplingFailed(prompt.id, str(error), error.details)
@@ -238,6 +239,7 @@ class GroupSampler:
     def _penalty(self, rollout: Rollout) -> float:
         """Return the soft overlong punishment of its longest turn, 0 if it is off."""
         algorithm, longest = self._settings.algorithm, self._settings.sampling.max_new_tokens
-        length = max((len(turn.completion.tokens) for turn in rollout.turns), default=0)
+        turns = rollout.turns if algorithm.overlong_buffer else ()
+        length = max((len(turn.completion.tokens) for turn in turns), default=0)
         punishment = soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
         return -algorithm.overlong_penalty * punishment

@@ -124,6 +124,13 @@ def _compiled(source: str) -> Any:
     return _sandbox().from_string(source)
 
 
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+
 @lru_cache(maxsize=1)
 def _sandbox() -> Any:
     """Return Jinja as transformers configures it. jinja2 is imported late: most runs render no chats."""
@@ -179,13 +186,7 @@ def _sandbox() -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
-
     sandbox = CountingSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    sandbox.filters["tojson"] = tojson
+    sandbox.filters["tojson"] = _tojson
     sandbox.globals["raise_exception"] = raise_exception
     return sandbox

@@ -5,6 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}  # the most accepted
+"""Launch environment of a rank that computes on a CPU. glibc would return a forward's memory to the kernel, and get it
+back page by page: 10,000 pages in a generation of grpo_llama, a tenth of its time and more on busy cores."""
 
 
 def usable_cores() -> int:

@@ -9,7 +9,7 @@ and the controller never needs a tensor.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -244,7 +244,8 @@ class Sample:
     sequence: int = -1  # the rollout that it is a branch of: samples of one number are one sequence; -1: it is its own
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
-        return replace(self, columns={**self.columns, **columns})
+        every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
+        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence)
 
 
 @dataclass(frozen=True, slots=True)

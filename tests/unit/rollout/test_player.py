@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from support.turn_drivers import PROMPT, SAMPLING, Answering, Conversation, Forking, player
-from titan_rl.rollout.player import Play
+from titan_rl.rollout.player import Play, SingleTurn
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.errors import RankDied, RequestRefused
 from titan_rl.wire.sessions import DriverLost, Outcome, Session
@@ -153,3 +153,12 @@ def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
         return engine.requests
 
     assert len({tuple(request.seeds) for request in asyncio.run(body())}) == 6
+
+
+def test_a_single_turn_that_was_sampled_is_the_rollout_that_playing_it_makes() -> None:
+    alone = player(SingleTurn(), Answering())
+    played = asyncio.run(alone.play(Play(id="p", prompt=PROMPT, sampling=SAMPLING)))
+    found = alone.answered(PROMPT, played.completion)
+    assert math.isnan(played.reward)
+    assert math.isnan(found.reward)
+    assert replace(found, reward=0.0) == replace(played, reward=0.0)
