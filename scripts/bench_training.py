@@ -5,8 +5,8 @@
     .venv/bin/python scripts/bench_training.py --shape small --rows 8 32 512 --csv /tmp/training.csv
 
 Ways: transformers' LlamaForCausalLM on one padded batch (log-probs of the targets, GRPO's loss, fused AdamW, all
-cores), our trainer on one rank with all cores, and on two FSDP2 ranks that share them. They step in turn, in processes
-of their own, without Monarch. The first losses and gradient norms must agree.
+cores), our trainer on one rank with all cores, and on two FSDP2 ranks that share them, also without sharing prompts.
+They step in turn, in processes of their own, without Monarch. The first losses and gradient norms must agree.
 """
 
 import argparse
@@ -128,10 +128,10 @@ def measured(shape: Shape, rows: Sequence[int], rounds: int, variant: str, cores
         every = Settings(folder=str(folder / "model"), dump_folder="", rows=0, **shape.samples)
         ways: dict[str, Ranks] = {}
 
-        def start(way: str, kind: str, rows: int, count: int, threads: int) -> None:
+        def start(way: str, kind: str, rows: int, count: int, threads: int, *, share: bool = True) -> None:
             own = folder / str(len(ways))
             own.mkdir()
-            ways[way] = Ranks(kind, replace(every, dump_folder=str(own), rows=rows), count, threads)
+            ways[way] = Ranks(kind, replace(every, dump_folder=str(own), rows=rows, share=share), count, threads)
             stack.callback(ways[way].end)
 
         start(BARE, "bare", 0, 1, cores)
@@ -139,6 +139,7 @@ def measured(shape: Shape, rows: Sequence[int], rounds: int, variant: str, cores
             named = f"{number} rows" if number else "rows by tokens"
             start(f"{variant}: 1 rank, {cores} threads, {named}", "titan", number, 1, cores)
             start(f"{variant}: 2 FSDP2 ranks, 1 thread, {named}", "titan", number, 2, 1)
+            start(f"{variant}: 2 FSDP2 ranks, 1 thread, {named}, own prompts", "titan", number, 2, 1, share=False)
         first = {way: ranks.step() for way, ranks in ways.items()}
         for way, found in first.items():
             for name in ("loss", "norm"):

@@ -27,6 +27,7 @@ class Settings:
     shortest: int  # answer, in tokens
     longest: int
     rows: int  # training.local_batch_size; 0: by tokens
+    share: bool = True  # training.share_prompts
     seq_len: int = 0
     lr: float = 1e-4
 
@@ -101,7 +102,7 @@ def titan(settings: Settings) -> Step:
     model = RoleModel("trainer", config, shape, config.parallelism)
     model.begin_phase("rl", 0)
     samples = [
-        Sample(tokens, mask, {"behaviour": np.array(old), "advantage": np.array(advantage)})
+        Sample(tokens, mask, {"behaviour": np.array(old), "advantage": np.array(advantage)}, settings.prompt)
         for tokens, mask, old, advantage in settings.draw(shape.vocab_size)
     ]
 
@@ -112,6 +113,7 @@ def titan(settings: Settings) -> Step:
             seq_len=settings.seq_len,
             rows_per_microbatch=settings.rows or UpTo(config.training.local_batch_size),
             pad_id=0,
+            share=settings.share,
         )
         stats = model.step([packed[rank]])
         return stats.loss, stats.grad_norm
