@@ -22,7 +22,6 @@ class Shape:
     shortest: int  # tokens of the shortest answer
     longest: int
     seq_len: int  # of a packed row
-    rows: int  # of a microbatch of one rank: with more rows than a step fills, most would be empty
     chunks: int  # padded batches of bare torch, sorted by length: one where all answers have the same
     lr: float
     warm_up: int  # steps that are not measured
@@ -58,7 +57,6 @@ SHAPES = {  # a shape of several turns belongs here, once rollouts have them: wi
         shortest=4,  # three digits and EOS
         longest=4,
         seq_len=128,
-        rows=32,
         chunks=1,
         lr=8e-4,
         warm_up=2,
@@ -76,7 +74,6 @@ SHAPES = {  # a shape of several turns belongs here, once rollouts have them: wi
         shortest=20,
         longest=256,
         seq_len=512,
-        rows=4,
         chunks=4,
         lr=1e-4,
         warm_up=1,

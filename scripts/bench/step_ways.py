@@ -81,7 +81,6 @@ def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
         "algorithm.max_dead_steps": 0,
         "training.steps": shape.warm_up + shape.steps + AFTER,
         "training.seq_len": shape.seq_len,
-        "training.local_batch_size": shape.rows,
         "optimizer.lr": shape.lr,
         "lr_scheduler.warmup_steps": 0,
         "lr_scheduler.decay_ratio": 0,

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Measure the seconds from a command to a score, next to TRL, from the same weights. Appends a row per way and seed.
+
+    .venv/bin/python scripts/bench_score.py --trl /tmp/trl/bin/python            # seeds 0 to 4
+
+Each seed has a policy of its own: that of grpo_llama after its cold start. From there both ways take GRPO steps of the
+same size and learning rate on the same problems, and answer the same held-out ones greedily every fifth step. Start-up
+and evaluations count. `bench_step.py --help` says how to make TRL's environment.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.rows import BENCHMARKS, CONFIG, append_rows, csv_rows, ran_on, run_to_end
+from bench.step_ways import ENV, engines_of
+from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.tasks.task import addition
+
+SCRIPTS = Path(__file__).resolve().parent
+OURS, LAG, TRL = "titan_rl", "titan_rl, lag 1", "TRL"
+WAYS = (OURS, LAG, TRL)
+LAG_KEYS = {"rollout.lag": 1, "parallelism.data_parallel_shard_degree": 1}  # as in grpo_llama_async
+HELDOUT, INTERVAL, STEPS = 256, 5, 100
+SECONDS = 600  # most of a run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, required=True, help="an interpreter that has TRL")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--score", type=float, default=0.95)
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "score.csv")
+    a = parser.parse_args()
+    for seed in a.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            start = cold_started(Path(folder), seed)
+            for way in a.ways:
+                load = f"{os.getloadavg()[0]:.1f}"
+                began = time.perf_counter()
+                scores = trl(a.trl, start, seed, a.score) if way == TRL else ours(start, seed, a.score, way)
+                seconds = time.perf_counter() - began
+                step, score = scores[-1]
+                reached = score >= a.score
+                row = {"way": way, "seed": seed, "score": a.score, "reached": reached, "seconds": f"{seconds:.1f}"}
+                row |= {"step": step, "last": f"{score:.4f}", "first": f"{scores[0][1]:.4f}", **ran_on(), "load": load}
+                append_rows(a.csv, [row | ({"engines": engines_of(a.trl)} if way == TRL else {})])
+                print(f"seed {seed}, {way}: {score:.3f} at step {step} after {seconds:.1f} s, load {load}", flush=True)
+    print("\n".join(summary(csv_rows(a.csv))))
+
+
+def cold_started(folder: Path, seed: int) -> Path:
+    """Return a Hugging Face folder of the policy that a cold start made."""
+    keys = {"training.steps": 1, "optimizer.lr": 1e-12, "checkpoint.enable": "false"}
+    run_to_end({**keys, "debug.seed": seed, "job.dump_folder": folder / "cold"})
+    return folder / "cold" / "hf"
+
+
+def ours(start: Path, seed: int, score: float, way: str) -> list[tuple[int, float]]:
+    """Return the scores by step of a run that is interrupted as soon as it has reached `score`."""
+    with tempfile.TemporaryDirectory() as dump:
+        keys: Mapping[str, Any] = {
+            "model.hf_assets_path": start,
+            "cold_start.steps": 0,
+            "cold_start.stop_at": 0,
+            "training.steps": STEPS,
+            "eval.interval": INTERVAL,
+            "eval.size": HELDOUT,
+            "debug.seed": seed,
+            "job.dump_folder": dump,
+            **(LAG_KEYS if way == LAG else {}),
+        }
+        command = [sys.executable, "-m", "titan_rl.run", "--config", CONFIG]
+        command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+        env = {**CONTROLLER_ENV, **os.environ}
+        with open(Path(dump, "log"), "wb") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as run:
+            ends, scores = time.monotonic() + SECONDS, [(0, 0.0)]
+            while run.poll() is None and time.monotonic() < ends and scores[-1][1] < score:
+                time.sleep(0.02)
+                with suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet; or a line is being written
+                    lines = [json.loads(line) for line in Path(dump, "metrics.jsonl").read_text().splitlines()]
+                    scores = [(line["step"], line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line] or scores
+            run.kill()  # its processes end with it; only the time so far is measured
+        return scores
+
+
+def trl(python: Path, start: Path, seed: int, score: float) -> list[tuple[int, float]]:
+    train, heldout = addition(seed, HELDOUT)
+    problems = {name: [(e.prompt, e.answer) for e in part] for name, part in (("train", train), ("heldout", heldout))}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({**problems, "seed": seed, "score": score, "steps": STEPS, "interval": INTERVAL}, file)
+        file.flush()
+        command = [str(python), str(SCRIPTS / "bench" / "score_trl.py"), str(start), file.name]
+        env = {**os.environ, **ENV, "PYTHONPATH": str(SCRIPTS)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def summary(rows: list[dict[str, str]]) -> list[str]:
+    """Return a line per way: how many seeds reached the score, and the median of their seconds; then the ratios."""
+    lines, medians = [], dict[str, float]()
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == way]
+        seconds = [float(row["seconds"]) for row in own if row["reached"] == "True"]
+        lines.append(f"{way}: {len(seconds)} of {len(own)} reached {own[0]['score']}")
+        if seconds:
+            medians[way] = statistics.median(seconds)
+            lines[-1] += f" after {medians[way]:.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
+    return lines + [
+        f"{way} / TRL: {medians[way] / medians[TRL]:.2f}" for way in medians if TRL in medians and way != TRL
+    ]
+
+
+if __name__ == "__main__":
+    main()
