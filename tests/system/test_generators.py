@@ -121,6 +121,46 @@ def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) ->
         assert (one[name] == other[name]) == shared, name
 
 
+class FourTurns:
+    """Samples 12 tokens and reads 20 more, four times."""
+
+    async def drive(self, session: Session) -> Outcome:
+        tokens = list(session.prompt.tokens)
+        for turn in range(4):
+            tokens += (await session.sample(tokens)).tokens
+            tokens += [3 + turn] * 20
+        return Outcome(reward=1.0)
+
+
+def test_later_turns_find_what_their_rollout_has_read_and_draw_what_they_would_draw_without(running: Running) -> None:
+    """Nearly all whole blocks of a turn's context are in the prefix cache of the replica that it goes to. Asked for
+    again, each turn is the same: it depends on its context and its seed only."""
+    player = Player(FourTurns(), running.mesh, lambda tokens: "", limits=SessionLimits(context=256))
+    prompts = [Prompt(i, "", [1, *(4 + (i * 7 + k) % 60 for k in range(70))], "") for i in range(16)]
+    plays = [Play(id=f"turns-{p.id}", prompt=p, sampling=Sampling(12), seed=5) for p in prompts]
+
+    async def play() -> list[Rollout]:
+        return await asyncio.gather(*map(player.play, plays))
+
+    before = running(running.mesh.stats())
+    rollouts = running(play())
+    after = running(running.mesh.stats())
+    asked, possible, block = [], 0, EngineSettings(model_dir="").block_size
+    for rollout, p in zip(rollouts, plays, strict=True):
+        (branch,) = rollout.branches
+        assert (rollout.status, len(branch.turns), branch.mask.count(1)) == ("completed", 4, 48)
+        begin = 0
+        for turn in branch.turns:
+            possible += max(begin - 1, 0) // block * block  # a sampled token is computed when the next one is
+            read = branch.tokens[: begin + len(turn.context)]
+            asked.append(Request(f"{p.id}-{turn.index}", read, [p.turn_seed(turn.index)], Sampling(12)))
+            begin = len(read) + 12
+    cached = sum(now.cached_tokens - then.cached_tokens for now, then in zip(after, before, strict=True))
+    assert cached >= 0.9 * possible
+    said = [turn.completion.tokens for rollout in rollouts for turn in rollout.turns]
+    assert [completion.tokens for (completion,) in running.generate(*asked)] == said
+
+
 @pytest.mark.parametrize("running", ["replicas2"], indirect=True)
 def test_an_error_between_steps_fails_every_call(running: Running) -> None:
     replica, late = running.mesh.replicas[0], Request("late", [1], [0], Sampling(4))
@@ -175,43 +215,3 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
         return time.monotonic() - began
 
     assert running(work()) < 15, "what waits ends with the process, before any deadline: free() has 20 s"
-
-
-class FourTurns:
-    """Samples 12 tokens and reads 20 more, four times."""
-
-    async def drive(self, session: Session) -> Outcome:
-        tokens = list(session.prompt.tokens)
-        for turn in range(4):
-            tokens += (await session.sample(tokens)).tokens
-            tokens += [3 + turn] * 20
-        return Outcome(reward=1.0)
-
-
-def test_later_turns_find_what_their_rollout_has_read_and_draw_what_they_would_draw_without(running: Running) -> None:
-    """Nearly all whole blocks of a turn's context are in the prefix cache of the replica that it goes to. Asked for
-    again, each turn is the same: it depends on its context and its seed only."""
-    player = Player(FourTurns(), running.mesh, lambda tokens: "", limits=SessionLimits(context=256))
-    prompts = [Prompt(i, "", [1, *(4 + (i * 7 + k) % 60 for k in range(70))], "") for i in range(16)]
-    plays = [Play(id=f"turns-{p.id}", prompt=p, sampling=Sampling(12), seed=5) for p in prompts]
-
-    async def play() -> list[Rollout]:
-        return await asyncio.gather(*map(player.play, plays))
-
-    before = running(running.mesh.stats())
-    rollouts = running(play())
-    after = running(running.mesh.stats())
-    asked, possible, block = [], 0, EngineSettings(model_dir="").block_size
-    for rollout, p in zip(rollouts, plays, strict=True):
-        (branch,) = rollout.branches
-        assert (rollout.status, len(branch.turns), branch.mask.count(1)) == ("completed", 4, 48)
-        begin = 0
-        for turn in branch.turns:
-            possible += max(begin - 1, 0) // block * block  # a sampled token is computed when the next one is
-            read = branch.tokens[: begin + len(turn.context)]
-            asked.append(Request(f"{p.id}-{turn.index}", read, [p.turn_seed(turn.index)], Sampling(12)))
-            begin = len(read) + 12
-    cached = sum(now.cached_tokens - then.cached_tokens for now, then in zip(after, before, strict=True))
-    assert cached >= 0.9 * possible
-    said = [turn.completion.tokens for rollout in rollouts for turn in rollout.turns]
-    assert [completion.tokens for (completion,) in running.generate(*asked)] == said
