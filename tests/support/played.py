@@ -65,7 +65,7 @@ class Played:
                     context = [*tokens[news.id][: news.kept], *news.new]
                     self.contexts[news.id].append(context)
                     tokens[news.id] = context + said
-                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length")])
+                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length", turn=news.turn)])
                 else:
                     metrics = dict(news.outcome.metrics)
                     assert metrics.pop("seconds", 0.0) >= 0
