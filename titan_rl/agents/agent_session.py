@@ -55,7 +55,8 @@ class Said(NamedTuple):
 
     context: list[int]
     sampled: Sampled
-    message: Message  # of a chat; else its content is the text
+    text: str  # of what was sampled
+    message: Message  # of a chat; else empty
 
 
 class AgentSession:
@@ -103,10 +104,8 @@ class AgentSession:
         if after is None:
             new = [*tokenizer.opening, *new]
         said = await self._sample(PROMPT if after is None else after, 0 if after is None else None, new, wish)
-        ended = said.sampled.tokens and said.sampled.tokens[-1] in self._renderer.ends
-        text = tokenizer.decode(said.sampled.tokens[:-1] if ended else said.sampled.tokens)
-        self._texts.append((prompt + text, said.sampled.turn))
-        return said._replace(message={"role": "assistant", "content": text})
+        self._texts.append((prompt + said.text, said.sampled.turn))
+        return said
 
     async def generate(self, tokens: Sequence[int], wish: Wish) -> Said:
         """Continue tokens."""
@@ -165,7 +164,9 @@ class AgentSession:
         self._spent += read + len(sampled.tokens)
         self.turns += 1
         self.refused = None
-        return Said(context, sampled, {})
+        ended = bool(sampled.tokens) and sampled.tokens[-1] in self._renderer.ends
+        text = self.tokenizer.decode(sampled.tokens[:-1] if ended else sampled.tokens)
+        return Said(context, sampled, text, {})
 
     def _most(self, length: int, read: int, wished: int | None) -> int | None:
         """Return how many tokens may be sampled; None: as many as are configured."""

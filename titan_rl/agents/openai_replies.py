@@ -36,7 +36,7 @@ class Replies:
         return {**whole, "choices": [choice], "usage": _usage(said)}, _chunks(chunk, choices, said, body)
 
     def text(self, said: Said, tokenizer: TextTokenizer, body: Body) -> Reply:
-        text, finish = said.message["content"], said.sampled.finish
+        text, finish = said.text, said.sampled.finish
         logprobs = body.get("logprobs")
         asked = logprobs is not None and logprobs is not False  # 0: of the sampled tokens only
         more = {"logprobs": _plain_logprobs(said, tokenizer, body) if asked else None, **_ids(said, body)}
