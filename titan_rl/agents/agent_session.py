@@ -27,6 +27,10 @@ CODES: dict[Status, str] = {"context_overflow": "context_length_exceeded"}
 """Error codes that clients know; other limits are named as a rollout's status."""
 
 
+OFFERED = ("row", "prompt", "answer", "seed", "base_url", "api_key", "model")
+"""What an agent may take by keyword."""
+
+
 class Refused(Exception):
     """A request that is not answered. str() is the error's message."""
 

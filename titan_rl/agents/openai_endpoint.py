@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from titan_rl.agents.agent_session import AgentSession, Refused, Wish
+from titan_rl.agents.agent_session import OFFERED, AgentSession, Refused, Wish
 from titan_rl.agents.message_tree import BadMessage, readable
 from titan_rl.agents.openai_replies import Replies
 from titan_rl.agents.play import scored
@@ -80,9 +80,8 @@ class OpenAIEndpoint:
         raises because a limit refused its last request, its reward is 0."""
         status: Status = "completed"
         with self.opened(rollout, session) as (base_url, api_key):
-            reached = {"base_url": base_url, "api_key": api_key, "model": MODEL}
-            offered = {"row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed, **reached}
-            keywords = keywords_of(function, offered, name)
+            values = (prompt.row, prompt.text, prompt.answer, seed, base_url, api_key, MODEL)
+            keywords = keywords_of(function, dict(zip(OFFERED, values, strict=True)), name)
             try:
                 found = await call_user(function, **keywords)
             except Exception:

@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from titan_rl.agents.agent_session import OFFERED
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
-from titan_rl.agents.user_code import load
+from titan_rl.agents.user_code import keywords_of, load
 from titan_rl.isolation import outside
 from titan_rl.tasks.rewards import Reward, reward_for
 from titan_rl.wire.types import Prompt
@@ -114,7 +115,10 @@ def _overridden(key: str, name: str) -> str:
 
 def _not_loaded(key: str, name: str) -> str:
     try:
-        load_environment(name) if key == KEY else load(name, key)
+        if key == KEY:
+            load_environment(name)
+        else:
+            keywords_of(load(name, key), dict.fromkeys(OFFERED), key)
     except BaseException as error:
         said = str(error)
         return said if said.startswith(key) else f"{key}: expected {name!r} to import, found {_raised(error)}"

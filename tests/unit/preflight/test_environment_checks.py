@@ -47,6 +47,24 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             CALC + "[cold_start]\nsteps = 3\n[rollout]\nmax_new_tokens = 8\n[training]\nseq_len = 32",
             "training.seq_len: expected at least 40, the longest demonstration of calc with its prompt, found 32",
         ),
+        (
+            CALC.replace("[task]", '[task]\nagent = "os:getcwd"'),
+            'task.agent: expected "", because environment.name = "calc" drives the rollouts, found "os:getcwd"',
+        ),
+        ('[task]\nname = "calc"\nagent = "os:getcwd"\n[eval]\nsize = 16', ""),
+        ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
+        (
+            '[task]\nagent = "json:dumps"',
+            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model, found",
+        ),
+        (
+            '[task]\nagent = "no_such:run"',
+            "task.agent = 'no_such:run': ModuleNotFoundError: No module named 'no_such'",
+        ),
+        (
+            '[task]\nagent = "os:getcwd"\n[environment]\nlockstep = true',
+            "environment.lockstep: expected false with task.agent, because an agent may ask for several turns at the",
+        ),
         (CALC.replace("size = 16", "size = 200000"), "eval.size: expected at most 162000 of calc's 810,000 problems"),
         (
             CALC.replace("[eval]", "processes = 15\n[eval]"),
