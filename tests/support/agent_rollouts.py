@@ -1,7 +1,7 @@
 """Rollouts behind an endpoint, sampled as the controller does, and requests to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,16 @@ class AgentRollout:
         self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
     ) -> Sampled:
         turn, self.asked = self.asked, self.asked + 1
-        line, completion = self._contexts.open(PROMPT if after is None else after, kept, new), None
+        line = self._contexts.open(PROMPT if after is None else after, kept, new)
         try:
             await self.gate.wait()
             completion = await self.recorded.sample(line.tokens, max_new_tokens=most)
-        except LimitReached as limit:
-            raise EpisodeOver(limit.status) from limit
-        except asyncio.CancelledError:
-            self.cancelled += 1
+        except BaseException as error:
+            self._contexts.close(line)
+            self.cancelled += isinstance(error, asyncio.CancelledError)
+            if isinstance(error, LimitReached):
+                raise EpisodeOver(error.status) from error
             raise
-        finally:
-            if completion is None:
-                self._contexts.close(line)
         self._contexts.close(line, turn, completion.tokens)
         return Sampled(completion.tokens, completion.finish, turn, completion.logprobs if logprobs else ())
 
@@ -104,9 +102,9 @@ class Client:
         async with self.http.post(f"{self.url}{path}", json=body, headers=headers) as response:
             return response.status, await response.json()
 
-    async def chat(self, messages: list[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         """Return the answer to a conversation, which must be given."""
-        status, answer = await self.post("/chat/completions", {"model": "policy", "messages": messages, **more})
+        status, answer = await self.post("/chat/completions", {"model": "policy", "messages": [*messages], **more})
         assert status == 200, answer
         return answer
 

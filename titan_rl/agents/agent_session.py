@@ -151,19 +151,20 @@ class AgentSession:
         read = len(new) if after != PROMPT else 0
         most = self._most(kept + len(new), read, wish.most)
         line = self._contexts.open(after, kept, new)
-        context, sampled, request = list(line.tokens), None, asyncio.current_task()
+        context, request = list(line.tokens), asyncio.current_task()
         assert request is not None
         self._requests.add(request)
         self._asked += 1
         self._continued += after != PROMPT
         try:
             sampled = await self._ask(kept, new, most, after=after, logprobs=wish.logprobs)
-        except EpisodeOver as over:
-            raise self._over(over.status, f"a context of {len(context)} tokens cannot be sampled") from over
+        except BaseException as error:
+            self._contexts.close(line)
+            if isinstance(error, EpisodeOver):
+                raise self._over(error.status, f"a context of {len(context)} tokens cannot be sampled") from error
+            raise
         finally:
             self._requests.discard(request)
-            if sampled is None:
-                self._contexts.close(line)
         self._contexts.close(line, sampled.turn, sampled.tokens)
         self._spent += read + len(sampled.tokens)
         self.turns += 1

@@ -6,7 +6,7 @@ text as parts. So messages are compared by what every client keeps: role, text a
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,20 +89,22 @@ def _text(content: object, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if odd := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
-        raise BadMessage(f"{where}.content: expected text or parts with text, found {_short(odd[0])}")
+    texts = list[str]()
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise BadMessage(f"{where}.content: expected text or parts with text, found {_short(part)}")
+        texts.append(text)
     return "".join(texts)
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadMessage(f"{where}.tool_calls: expected calls of a function with a name, found {_short(call)}")
     arguments = function.get("arguments")
     known = {"name": function["name"], "arguments": "{}" if arguments is None else arguments}
-    return {"id": str(dict(call).get("id") or ""), "type": "function", "function": known}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": known}
 
 
 def _canonical(arguments: object) -> object:

@@ -31,6 +31,7 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 MOST_BYTES = 64 << 20  # of a request
 WAITING_CONNECTIONS = 4096
+SHUTDOWN_SECONDS = 5.0
 
 Body = Mapping[str, Any]
 Answers = Callable[[AgentSession, Body], Awaitable[tuple[Any, list[Any]]]]
@@ -49,7 +50,7 @@ class OpenAIEndpoint:
         app.router.add_post("/r/{rollout}/v1/completions", self._route(self._complete))
         app.router.add_post("/r/{rollout}/inference/v1/generate", self._route(self._generate))
         # A turn whose client is gone is cancelled with its handler.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
 
     async def listen(self) -> None:
         """Listen on a port that the system chooses."""
@@ -58,7 +59,8 @@ class OpenAIEndpoint:
         await site.start()
         self._port = self._runner.addresses[0][1]
         for name in ("NO_PROXY", "no_proxy"):  # a client must not ask a proxy for its own machine
-            os.environ[name] = ",".join(filter(None, [os.environ.get(name), HOST]))
+            others = [each for each in os.environ.get(name, "").split(",") if each not in ("", HOST)]
+            os.environ[name] = ",".join([*others, HOST])
 
     async def close(self) -> None:
         await self._runner.cleanup()
