@@ -6,6 +6,7 @@ import pytest
 
 from support.checked_configs import config
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.describe import environments
 
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
 
@@ -55,7 +56,7 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
         ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
         (
             '[task]\nagent = "json:dumps"',
-            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model, found",
+            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model",
         ),
         (
             '[task]\nagent = "no_such:run"',
@@ -94,3 +95,12 @@ def test_an_environment_that_hangs_when_it_is_imported_is_named(
     (problem,) = problems(config(tmp_path, '[environment]\nname = "hanging_environment:Thing"'))
     assert "environment.name: expected 'hanging_environment:Thing' to be imported within 1 s" in problem
     assert "hanging_environment.py:2" in problem
+
+
+def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
+    agent = '[task]\nname = "calc"\nagent = "os:getcwd"\n[environment]\nmax_tokens = 32\n'
+    plain = environments(config(tmp_path, agent))
+    chat = environments(config(tmp_path, agent.replace("agent =", 'template = "chat"\nagent =')))
+    assert plain.holds.startswith("os:getcwd: up to 64 rollouts per process, 8 turns or 32 tokens each")
+    assert plain.holds.endswith("; endpoint on loopback, completions only")
+    assert chat.holds.endswith("; endpoint on loopback, chat")
