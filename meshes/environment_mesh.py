@@ -21,12 +21,13 @@ from typing import Any
 from monarch.actor import HostMesh
 
 from titan_rl.actors.environment_rank import EnvironmentSettings, Taken
-from titan_rl.agents.episode_loop import Answer, Ask, Begin
+from titan_rl.agents.episode_loop import Begin
 from titan_rl.meshes.environment_process import BlockedLoop, EnvironmentProcess, Episode, ProcessLost
+from titan_rl.meshes.environment_turns import TurnScript
 from titan_rl.meshes.spawn import spawn
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
+from titan_rl.wire.sessions import Outcome, Session
 from titan_rl.wire.spans import Recorded
 
 NAME = "environment"
@@ -38,6 +39,7 @@ class EnvironmentPolicy:
     init_seconds: float = 300
     hang_seconds: float = 60
     lockstep: bool = False  # all rollouts' turns are sampled together
+    overlapping: bool = False  # a rollout's code also runs while its turns are sampled
     incidents: Incidents | None = None  # records losses and limits respawns; None: a loss ends the mesh
 
 
@@ -83,20 +85,20 @@ class EnvironmentMesh:
         await asyncio.gather(*(self._join() for _ in range(self._policy.processes)))
 
     async def drive(self, session: Session) -> Outcome:
-        script: list[tuple[Ask, Answer]] = []  # turns, to be replayed in another process
+        script = TurnScript(session, self._in_step)
         order, suspicion, again = next(self._orders), 0, False
         while True:
             process = await self._place(suspicion, again=again)
             episode, ended = Episode(next(self._ids), order, suspicion), False
             try:
                 process.begin(Begin(episode.id, session.prompt, session.seed), episode)
-                outcome = await self._turns(process, episode, session, script)
+                outcome = await script.play(process, episode)
                 ended = self._sound = True
                 return outcome
             except ProcessLost as lost:
                 if episode.verdict is not None:
                     return episode.verdict
-                if episode.thinking:
+                if episode.thinking or self._policy.overlapping:
                     if suspicion and self._suspects(suspicion) == 1:
                         return Outcome("lost", error=str(lost))
                     suspicion += 1
@@ -129,26 +131,6 @@ class EnvironmentMesh:
         await asyncio.gather(*(process.kill() for process in [*self.processes, *self._retired]))
 
     # -- one rollout ----------------------------------------------------------------------------------------------
-
-    async def _turns(
-        self, process: EnvironmentProcess, episode: Episode, session: Session, script: list[tuple[Ask, Answer]]
-    ) -> Outcome:
-        tokens: list[int] = list(session.prompt.tokens)
-        turn = 0
-        while isinstance(news := await episode.next(), Ask):
-            tokens = [*tokens[: news.kept], *news.new]
-            if turn == len(script):
-                await self._in_step(episode)
-                script.append((news, await _sampled(session, tokens, news.most)))
-            asked, answer = script[turn]
-            if asked[1:] != news[1:]:
-                raise DriverLost(
-                    f"turn {turn} differs when it is replayed: the environment is not a function of its seed"
-                )
-            tokens += answer.tokens
-            process.answer(episode, answer._replace(id=episode.id))
-            turn += 1
-        return news.outcome
 
     async def _in_step(self, episode: Episode) -> None:
         """With lockstep, wait until every rollout waits for the policy."""
@@ -320,11 +302,3 @@ class EnvironmentMesh:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-async def _sampled(session: Session, tokens: list[int], most: int | None) -> Answer:
-    try:
-        completion = await session.sample(tokens, max_new_tokens=most)
-    except LimitReached as limit:
-        return Answer(-1, [], "abort", limit.status)
-    return Answer(-1, completion.tokens, completion.finish)

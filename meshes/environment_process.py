@@ -44,11 +44,11 @@ class Episode:
         self.id, self.order, self.suspicion = id, order, suspicion
         self.thinking = True  # the user's code runs; else it is the policy's turn
         self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
-        self._news: asyncio.Queue[News | ProcessLost] = asyncio.Queue()
+        self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
 
     async def next(self) -> News:
         news = await self._news.get()
-        if isinstance(news, ProcessLost):
+        if isinstance(news, Exception):
             raise news
         return news
 
@@ -57,7 +57,11 @@ class Episode:
         self._news.put_nowait(news)
 
     def lose(self, error: str) -> None:
-        self._news.put_nowait(ProcessLost(error))
+        self.fail(ProcessLost(error))
+
+    def fail(self, error: Exception) -> None:
+        """End the rollout in this process."""
+        self._news.put_nowait(error)
 
 
 class EnvironmentProcess:

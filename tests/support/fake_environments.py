@@ -95,14 +95,21 @@ class FakeProcs:
 
 
 async def fake_environments(
-    name: str, folder: Path, limits: Limits, *, processes: int = 2, concurrency: int = 8, lockstep: bool = False
+    name: str,
+    folder: Path,
+    limits: Limits,
+    *,
+    processes: int = 2,
+    concurrency: int = 8,
+    lockstep: bool = False,
+    agent: bool = False,
 ) -> tuple[EnvironmentMesh, list[FakeRank], list[str]]:
     """Return a started mesh, its ranks in the order in which they were spawned, and what it says of incidents."""
     characters.build(folder)
     ranks, said = list[FakeRank](), list[str]()
-    settings = EnvironmentSettings(LoopSettings(name, concurrency, limits), folder)
+    settings = EnvironmentSettings(LoopSettings(name, concurrency, limits, agent), folder)
     incidents = Incidents(folder, FaultSection(), said.append)
-    policy = EnvironmentPolicy(processes, lockstep=lockstep, incidents=incidents)
+    policy = EnvironmentPolicy(processes, lockstep=lockstep, overlapping=agent, incidents=incidents)
 
     async def make(number: int) -> EnvironmentProcess:
         procs: Any = FakeProcs(ranks)

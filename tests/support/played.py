@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.agents.conversation import ChatText, PlainText
-from titan_rl.agents.episode_loop import Answer, Ask, Begin, EpisodeLoop, LoopSettings, News
+from titan_rl.agents.episode_loop import Answer, Ask, Begin, Ended, EpisodeLoop, LoopSettings, News
 from titan_rl.agents.episodes import Limits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
@@ -65,8 +65,8 @@ class Played:
                     context = [*tokens[news.id][: news.kept], *news.new]
                     self.contexts[news.id].append(context)
                     tokens[news.id] = context + said
-                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length")])
-                else:
+                    self.loop.answer([Answer(news.id, said, "stop" if said[-1] == end else "length", turn=news.turn)])
+                elif isinstance(news, Ended):
                     metrics = dict(news.outcome.metrics)
                     assert metrics.pop("seconds", 0.0) >= 0
                     outcomes[news.id] = replace(news.outcome, metrics=metrics)

@@ -6,12 +6,13 @@ Text from outside never becomes a control token: a tool that prints the end toke
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from titan_rl.agents.episodes import Observation, Reply, messages_from, text_of
 from titan_rl.agents.tools import Schema, ToolCall
 from titan_rl.text.answers import MalformedCall
+from titan_rl.text.chat import ChatRenderer
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Finish, Prompt
@@ -26,6 +27,15 @@ class Delta(NamedTuple):
 
 class Renderer(Protocol):
     """Turns observations into tokens, and sampled tokens into a reply. `said` is the conversation so far."""
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+
+    @property
+    def ends(self) -> Collection[int]: ...  # the tokens that end a turn
+
+    @property
+    def chat(self) -> ChatRenderer | None: ...  # None: there is no chat template
 
     def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
         """Return the first context, relative to the prompt's tokens."""
@@ -45,20 +55,21 @@ class PlainText:
 
     def __init__(self, tokenizer: TextTokenizer, ends: Sequence[int] = ()) -> None:
         """`ends`: the tokens that end a turn, if they are not the tokenizer's."""
-        self._tokenizer, self._ends = tokenizer, frozenset(ends or tokenizer.eos_ids)
+        self.tokenizer, self.ends = tokenizer, frozenset(ends or tokenizer.eos_ids)
+        self.chat: ChatRenderer | None = None
 
     def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
-        return Delta(len(prompt.tokens), self._tokenizer.encode_outside(text_of(observation)))
+        return Delta(len(prompt.tokens), self.tokenizer.encode_outside(text_of(observation)))
 
     def extend(
         self, tokens: Sequence[int], said: Sequence[Message], observation: Observation, tools: Sequence[Schema]
     ) -> Delta:
-        end = [] if tokens and tokens[-1] in self._ends else [self._tokenizer.eos]  # of a turn that was cut off
-        return Delta(len(tokens), end + self._tokenizer.encode_outside(text_of(observation)))
+        end = [] if tokens and tokens[-1] in self.ends else [self.tokenizer.eos]  # of a turn that was cut off
+        return Delta(len(tokens), end + self.tokenizer.encode_outside(text_of(observation)))
 
     def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply:
-        ended = bool(tokens) and tokens[-1] in self._ends
-        text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
+        ended = bool(tokens) and tokens[-1] in self.ends
+        text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
         return Reply(text, tokens, finish, message={"role": "assistant", "content": text})
 
 
@@ -66,26 +77,26 @@ class ChatText:
     """A conversation by the chat template. Where the template cannot extend its own text, a branch begins."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._chat = tokenizer.chat
+        self.tokenizer, self.chat, self.ends = tokenizer, tokenizer.chat, frozenset(tokenizer.chat.eos_ids)
 
     def open(self, prompt: Prompt, observation: Observation, tools: Sequence[Schema]) -> Delta:
         if not observation and not tools:
             return Delta(len(prompt.tokens), [])
-        return Delta(0, self._chat.prompt([*prompt.messages, *messages_from(observation)], tools or None))
+        return Delta(0, self.chat.prompt([*prompt.messages, *messages_from(observation)], tools or None))
 
     def extend(
         self, tokens: Sequence[int], said: Sequence[Message], observation: Observation, tools: Sequence[Schema]
     ) -> Delta:
         messages = messages_from(observation)
-        new = self._chat.extend(tokens, messages, tools or None)
+        new = self.chat.extend(tokens, messages, tools or None)
         if new is None:
-            return Delta(0, self._chat.prompt([*said, *messages], tools or None))
+            return Delta(0, self.chat.prompt([*said, *messages], tools or None))
         return Delta(len(tokens), new)
 
     def reply(self, tokens: Sequence[int], finish: Finish, tools: Sequence[Schema]) -> Reply:
         problem = ""
         try:
-            message = self._chat.parse(tokens, tools or None)
+            message = self.chat.parse(tokens, tools or None)
         except MalformedCall as error:
             message, problem = error.message, str(error)
         calls = [

@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titan_rl.agents.agent_session import AgentSession
+from titan_rl.agents.contexts import PROMPT
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.games import GAMES
@@ -30,7 +32,10 @@ from titan_rl.wire.sessions import Outcome, Status
 from titan_rl.wire.spans import Recorded, Recorder
 from titan_rl.wire.types import Finish, Prompt
 
-KEY = "environment.name"
+if TYPE_CHECKING:
+    from titan_rl.agents.openai_endpoint import OpenAIEndpoint
+
+KEY, AGENT_KEY = "environment.name", "task.agent"
 SPANS_SECONDS = 0.5  # for the loop to give its spans
 SHOWN_NANOSECONDS = 1_000_000  # shorter calls are not in the timeline
 GRACE_SECONDS = 5.0  # for a cancelled rollout to end
@@ -43,12 +48,16 @@ class Begin(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """The policy's turn. The context is the first `kept` tokens of the one before with what was sampled, then `new`."""
+    """A turn of the policy. The context is the first `kept` tokens up to the turn `after`, with what it sampled, then
+    `new`. A rollout may ask for several turns at the same time."""
 
     id: int
     kept: int
     new: list[int]
     most: int | None  # tokens to sample, if the rollout's limit is near
+    turn: int = 0  # its number in the rollout
+    after: int = PROMPT
+    logprobs: bool = False  # the answer has them
 
 
 class Answer(NamedTuple):
@@ -56,6 +65,15 @@ class Answer(NamedTuple):
     tokens: list[int]
     finish: Finish
     over: Status | None = None  # the limit that forbids the turn
+    turn: int = 0
+    logprobs: Sequence[float] = ()
+
+
+class Dropped(NamedTuple):
+    """Nothing waits for a turn any more: its client is gone."""
+
+    id: int
+    turn: int
 
 
 class Ended(NamedTuple):
@@ -71,14 +89,15 @@ class Blocked(NamedTuple):
     place: str
 
 
-News = Ask | Ended
+News = Ask | Dropped | Ended
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    name: str  # environment.name
+    name: str  # environment.name or task.agent
     concurrency: int
     limits: Limits
+    agent: bool = False  # it reaches the policy through the endpoint
 
 
 def load_environment(name: str) -> Callable[..., Any]:
@@ -90,15 +109,59 @@ class Late(Exception):
     """A call into the user's code has passed its deadline. str() says where it was."""
 
 
+class Asking:
+    """A rollout's way to the policy."""
+
+    def __init__(self, id: int, tell: Callable[[News], None]) -> None:
+        self._id, self._tell = id, tell
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._next, self._last = 0, PROMPT
+        self._since = 0.0
+        self.seconds = 0.0  # in which a turn or several were sampled
+        self.given_up = False  # no one answers
+        self.rollout: asyncio.Task[None] | None = None
+
+    async def ask(
+        self, kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+    ) -> Sampled:
+        """Ask for a turn after the turn `after`: None is the last one that was answered."""
+        if self.given_up:
+            raise asyncio.CancelledError
+        turn, self._next = self._next, self._next + 1
+        if not self._waiting:
+            self._since = time.monotonic()
+        waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
+        self._tell(Ask(self._id, kept, new, most, turn, self._last if after is None else after, logprobs))
+        try:
+            answer = await waiting
+        except asyncio.CancelledError:
+            if self.rollout is None or not self.rollout.cancelling():  # else the whole rollout ends
+                self._tell(Dropped(self._id, turn))
+            raise
+        finally:
+            del self._waiting[turn]
+            if not self._waiting:
+                self.seconds += time.monotonic() - self._since
+        if answer.over is not None:
+            raise EpisodeOver(answer.over)
+        self._last = turn
+        return Sampled(answer.tokens, answer.finish, turn, answer.logprobs)
+
+    def hear(self, answer: Answer) -> None:
+        waiting = self._waiting.get(answer.turn)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+
 class EpisodeLoop:
     def __init__(self, settings: LoopSettings, renderer: Renderer, notify: Callable[[], None]) -> None:
         """`notify` is called, on any thread, when there is news."""
         self._settings, self._limits, self._renderer = settings, settings.limits, renderer
-        self._make = load_environment(settings.name)
+        self._make = load(settings.name, AGENT_KEY) if settings.agent else load_environment(settings.name)
         self._notify = notify
         self._news: deque[News] = deque()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._asking: dict[int, Asking] = {}
         self._threads = Threads(settings.concurrency)
         self._spans = Recorder()
         self._swallowed: set[int] = set()  # rollouts that continued after their cancellation
@@ -106,6 +169,7 @@ class EpisodeLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="user code", daemon=True)
         self._thread.start()
+        self._endpoint = self._open_endpoint() if settings.agent else None
 
     @property
     def running(self) -> int:
@@ -158,12 +222,21 @@ class EpisodeLoop:
         self._threads.close()
         self._soon(lambda: self._loop.create_task(self._end()))
 
+    def _open_endpoint(self) -> "OpenAIEndpoint":
+        from titan_rl.agents.openai_endpoint import OpenAIEndpoint  # imports aiohttp: 0.3 s
+
+        endpoint = OpenAIEndpoint()
+        asyncio.run_coroutine_threadsafe(endpoint.listen(), self._loop).result()
+        return endpoint
+
     async def _end(self) -> None:
         rollouts = list(self._tasks.values())
         for task in rollouts:
             task.cancel()
         if rollouts:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
+        if self._endpoint is not None:
+            await self._endpoint.close()
         self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:
@@ -177,7 +250,8 @@ class EpisodeLoop:
         self._notify()
 
     def _begin(self, begin: Begin) -> None:
-        task = self._loop.create_task(self._run(begin), name=str(begin.id))
+        asking = self._asking[begin.id] = Asking(begin.id, self._tell)
+        task = asking.rollout = self._loop.create_task(self._run(begin), name=str(begin.id))
         self._tasks[begin.id] = task
         overdue = self._loop.call_later(self._limits.rollout_seconds + GRACE_SECONDS, self._overdue, begin.id)
 
@@ -185,7 +259,7 @@ class EpisodeLoop:
             overdue.cancel()
             self._swallowed.discard(begin.id)
             self._tasks.pop(begin.id, None)
-            self._answers.pop(begin.id, None)
+            self._asking.pop(begin.id, None)
 
         task.add_done_callback(ended)
 
@@ -193,12 +267,12 @@ class EpisodeLoop:
         """Give a rollout up that did not end when it was cancelled."""
         if (task := self._tasks.get(id)) is not None:
             self._swallowed.add(id)
+            self._asking[id].given_up = True
             self._tell(Ended(id, Outcome("timeout", error=f"it caught its cancellation: {task_place(task)}")))
 
     def _resolve(self, answer: Answer) -> None:
-        waiting = self._answers.pop(answer.id, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+        if (asking := self._asking.get(answer.id)) is not None:
+            asking.hear(answer)
 
     async def _run(self, begin: Begin) -> None:
         threads.set(self._threads)
@@ -222,20 +296,7 @@ class EpisodeLoop:
             self._tell(Ended(begin.id, outcome))
 
     async def _play(self, begin: Begin) -> Outcome:
-        began, sampling = time.monotonic(), 0.0
-
-        async def ask(kept: int, new: list[int], most: int | None) -> Sampled:
-            nonlocal sampling
-            if begin.id in self._swallowed:
-                raise asyncio.CancelledError  # it was given up: no one answers
-            waiting = self._answers[begin.id] = self._loop.create_future()
-            asked = time.monotonic()
-            self._tell(Ask(begin.id, kept, new, most))
-            answer = await waiting
-            sampling += time.monotonic() - asked
-            if answer.over is not None:
-                raise EpisodeOver(answer.over)
-            return Sampled(answer.tokens, answer.finish)
+        began, asking = time.monotonic(), self._asking[begin.id]
 
         async def bounded(call: Any) -> Any:
             limit, called = asyncio.timeout(self._limits.turn_seconds), self._spans.now()
@@ -250,12 +311,15 @@ class EpisodeLoop:
                 if self._spans.now() - called >= SHOWN_NANOSECONDS:
                     self._spans.since(called, "call", lane="environment", id=begin.id, prompt=begin.prompt.id)
 
-        name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, ask)
-        if not isinstance(self._make, type) and asynchronous(self._make):
+        name, policy = self._settings.name, Policy(begin.prompt, self._renderer, self._limits, asking.ask)
+        if self._endpoint is not None:
+            session = AgentSession(begin.prompt, self._renderer, self._limits, asking.ask)
+            outcome = await self._endpoint.run_agent(self._make, name, str(begin.id), session, begin.prompt, begin.seed)
+        elif not isinstance(self._make, type) and asynchronous(self._make):
             outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
         else:
             outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded)
-        seconds = time.monotonic() - began - sampling
+        seconds = time.monotonic() - began - asking.seconds
         return replace(outcome, metrics={**outcome.metrics, "seconds": seconds})
 
 

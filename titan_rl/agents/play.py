@@ -6,7 +6,7 @@ play ── reset, step ──> environment        a user's rollout function
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.episodes import (
@@ -32,6 +32,8 @@ NOTHING: Mapping[str, Any] = {}
 class Sampled(NamedTuple):
     tokens: list[int]
     finish: Finish
+    turn: int = 0  # its number in the rollout
+    logprobs: Sequence[float] = ()  # if they were asked for
 
 
 Ask = Callable[[int, list[int], int | None], Awaitable[Sampled]]
@@ -70,6 +72,16 @@ class Policy:
         return reply
 
 
+class Conducted(Protocol):
+    """What a rollout's code did so far: with a Policy, or through the endpoint."""
+
+    @property
+    def turns(self) -> int: ...
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+
 class Score:
     """What the environment has said about a rollout so far."""
 
@@ -90,7 +102,7 @@ class Score:
         self._judged, self._final = False, reward
         self._add(info)
 
-    def outcome(self, status: Status, policy: Policy, tools: Toolbox | None = None) -> Outcome:
+    def outcome(self, status: Status, policy: Conducted, tools: Toolbox | None = None) -> Outcome:
         turns = [*self._turns, *[0.0] * (policy.turns - len(self._turns))]
         if turns:
             turns[-1] += self._final
@@ -138,13 +150,17 @@ async def roll_out(function: Make, name: str, policy: Policy, prompt: Prompt, se
     """Run the user's `async def rollout(policy, row) -> reward | {"reward": reward, **info} | Outcome | None`. One that
     lets EpisodeOver pass has reward 0."""
     offered = {"policy": policy, "row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
-    score, status = Score(judged=True), "completed"
+    status: Status = "completed"
     try:
         found = await call_user(function, **keywords_of(function, offered, name))
     except EpisodeOver as over:
         found, status = 0.0, over.status
-    if isinstance(found, Outcome):
-        return found
+    return found if isinstance(found, Outcome) else scored(found, status, policy, name)
+
+
+def scored(found: object, status: Status, policy: Conducted, name: str) -> Outcome:
+    """Return the outcome that a function means by a reward, {"reward": reward, **info}, or None."""
+    score = Score(judged=True)
     info = found if isinstance(found, Mapping) else {"reward": found}
     if info.get("reward") is not None:
         score.final(finite(info["reward"], name), {key: value for key, value in info.items() if key != "reward"})

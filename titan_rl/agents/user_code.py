@@ -17,7 +17,9 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 HERE = str(Path(__file__).parent)
-OURS = tuple(str(Path(HERE, f"{name}.py")) for name in ("user_code", "episode_loop", "play", "tools"))
+OURS = tuple(
+    str(Path(HERE, f"{name}.py")) for name in ("user_code", "episode_loop", "openai_endpoint", "play", "tools")
+)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 Site = tuple[CodeType, int]

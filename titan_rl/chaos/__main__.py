@@ -128,7 +128,7 @@ class Chaos:
         self._folder = Path(self._config.job.dump_folder).absolute()
         config = self._config
         roles = ["trainer", *(["generator"] if config.samples_rollouts else []), *config.roles]
-        roles += ["environment"] if config.environment.name else []
+        roles += ["environment"] if config.rollout_code else []
         if found := problems(options.kills, roles, self._config.training.steps, self._only):
             cli.refuse("the command line", found)
         self.findings = Findings(options.seed, options.kills)

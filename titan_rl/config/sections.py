@@ -102,6 +102,11 @@ class Config:
         return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.eval.size > 0)
 
     @property
+    def rollout_code(self) -> str:
+        """Return what drives rollouts in environment processes. Empty: the policy answers the prompt once."""
+        return self.environment.name or self.task.agent
+
+    @property
     def roles(self) -> dict[str, RoleSection]:
         """Return the models besides the policy that have their own mesh."""
         a = self.algorithm

@@ -36,7 +36,7 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.samples_rollouts:
         facts.append(("weights", transport(setup)))
         meshes.append(generators(setup))
-        if config.environment.name:
+        if config.rollout_code:
             meshes.append(environments(config))
     rows = setup.resolved.training.local_batch_size
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
@@ -161,7 +161,9 @@ def generators(setup: Setup) -> MeshRow:
 def environments(config: Config) -> MeshRow:
     e = config.environment
     tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
-    holds = f"{e.name}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    if config.task.agent:
+        holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
 
 
@@ -175,7 +177,8 @@ def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
     count = len(setup.task.train) - len(setup.task.unfit)
-    reward = f"reward {t.reward}" if t.name not in GAMES else "rewarded by the environment"
+    rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
+    reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
     return f"{t.name}: {count:,} problems, {heldout} held out, {reward}"
 
 

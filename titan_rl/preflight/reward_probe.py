@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from titan_rl.agents.episode_loop import KEY, load_environment
+from titan_rl.agents.agent_session import OFFERED
+from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
+from titan_rl.agents.user_code import keywords_of, load
 from titan_rl.isolation import outside
 from titan_rl.tasks.rewards import Reward, reward_for
 from titan_rl.wire.types import Prompt
@@ -32,7 +34,8 @@ CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_prob
 
 def probe(name: str, prompt: Prompt | None, key: str = "task.reward") -> Iterator[str]:
     """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer.
-    For override.imports, import it and look whether it is registered; for environment.name, import it."""
+    For override.imports, import it and look whether it is registered; for environment.name and
+    task.agent, import it."""
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
         asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS)))
@@ -79,7 +82,7 @@ def attempt(folder: str) -> None:
         if key == "task.reward":
             verdict, reward = _imported(name)
         else:
-            verdict = _no_environment(name) if key == KEY else _overridden(key, name)
+            verdict = _not_loaded(key, name) if key in (KEY, AGENT_KEY) else _overridden(key, name)
         if reward is not None and prompt is not None:
             tell("calling")
             verdict = _called(name, reward, prompt)
@@ -110,12 +113,15 @@ def _overridden(key: str, name: str) -> str:
     return f"{key}: expected {name!r} to be registered with @override, found no such override of that module"
 
 
-def _no_environment(name: str) -> str:
+def _not_loaded(key: str, name: str) -> str:
     try:
-        load_environment(name)
+        if key == KEY:
+            load_environment(name)
+        else:
+            keywords_of(load(name, key), dict.fromkeys(OFFERED), key)
     except BaseException as error:
         said = str(error)
-        return said if said.startswith(KEY) else f"{KEY}: expected {name!r} to import, found {_raised(error)}"
+        return said if said.startswith(key) else f"{key}: expected {name!r} to import, found {_raised(error)}"
     return ""
 
 

@@ -117,6 +117,11 @@ class TextTokenizer:
         return self.eos_ids[0]
 
     @cached_property
+    def opening(self) -> list[int]:
+        """The tokens that the post-processor puts before a text: BOS, or none."""
+        return [token for token in self.tokenizer.encode("").ids if token == self.bos][:1]
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))

@@ -122,7 +122,7 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
         count = g.replicas * g.tensor_parallel_degree
         first = max(first, count) if config.placement.kind == "colocated" else first + count
         starting["generators"] = partial(_generators, host, setup, terminal, incidents)
-        if setup.config.environment.name:
+        if setup.config.rollout_code:
             starting["environments"] = partial(_environments, host, setup, terminal, incidents)
     for role, own in config.roles.items():
         starting[role] = partial(started, cast(RoleName, role), first, own.parallelism.world_size)
@@ -174,11 +174,12 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
 async def _environments(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> EnvironmentMesh:
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
-    loop = LoopSettings(e.name, e.concurrency, limits)
+    agent = bool(setup.config.task.agent)
+    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
-    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, incidents)
+    policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
     with terminal.phase("environment: processes"):
         return await EnvironmentMesh.spawn(
             host, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}

@@ -114,7 +114,7 @@ def test_the_last_turn_may_sample_what_is_left(tmp_path: Path) -> None:
         assert isinstance(first, Ask)
         assert isinstance(second, Ask)
         assert (first.most, second.most) == (5, 2)
-        played.loop.answer([Answer(0, [], "abort", "context_overflow")])
+        played.loop.answer([Answer(0, [], "abort", "context_overflow", 1)])
         (ended,) = played.news()
         assert isinstance(ended, Ended)
         assert (ended.outcome.status, ended.outcome.reward) == ("context_overflow", 0.0)

@@ -6,6 +6,7 @@ import pytest
 
 from support.checked_configs import config
 from titan_rl.preflight.checks import problems
+from titan_rl.preflight.describe import environments
 
 CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n'
 
@@ -47,6 +48,24 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             CALC + "[cold_start]\nsteps = 3\n[rollout]\nmax_new_tokens = 8\n[training]\nseq_len = 32",
             "training.seq_len: expected at least 40, the longest demonstration of calc with its prompt, found 32",
         ),
+        (
+            CALC.replace("[task]", '[task]\nagent = "os:getcwd"'),
+            'task.agent: expected "", because environment.name = "calc" drives the rollouts, found "os:getcwd"',
+        ),
+        ('[task]\nname = "calc"\nagent = "os:getcwd"\n[eval]\nsize = 16', ""),
+        ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
+        (
+            '[task]\nagent = "json:dumps"',
+            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model",
+        ),
+        (
+            '[task]\nagent = "no_such:run"',
+            "task.agent = 'no_such:run': ModuleNotFoundError: No module named 'no_such'",
+        ),
+        (
+            '[task]\nagent = "os:getcwd"\n[environment]\nlockstep = true',
+            "environment.lockstep: expected false with task.agent, because an agent may ask for several turns at the",
+        ),
         (CALC.replace("size = 16", "size = 200000"), "eval.size: expected at most 162000 of calc's 810,000 problems"),
         (
             CALC.replace("[eval]", "processes = 15\n[eval]"),
@@ -76,3 +95,12 @@ def test_an_environment_that_hangs_when_it_is_imported_is_named(
     (problem,) = problems(config(tmp_path, '[environment]\nname = "hanging_environment:Thing"'))
     assert "environment.name: expected 'hanging_environment:Thing' to be imported within 1 s" in problem
     assert "hanging_environment.py:2" in problem
+
+
+def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
+    agent = '[task]\nname = "calc"\nagent = "os:getcwd"\n[environment]\nmax_tokens = 32\n'
+    plain = environments(config(tmp_path, agent))
+    chat = environments(config(tmp_path, agent.replace("agent =", 'template = "chat"\nagent =')))
+    assert plain.holds.startswith("os:getcwd: up to 64 rollouts per process, 8 turns or 32 tokens each")
+    assert plain.holds.endswith("; endpoint on loopback, completions only")
+    assert chat.holds.endswith("; endpoint on loopback, chat")

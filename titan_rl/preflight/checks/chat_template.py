@@ -76,7 +76,7 @@ def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> 
 def _inspected(config: Config, tokenizer: TextTokenizer) -> Iterator[Finding]:
     """Yield what an inspection finds. An environment needs more than one question to be read."""
     for finding in inspect_template(tokenizer):
-        needed = finding.check == LATER and bool(config.environment.name)
+        needed = finding.check == LATER and bool(config.rollout_code)
         yield replace(finding, refuses=True) if finding.detail and needed else finding
 
 

@@ -10,16 +10,19 @@ from titan_rl.preflight.reward_probe import probe
 
 def check_environment(config: Config) -> Iterator[str]:
     e, task = config.environment, config.task
-    if not e.name:
+    if task.agent:
+        yield from _of_agent(config)
+    if not config.rollout_code:
         if task.name in GAMES:
             yield f'environment.name: expected "{task.name}" for task.name = "{task.name}", found ""'
         return
     if not config.samples_rollouts:
-        yield f'environment.name: expected "", because nothing is sampled, found {as_toml(e.name)}'
+        key = "environment.name" if e.name else "task.agent"
+        yield f'{key}: expected "", because nothing is sampled, found {as_toml(config.rollout_code)}'
     if e.name in GAMES:
         if task.name != e.name:
             yield f'task.name: expected "{e.name}" for environment.name = "{e.name}", found "{task.name}"'
-    else:
+    elif e.name:
         yield from probe(e.name, None, key="environment.name")
     if e.turn_seconds > e.rollout_seconds:
         most = f"expected at most environment.rollout_seconds = {e.rollout_seconds:g}"
@@ -34,3 +37,15 @@ def check_environment(config: Config) -> Iterator[str]:
         least = GAMES[task.name].longest + 16
         why = f"expected at least {least}, the longest demonstration of {task.name} with its prompt"
         yield f"training.seq_len: {why}, found {config.training.seq_len}"
+
+
+def _of_agent(config: Config) -> Iterator[str]:
+    e, agent = config.environment, config.task.agent
+    if e.name:
+        why = f"because environment.name = {as_toml(e.name)} drives the rollouts"
+        yield f'task.agent: expected "", {why}, found {as_toml(agent)}'
+        return
+    if e.lockstep:
+        why = "because an agent may ask for several turns at the same time"
+        yield f"environment.lockstep: expected false with task.agent, {why}, found true"
+    yield from probe(agent, None, key="task.agent")

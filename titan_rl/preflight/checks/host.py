@@ -30,7 +30,7 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
     generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0
     roles = {name: role.parallelism.world_size for name, role in config.roles.items()}
-    environments = config.environment.processes if config.environment.name and generators else 0
+    environments = config.environment.processes if config.rollout_code and generators else 0
     parts = [f"{trainers} of the trainer", *([f"{generators} of the generators"] if generators else [])]
     parts += [f"{count} of the {name.replace('_', ' ')}" for name, count in roles.items()]
     if hosts.device == "cuda" and not gpus:

@@ -1,0 +1,76 @@
+"""The turns of one rollout: its session samples each once. Another process is answered from memory."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from titan_rl.agents.contexts import Contexts, Line
+from titan_rl.agents.episode_loop import Answer, Ask, Ended
+from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost
+from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
+
+
+class TurnScript:
+    def __init__(self, session: Session, in_step: Callable[[Episode], Awaitable[None]]) -> None:
+        """`in_step` waits for the other rollouts before a turn is sampled."""
+        self._session, self._in_step = session, in_step
+        self._said: dict[int, tuple[Ask, Answer]] = {}  # by turn
+
+    async def play(self, process: EnvironmentProcess, episode: Episode) -> Outcome:
+        """Answer a rollout's turns in a process until it ends there."""
+        contexts = Contexts(self._session.prompt.tokens)
+        sampling: dict[int, asyncio.Task[None]] = {}
+        failed: list[Exception] = []
+
+        async def answer(ask: Ask, line: Line) -> None:
+            found: Answer | None = None
+            try:
+                found = await self._answer(ask, line, episode)
+            except Exception as error:  # it ends the rollout, or the run
+                failed.append(error)
+                episode.fail(error)
+            finally:
+                sampling.pop(ask.turn, None)
+                sampled = None if found is None or found.over is not None else found.tokens
+                contexts.close(line, None if sampled is None else ask.turn, sampled or ())
+            if found is not None:
+                process.answer(episode, found._replace(id=episode.id))
+
+        try:
+            while not isinstance(news := await episode.next(), Ended):
+                if isinstance(news, Ask):
+                    line = contexts.open(news.after, news.kept, news.new)
+                    sampling[news.turn] = asyncio.create_task(answer(news, line))
+                elif (task := sampling.get(news.turn)) is not None:
+                    task.cancel()
+            return news.outcome
+        except ProcessLost:
+            if sampling:  # what is being sampled is answered from memory in the next process
+                await asyncio.wait(list(sampling.values()))
+            if failed:
+                raise failed[0] from None
+            raise
+        finally:
+            for task in sampling.values():
+                task.cancel()
+            if sampling:
+                await asyncio.wait(list(sampling.values()))
+
+    async def _answer(self, ask: Ask, line: Line, episode: Episode) -> Answer:
+        if ask.turn not in self._said:
+            await self._in_step(episode)
+            self._said[ask.turn] = (ask, await _sampled(self._session, ask, line.tokens))
+        asked, answer = self._said[ask.turn]
+        if asked[1:] != ask[1:]:
+            raise DriverLost(
+                f"turn {ask.turn} differs when it is replayed: the environment is not a function of its seed"
+            )
+        return answer
+
+
+async def _sampled(session: Session, ask: Ask, tokens: list[int]) -> Answer:
+    try:
+        completion = await session.sample(tokens, max_new_tokens=ask.most)
+    except LimitReached as limit:
+        return Answer(-1, [], "abort", limit.status, ask.turn)
+    logprobs = completion.logprobs if ask.logprobs else ()
+    return Answer(-1, completion.tokens, completion.finish, None, ask.turn, logprobs)

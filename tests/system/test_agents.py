@@ -1,0 +1,36 @@
+"""A whole run whose rollouts are an agent's, which reaches the policy with the openai package only."""
+
+from pathlib import Path
+
+from support.running import Runs
+from titan_rl.record.history import audit
+
+
+def test_an_agent_that_uses_only_the_openai_package_is_trained_unchanged(runs: Runs, tmp_path: Path) -> None:
+    run = runs.finish(
+        tmp_path / "run",
+        "calc_llama",
+        task__agent="openai_agent:run",
+        task__template="chat",
+        environment__name="",
+        environment__lockstep=False,
+        environment__concurrency=16,
+        cold_start__steps=0,
+        training__steps=3,
+        eval__size=8,
+        eval__interval=0,
+    )
+    assert audit(run.folder)[0] == []
+    steps, rollouts = run.lines("metrics.jsonl"), run.lines("rollouts.jsonl")
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert len(rollouts) == 3 * 16
+    for line in rollouts:
+        assert line["status"] == "completed", line
+        assert [turn["sampled"] for turn in line["turns"]][1] <= 4
+        assert len(line["turns"]) == 2
+        assert sum(line["mask"]) == sum(turn["sampled"] for turn in line["turns"])
+        assert len(line["tokens"]) == sum(turn["read"] + turn["sampled"] for turn in line["turns"]), "it branched"
+    for line in steps:
+        assert line["environment/requests"] == 2
+        assert line["environment/requests/continued"] == 1
+        assert line["tokens/trained"] == sum(sum(each["mask"]) for each in rollouts if each["step"] == line["step"])
