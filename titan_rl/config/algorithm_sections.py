@@ -45,7 +45,7 @@ class TaskSection:
     cannot measure a policy trained against it."""
     agent: str = ""
     """Your own agent as "package.module:function". It is given a row, and the URL and the key of an OpenAI-compatible
-    endpoint by which it reaches the policy, and returns the reward (docs/environments.md). [environment] sets its limits.
+    endpoint by which it reaches the policy, and returns the reward (docs/environments.md). [environment] has its limits.
     Not together with environment.name."""
     template: Literal["plain", "chat"] = "plain"
     """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
