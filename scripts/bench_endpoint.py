@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what the endpoint adds to a turn: many agents at once over HTTP, against the same turns asked for directly.
 
-    .venv/bin/python scripts/bench_endpoint.py                     # 64 rollouts of 8 turns, a policy that takes 50 ms
+    .venv/bin/python scripts/bench_endpoint.py                     # 64 rollouts of 4 turns, a policy that takes 0.8 s
     .venv/bin/python scripts/bench_endpoint.py --policy-seconds 0  # only the overhead
 
 Both ways run in this process, in turns. The agents are aiohttp clients in the same process, so their CPU time counts
@@ -102,9 +102,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--policy-seconds", type=float, default=0.05)
+    parser.add_argument("--policy-seconds", type=float, default=0.8)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "endpoint.csv")
     options = parser.parse_args()

@@ -3,13 +3,12 @@
 import asyncio
 import json
 import random
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,9 +24,16 @@ MOVES = st.lists(st.sampled_from(("continue", "branch", "compact", "edit", "agai
 Messages = list[dict[str, Any]]
 
 
-@cache
-def renderer(template: str, thinking: Thinking) -> ChatText:
-    return chatting(Path(tempfile.mkdtemp()), template, ChatSettings(thinking=thinking))
+Renderers = Callable[[str, Thinking], ChatText]
+
+
+@pytest.fixture(scope="module")
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
+    @cache
+    def made(template: str, thinking: Thinking) -> ChatText:
+        return chatting(tmp_path_factory.mktemp(template), template, ChatSettings(thinking=thinking))
+
+    return made
 
 
 class Wanderer:
@@ -79,9 +85,9 @@ class Wanderer:
     thinking=st.sampled_from(("keep", "template")),
 )
 def test_every_sampled_token_is_trained_once_after_what_was_read(
-    seed: int, moves: Sequence[str], template: str, thinking: Thinking
+    renderers: Renderers, seed: int, moves: Sequence[str], template: str, thinking: Thinking
 ) -> None:
-    wanderer = Wanderer(seed, renderer(template, thinking))
+    wanderer = Wanderer(seed, renderers(template, thinking))
 
     async def walk() -> None:
         for kind in moves:
@@ -91,8 +97,8 @@ def test_every_sampled_token_is_trained_once_after_what_was_read(
     wanderer.rollout.check()
 
 
-def test_a_conversation_that_only_continues_is_one_branch_and_renders_only_what_is_new() -> None:
-    wanderer = Wanderer(3, renderer("hermes", "keep"))
+def test_a_conversation_that_only_continues_is_one_branch_and_renders_only_what_is_new(renderers: Renderers) -> None:
+    wanderer = Wanderer(3, renderers("hermes", "keep"))
 
     async def walk() -> None:
         for _ in range(12):
