@@ -44,9 +44,8 @@ class TaskSection:
     """Reward of the held-out answers, as in reward. Empty: the same as reward. "model" is not allowed: a reward model
     cannot measure a policy trained against it."""
     agent: str = ""
-    """Your own agent as "package.module:function". It is given a row, and the URL and the key of an OpenAI-compatible
-    endpoint by which it reaches the policy, and returns the reward (docs/environments.md). [environment] has its limits.
-    Not together with environment.name."""
+    """Your own agent as "package.module:function", which reaches the policy by an OpenAI-compatible endpoint
+    (docs/environments.md). [environment] has its limits. Not together with environment.name."""
     template: Literal["plain", "chat"] = "plain"
     """"plain" feeds BOS and the prompt text; "chat" applies the tokenizer's chat template."""
     system_prompt: str = ""
