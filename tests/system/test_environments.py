@@ -102,10 +102,8 @@ def test_code_that_holds_the_interpreters_lock_is_found(tmp_path: Path) -> None:
             outcomes = await asyncio.gather(*map(mesh.drive, scripted(rows)))
             assert [each.status for i, each in enumerate(outcomes) if i != 4] == ["completed"] * 5
             assert (outcomes[4].status, outcomes[4].reward) == ("lost", None)
-            # whichever of its endpoints was waiting first
-            assert re.fullmatch(
-                r"environment0\[env=0\]\.(take|answer|begin) did not answer within 5 s", outcomes[4].error
-            )
+            # whichever of its endpoints waited first, each with its own deadline
+            assert re.fullmatch(r"environment0\[env=0\]\.\w+ did not answer within \d+ s", outcomes[4].error)
             assert any("odd_environments.py" in line for line in said), "no stack names the line"
 
     drive(body)
