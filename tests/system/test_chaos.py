@@ -79,7 +79,9 @@ def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) 
     assert all(problems == [] for problems in found["audits"].values())
     assert sorted(outcome["fault"]["kind"] for outcome in found["faults"]) == ["error", "kill"]
     assert all(outcome["blamed"].startswith("environment") for outcome in found["faults"])
-    again = re.findall(r"environment\d is back after .*: (\d+) rollouts? to play again", (tmp_path / "run" / "chaos.log").read_text())
+    again = re.findall(
+        r"environment\d is back after .*: (\d+) rollouts? to play again", (tmp_path / "run" / "chaos.log").read_text()
+    )
     assert len(again) == 2
     assert max(map(int, again)) > 0, "no rollout was running"
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
