@@ -48,7 +48,7 @@ class Episode:
         self._take: Callable[[Ask | Dropped], None] | None = None
 
     async def listen(self, take: Callable[[Ask | Dropped], None]) -> Outcome:
-        """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, as soon as it is heard:
+        """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, once it is heard:
         a thousand rollouts are heard in one message, and a task that waits for each turn costs as much as the rest."""
         self._take = take
         return await self._outcome
