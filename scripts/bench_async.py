@@ -12,7 +12,8 @@ overlap    real runs, one trainer process and one engine, of rollouts whose leng
            in that run, but overlapped perfectly, the ratio would be (G + T) / max(G, T): the bound
 capacity   the real stream and generator mesh over processes that answer after a timer, with no model: what a rollout
            costs the controller, how much later than its timer it arrives, whether memory grows
-turns      the real stream over timers on a simulated clock: rollouts of 1 to 20 turns, against as many turns in rollouts of equal lengths
+turns      the real stream on a simulated clock: rollouts of 1 to 20 turns, against as many turns in rollouts of equal
+           lengths
 prefix     one engine with the prefix cache and one without, in turn: a group's samples of one long prompt, and a second
            turn whose prompts continue where the first turn's samples ended
 learning   held-out score by samples seen, at lags with and without a correction, from equal cold starts; and a plot
