@@ -93,7 +93,7 @@ REWARDS: list[tuple[str, str]] = [  # the module `judge`, whose function `f` is 
     ("f = None", "to be a function, found None"),
     ("g = 3", "has no attribute 'f'"),
     ("f = max", "to be a function with a signature, found <built-in function max>"),
-    ("def f(x): return 1.0", "to require no keywords but prompt, completion, answer, row, found x"),
+    ("def f(x): return 1.0", "to require no keywords but prompt, completion, answer, row, messages, found x"),
     ("def f(completion, /): return 1.0", "to require no keywords but"),
     ("def f(prompts, completions): return [1.0]", "to require no keywords but"),
     ("def f(): pass\nf.__signature__ = 5", "to be a function with a signature, found"),
