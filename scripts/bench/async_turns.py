@@ -56,6 +56,8 @@ class JumpingClock(asyncio.SelectorEventLoop):
     """An event loop that never sleeps. Nothing in it may wait for a thread or a file descriptor."""
 
     _now = 0.0
+    _ready: Any  # asyncio's own: callbacks that are due, and timers
+    _scheduled: Any
 
     def time(self) -> float:
         return self._now
@@ -64,7 +66,7 @@ class JumpingClock(asyncio.SelectorEventLoop):
         if not self._ready:
             due = [timer.when() for timer in self._scheduled if not timer.cancelled()]
             self._now = max(self._now, min(due, default=0.0))
-        super()._run_once()
+        super()._run_once()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Turns:

@@ -7,7 +7,9 @@ weights. Only the trainers are missing.
 
 import argparse
 import asyncio
+import cProfile
 import os
+import pstats
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -140,11 +142,8 @@ async def measure_sessions(
 ) -> Sequence[Row]:
     build_model(folder / "model")
     engine, environments = await asyncio.gather(started_engine(folder / "model", options), spawn_environments())
+    profile = cProfile.Profile(time.thread_time)
     if options.profile:
-        import cProfile
-        import pstats
-
-        profile = cProfile.Profile(time.thread_time)
         profile.enable()
     windows = await keep_busy(environments, engine, folder, options)
     if options.profile:

@@ -36,7 +36,7 @@ from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
-from titan_rl.wire.types import Completion, Group, Rollout
+from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
 
 NAME = "ledger.jsonl"
 BOUNDS = (
@@ -103,8 +103,8 @@ class Ledger(SelfClosing):
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:
         """All samples of a prompt are there. `turns`: its rollouts, if each of their turns has had its own event."""
-        versions = [version for completion in completions for version in completion.versions]
-        span = [min(versions), max(versions)] if versions else []
+        ends = [end for completion in completions if completion.versions for end in extremes(completion.versions)]
+        span = [min(ends), max(ends)] if ends else []
         digests = [digest(c.tokens, c.versions) for c in completions]
         more: dict[str, Any] = {}
         if turns:
@@ -167,7 +167,8 @@ def bounds_of(config: Config) -> dict[str, int]:
 
 def digest(tokens: Sequence[int], versions: Sequence[int]) -> int:
     """Return a checksum of one sample: its tokens, and the versions that sampled them."""
-    return zlib.crc32(array("q", versions), zlib.crc32(array("q", tokens)))
+    written = array("q", versions[:1]) * len(versions) if uniform(versions) else array("q", versions)
+    return zlib.crc32(written, zlib.crc32(array("q", tokens)))
 
 
 def read_checksum(tokens: Sequence[int], before: int = 0) -> int:

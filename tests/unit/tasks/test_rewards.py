@@ -2,7 +2,7 @@ import asyncio
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import ModuleType
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import Reward, reward_for
-from titan_rl.wire.types import Prompt, Rollout
+from titan_rl.wire.types import Judge, Prompt, Rollout
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
 
@@ -153,10 +153,14 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
     before = deepcopy(rollouts)
     for prompt, messages, _ in rollouts:
         done = Rollout([], "x", math.nan, messages=messages)
-        (reward,) = asyncio.run(by_rule(custom(score), 30)(prompt, [done]))
+        (reward,) = asyncio.run(judged(by_rule(custom(score), 30), prompt, done))
         assert reward == len(seen[-1])
     assert seen == [whole for *_, whole in rollouts]
     assert rollouts == before
+
+
+async def judged(judge: Judge, prompt: Prompt, rollout: Rollout) -> Sequence[float]:
+    return await judge(prompt, [rollout])
 
 
 @pytest.mark.parametrize(
