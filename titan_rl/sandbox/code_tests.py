@@ -49,12 +49,12 @@ def program(completion: str) -> str:
 
 def row_tests(answer: str, row: Mapping[str, Any]) -> list[str] | dict[str, list[str]]:
     """Return the tests of a row: programs, or inputs and outputs. They may be JSON in a text."""
-    found = next((row[name] for name in COLUMNS if row.get(name)), answer)
+    found: Any = next((row[name] for name in COLUMNS if row.get(name)), answer)
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):  # else a program
             found = json.loads(found)
     if isinstance(found, Mapping):
-        texts = [found.get("inputs"), found.get("outputs")]
+        texts: list[Any] = [found.get("inputs"), found.get("outputs")]
         if all(isinstance(each, list | tuple) for each in texts) and len(texts[0]) == len(texts[1]) > 0:
             return {"inputs": [*map(_text, texts[0])], "outputs": [*map(_text, texts[1])]}
     elif isinstance(found, str) and found.strip():

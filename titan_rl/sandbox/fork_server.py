@@ -29,7 +29,6 @@ WARM = (
 )
 UNUSED_USERS = 61000  # to 61183: systemd gives them to no one
 NOBODY = 65534
-SCOPED = 6  # Landlock ABI that keeps signals inside
 SLACK = 64  # processes that this user may start elsewhere meanwhile, without namespaces
 MOST_BYTES = 1 << 16  # of a message
 
@@ -91,11 +90,8 @@ def bury(prepared: Prepared) -> None:
     """Wait until every process of the execution is gone. A process id namespace kills them by itself."""
     while True:
         if "namespaces" not in prepared.layers:
-            at = os.open(f"self/task/{os.getpid()}/children", os.O_RDONLY, dir_fd=prepared.proc)
-            for child in os.read(at, 1 << 16).split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(child), signal.SIGKILL)
-            os.close(at)
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(-1, signal.SIGKILL)  # all at once, so that no fork escapes; Landlock or the user keep it inside
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
@@ -106,9 +102,9 @@ def lacking(layers: frozenset[str]) -> list[str]:
     """Return the layers that this kernel does not have, each with the reason."""
     found = []
     abi = landlock.version()
-    if "landlock" in layers:
+    if "landlock" in layers or "namespaces" not in layers:
         alone = "namespaces" not in layers and os.geteuid() != 0
-        least = SCOPED if alone else 1
+        least = landlock.SCOPED if alone else 1
         if abi < least:
             why = "Linux 6.12, to keep signals inside" if alone else "Linux 5.13 with lsm=landlock"
             found.append(f"landlock: expected ABI {least} or newer ({why}), found {abi or 'none'}")
@@ -144,11 +140,15 @@ def prepare(settings: dict[str, Any]) -> Prepared:
             enter(paths)
             if entered:
                 become_unused()
-    elif root:
-        os.chown(folder, (user := _unused()), user)
-        become_unused()
     else:
-        others = _tasks(proc) + SLACK
+        if root:
+            os.chown(folder, (user := _unused()), user)
+            become_unused()
+        else:
+            others = _tasks(proc) + SLACK
+        if not root or landlock.version() >= landlock.SCOPED:
+            with layer("landlock"):
+                landlock.keep_signals()
     return Prepared(layers, proc, paths, packages, folder, others)
 
 

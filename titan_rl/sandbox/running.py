@@ -125,7 +125,7 @@ class ForkServer:
         return f"the fork server ended with exit code {self._process.poll()}{f': {said}' if said else ''}"
 
     def clear_folder(self) -> None:
-        if self._folder:
+        if self._folder and os.path.isdir(self._folder):
             for entry in os.scandir(self._folder):
                 shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir(follow_symlinks=False) else os.unlink(
                     entry
