@@ -73,6 +73,7 @@ def contain(prepared: Prepared, mode: str, limits: Mapping[str, float], pipes: P
             os.closerange(0, 1 << 16)
             os.waitpid(first, 0)
             os._exit(0)
+        os.close(prepared.proc)
         control(SET_PDEATHSIG, signal.SIGKILL)
         confine(prepared, limits)
         _run(mode, pipes, prepared)

@@ -110,8 +110,9 @@ class ForkServer:
         self.kill()
         self._process.wait()
         self.socket.close()
-        with suppress(OSError):
+        if self._said >= 0:
             os.close(self._said)
+            self._said = -1
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._cgroup is not None:
@@ -125,11 +126,16 @@ class ForkServer:
         return f"the fork server ended with exit code {self._process.poll()}{f': {said}' if said else ''}"
 
     def clear_folder(self) -> None:
-        if self._folder and os.path.isdir(self._folder):
-            for entry in os.scandir(self._folder):
-                shutil.rmtree(entry.path, ignore_errors=True) if entry.is_dir(follow_symlinks=False) else os.unlink(
-                    entry
-                )
+        """Remove what an execution has left in its folder on disk, if it has one."""
+        if not self._folder or not self.lives:
+            return
+        for entry in os.scandir(self._folder):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry)
+        if os.listdir(self._folder):
+            self.kill()  # the next one gets another folder
 
     def _first_word(self) -> int:
         ready = select.select([self.socket], [], [], START_SECONDS)[0]

@@ -122,7 +122,10 @@ class Peer:
             elif kind == "raised":
                 raise _error(*rest)
             else:
-                return self._decoded(rest[0])
+                try:
+                    return self._decoded(rest[0])
+                except BaseException as error:  # no data, or a module that exits when it is imported
+                    raise RemoteError(f"the solution's answer: {error!r}") from None
 
     def serve(self) -> None:
         """Answer until the other end is closed."""
@@ -157,7 +160,7 @@ class Peer:
                 return [tag, [self._encoded(each) for each in plain] if isinstance(plain, list) else plain]
         if isinstance(value, Remote):
             return ["yours", value.__dict__["_number"]]
-        if isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and value.__name__.isidentifier():
             return ["module", value.__name__]
         if type(value).__module__ == "numpy":
             return self._encoded(value.tolist())
@@ -175,8 +178,8 @@ class Peer:
             return self._objects[inner]
         if tag == "mine":
             return self._remotes.setdefault(inner, Remote(self, int(inner)))
-        if tag == "module":
-            return importlib.import_module(inner)
+        if tag == "module" and str(inner).isidentifier():
+            return importlib.import_module(inner)  # this process's own
         return BUILT[tag]([self._decoded(each) for each in inner] if isinstance(inner, list) else inner)
 
     def _send(self, message: list[Any]) -> None:
@@ -277,6 +280,8 @@ def _bound(names: list[str], peer: Peer, asked: Mapping[str, Any]) -> Iterator[t
     meaning. Otherwise a solution could replace the `all` or the `math` that judges it."""
     text = "\n".join([asked["setup"], *asked["tests"]])
     for name in names:
+        if not str(name).isidentifier() or name.startswith("__"):
+            raise RemoteError(f"the solution's names: {name!r}")  # __builtins__ would be what judges
         if name in sys.stdlib_module_names and f"{name}." in text:
             yield name, importlib.import_module(name)
         elif not hasattr(builtins, name):

@@ -77,6 +77,41 @@ def f(x):
     "nested answer": "def f(x):\n  v = 0\n  for _ in range(900): v = [v]\n  return v",
     "hang": "def f(x):\n  while True: pass",
 }
+SPEAK = """
+import json, os, socket, struct
+s = socket.socket(fileno=3)
+def send(message):
+    data = json.dumps(message).encode()
+    s.sendall(struct.pack("I", len(data)) + data)
+def receive():
+    size, = struct.unpack("I", s.recv(4))
+    return json.loads(s.recv(size))
+"""
+SPOKEN = {
+    "builtins": """
+receive(); send(["value", ["list", ["__builtins__", "f"]]])
+while True:
+    _, operation, number, arguments = receive()
+    fake = [["all", ["mine", 5]], ["range", ["mine", 6]]]
+    if number == 6: send(["value", ["list", []]])
+    else: send(["value", ["dict", [["tuple", each] for each in fake]] if "__builtins__" in arguments else True])""",
+    "a module that exits": """
+receive(); send(["value", ["list", ["f"]]])
+receive(); send(["value", ["mine", 1]])
+while True:
+    receive(); send(["value", ["module", "unittest.__main__"]])""",
+    "an error that exits": """
+receive(); send(["value", ["list", ["f"]]])
+while True:
+    receive(); send(["raised", "SystemExit", ""])""",
+    "no names": """
+receive(); send(["value", 3])""",
+    "what the tests hold": """
+receive(); send(["value", ["list", ["f"]]])
+receive(); send(["value", ["yours", 0]])
+while True:
+    receive(); send(["ask", "get", 0, ["__globals__"]])""",
+}
 JUDGED = ["import math\nassert f(3) == 6\nassert abs(f(2) - 4) < 1e-9\nassert all(f(i) == 2 * i for i in range(9))"]
 
 
@@ -92,6 +127,17 @@ def test_no_cheat_passes(name: str, sandbox: LocalSandbox) -> None:
     found = sandbox.run_tests_here(CHEATS[name], JUDGED)
     assert not found.solved, found
     assert found.execution.status != "sandbox_failed", found
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_solution_that_speaks_for_itself_does_not_pass(name: str, sandbox: LocalSandbox) -> None:
+    for test in (
+        *JUDGED,
+        "assert all(f(i) == 2 * i for i in range(3))",
+        "import os\nf(3)\nf(lambda: 1)\nassert f(3) == 6",
+    ):
+        found = sandbox.run_tests_here(SPEAK + SPOKEN[name], [test])
+        assert not found.solved, found
 
 
 def test_the_names_of_a_library_are_the_librarys(sandbox: LocalSandbox) -> None:
@@ -130,6 +176,8 @@ def test_an_honest_program_passes(sandbox: LocalSandbox) -> None:
         ("def f(x): return x",
          "import unittest\nclass T(unittest.TestCase):\n  def test(self): self.assertEqual(f(1), 1)\n"
          "if __name__ == '__main__': unittest.main()"),
+        ("import xml.etree.ElementTree as ET\nimport os.path as p\ndef f(): return ET.fromstring('<a>5</a>').text",
+         "assert f() == '5'\nassert ET.fromstring('<b/>').tag == 'b'"),
         ("async def f(x): return x", "import asyncio\nassert callable(f)"),
     ],
 )  # fmt: skip
