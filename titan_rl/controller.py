@@ -26,6 +26,7 @@ from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.sandbox.local import configure
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
@@ -58,6 +59,7 @@ class Controller:
     ) -> None:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
         self.run, self.setup, self.config = run, run.setup, run.config
+        configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
