@@ -49,7 +49,7 @@ def main() -> None:
         began, cpu = time.perf_counter(), time.process_time()
         found = llm.generate(prompts, list(map(sampling_of, shape.lengths(step))), use_tqdm=False)  # pyright: ignore[reportArgumentType]
         if shape.read:
-            begun = [[*one.prompt_token_ids, *one.outputs[0].token_ids, *read] for one in found]  # pyright: ignore[reportGeneralTypeIssues]
+            begun = [[*one.prompt_token_ids, *one.outputs[0].token_ids, *read] for one in found]  # pyright: ignore
             prompts = [{"prompt_token_ids": context} for context in begun]
             llm.generate(prompts, [sampling_of(shape.second)] * len(prompts), use_tqdm=False)  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - began
