@@ -25,6 +25,9 @@ class DebugSection:
     deterministic: bool = False
     """Use deterministic torch algorithms, and vLLM's batch-invariant kernels. Slower on GPU; on CPU runs are
     deterministic anyway."""
+    exact: bool = False
+    """Make trainers and generators compute the same log-probs to the last bit, and end the run if one differs. CPU only,
+    slower (docs/exactness.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
