@@ -30,6 +30,7 @@ Column = Literal[
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",
+    "current",  # exact mode: the sample's number in the step, on tokens that the policy to be trained sampled; else -1
 ]
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
@@ -142,6 +143,12 @@ class Branch:
     def logprobs(self) -> list[float]:
         """Sampling log-probs, 0.0 where the mask is 0."""
         parts = ([0.0] * len(turn.context) + turn.completion.logprobs for turn in self.turns)
+        return list(chain.from_iterable(parts))
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Policy versions, None where the mask is 0."""
+        parts = ([None] * len(turn.context) + turn.completion.versions for turn in self.turns)
         return list(chain.from_iterable(parts))
 
 
@@ -274,6 +281,16 @@ class Batch:
     unshared: int = 0  # places that these microbatches would have if no prompt were shared
 
 
+class Difference(NamedTuple):
+    """A token whose log-probs differ in exact mode."""
+
+    gap: float
+    sample: int  # its number in the step
+    place: int  # of the token in its sample
+    trainer: float
+    generator: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Report of a training mesh about one step, already reduced over the mesh."""
@@ -286,6 +303,7 @@ class StepStats:
     skipped: int = 0  # updates with a gradient that was not finite
     busy: float = 0.0  # seconds in which this rank computed, or waited for a core
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
+    difference: Difference | None = None  # the largest of the first update, in exact mode
     metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
     hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh
