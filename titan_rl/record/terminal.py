@@ -161,7 +161,7 @@ class Terminal:
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
-            ("log-prob gap", log_prob_gap(summary["logprob_gap"], exact=summary["exact"])),
+            ("log-prob gap", log_prob_gap(summary["logprob_gap"], exact=summary.get("exact", False))),
             ("samples", samples(rollouts)),
             ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
             ("next", Text("\n".join(hints))),
