@@ -2,6 +2,7 @@
 
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
+    evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
     tb/              TensorBoard events; the cold start's steps are a run of their own, tb/cold_start
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
@@ -23,8 +24,8 @@ import numpy as np
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
+from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
-from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.wire.types import Group, Rollout
 
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
@@ -69,6 +70,7 @@ class RunLog(SelfClosing):
         self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
         self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
         self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
+        self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float) -> None:
@@ -103,12 +105,19 @@ class RunLog(SelfClosing):
     def to_disk(self) -> None:
         """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
         self._rollouts.to_disk()
+        self._evaluations.to_disk()
         self._metrics.to_disk()
 
-    def eval(self, step: int, score: float, seconds: float) -> None:
-        """Log the held-out score of the policy that RL step `step` made; 0 is the policy with which RL began."""
-        self._line("eval", step, {EVAL_SCORE: score, "time/eval": seconds})
-        self._plot("rl", step, {EVAL_SCORE: score})
+    def eval(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
+        """Log the scores of the policy that RL step `step` made; 0 is the policy with which RL began."""
+        self._line("eval", step, {**scores, "time/eval": seconds})
+        self._plot("rl", step, scores)
+
+    def evaluations(self, step: int, found: Sequence[Evaluation], *, kind: Kind = "eval") -> None:
+        """Log what evaluations after a step found, before the step's metrics."""
+        if found:
+            head = {"kind": kind, "step": step, "time": time.time()}
+            self._evaluations.append([encode({**head, **each.line}) for each in found])
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         with must_write(self.folder / "summary.json"):
@@ -118,7 +127,7 @@ class RunLog(SelfClosing):
         for curves in self._curves.values():
             with suppress(OSError):
                 curves.close()
-        for part in (self._metrics, self._rollouts):
+        for part in (self._metrics, self._rollouts, self._evaluations):
             part.close()
 
     def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> bytes:

@@ -74,9 +74,21 @@ class Player:
         self._attempts, self._ledger, self._warn = attempts, ledger, warn
         self._told: set[str] = set()  # what is said once
 
-    async def alone(self, prompt: Prompt, sampling: Sampling) -> Rollout:
+    async def alone(
+        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, of: str = ""
+    ) -> Rollout:
         """Play a rollout for an evaluation, as wire.sessions.Plays."""
-        return await self.play(Play(id=f"greedy-{prompt.id}", prompt=prompt, sampling=sampling, greedy=True))
+        name = f"greedy-{f'{of}-' if of else ''}{prompt.id}"
+        play = Play(
+            id=f"{name}.{sample}" if of else name,
+            prompt=prompt,
+            sampling=sampling,
+            seed=seed,
+            sample=sample,
+            greedy=True,
+            group=name if of else "",
+        )
+        return await self.play(play)
 
     def answered(self, prompt: Prompt, completion: Completion) -> Rollout:
         """Return the rollout of a single turn that has been sampled, as `play` would. A step has one for each of its

@@ -52,7 +52,7 @@ def scored(groups: list[Group], samples: list[Sample], **changes: Any) -> list[S
         proximal = np.asarray(sample.columns["behaviour"], np.float32).copy()
         for place, value in changes.get(f"s{number}", {}).items():
             proximal[place] = value
-        found.append(sample.with_columns(proximal=proximal))
+        found.append(sample.with_columns(proximal=proximal, advantage=np.ones(len(proximal))))
     return found
 
 
