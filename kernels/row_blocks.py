@@ -1,7 +1,7 @@
 """A model's parts, computed so that a row's bits depend on that row alone, whatever else is in its batch. CPU only.
 
-A matrix product adds up in an order that depends on the number of rows; an elementwise function takes other instructions
-for the last few numbers of a tensor. So a sampled token's log-prob differs by rounding from the one that a trainer
+A matrix product adds up in an order that depends on the number of rows; an elementwise function computes the last few
+numbers of a tensor by other instructions. So a sampled token's log-prob differs by rounding from the one that a trainer
 computes for the same token in a packed row. Here every product has one shape per weight, BLOCK rows, and attention
 takes BLOCK queries and KEYS keys at a time, whatever there is to compute. Trainer and generator both call these
 functions (exact mode, docs/exactness.md), and their log-probs are then equal to the last bit.

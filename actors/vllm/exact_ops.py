@@ -100,7 +100,8 @@ def _store(
     slot_mapping: torch.Tensor,
 ) -> None:
     slots = slot_mapping[: len(key)]
-    _slots(kv_cache)[slots] = torch.stack([key[: len(slots)], value[: len(slots)]], 1)
+    on = slots >= 0  # padding has none
+    _slots(kv_cache)[slots[on]] = torch.stack([key[: len(slots)][on], value[: len(slots)][on]], 1)
 
 
 def _attend(
@@ -122,7 +123,7 @@ def _attend(
         attn_metadata.exact_segments = _segments(attn_metadata, kv_cache.shape[2])
     segments, slots = attn_metadata.exact_segments
     keys, values = _slots(kv_cache)[slots].unbind(1)
-    window = max(self.sliding_window + (0 if self.sliding_window < 0 else 1), 0)
+    window = max(self.sliding_window, 0)  # -1: none
     output[:count] = block_attention(query[:count], keys, values, segments, self.scale, window).view_as(output[:count])
     return output
 

@@ -26,8 +26,8 @@ class DebugSection:
     """Use deterministic torch algorithms, and vLLM's batch-invariant kernels. Slower on GPU; on CPU runs are
     deterministic anyway."""
     exact: bool = False
-    """Make trainers and generators compute the same log-probs to the last bit, and end the run if one differs. CPU only,
-    slower (docs/exactness.md)."""
+    """Make trainers and generators compute equal log-probs, to the last bit, and end the run if one differs
+    (docs/exactness.md). Slower; CPU only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,8 @@ class Health:
             return RunError(
                 f"step {step} is not exact: {described(difference, groups, samples)}",
                 "debug.exact expects equal log-probs, to the last bit, on every token that the trained policy sampled. "
-                f"The largest difference of the step is {difference.gap:.3g}. A checkpoint was saved. Something between "
-                "trainer and generator computes, or means, something else: weights, model code, libraries or threads.",
+                f"The largest difference of the step is {difference.gap:.3g}. A checkpoint was saved. Trainer and "
+                "generator have different weights, or compute something else with them.",
             )
         finite_loss = math.isfinite(stats.loss)
         bad = stats.skipped > 0 or not finite_loss or not math.isfinite(stats.grad_norm)

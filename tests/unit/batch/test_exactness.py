@@ -24,12 +24,8 @@ def rollout(reward: float, *turns: tuple[list[int], list[int]]) -> Rollout:
 
 
 def judged() -> tuple[list[Group], list[Sample]]:
-    first = Group(
-        Prompt(4, "", [1, 2], ""), [rollout(1.0, ([1, 2], [3, 3])), rollout(float("nan"), ([1, 2], [4]))]
-    )
-    second = Group(
-        Prompt(5, "", [1], ""), [rollout(0.0, ([1], [3, 4]), ([7, 8], [4])), rollout(1.0, ([1], [4, 4, 4]))]
-    )
+    first = Group(Prompt(4, "", [1, 2], ""), [rollout(1.0, ([1, 2], [3, 3])), rollout(float("nan"), ([1, 2], [4]))])
+    second = Group(Prompt(5, "", [1], ""), [rollout(0.0, ([1], [3, 4]), ([7, 8], [4])), rollout(1.0, ([1], [4, 4, 4]))])
     groups = [first, second]
     return groups, samples_of(groups, AlgorithmSection())
 

@@ -1,5 +1,7 @@
 """Rows computed in blocks: equal bits whatever they are computed with, the plain operation's values and gradients."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -115,9 +117,7 @@ def test_gradients_are_those_of_the_plain_operations() -> None:
 
 def shape(**others: int) -> ModelShape:
     sizes = {"vocab_size": 67, "dim": 48, "n_heads": 3, "n_kv_heads": 1, "head_dim": 16, "hidden_dim": 89, **others}
-    return ModelShape(
-        family="qwen3", n_layers=1, max_seq_len=64, rope_theta=1e4, norm_eps=1e-6, tied=True, **sizes
-    )
+    return ModelShape(family="qwen3", n_layers=1, max_seq_len=64, rope_theta=1e4, norm_eps=1e-6, tied=True, **sizes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,7 +138,9 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused_by_name(monkeyp
         row_check.require_independent_rows(shape(), torch.float32)
     message = str(refused.value)
     assert message.startswith("debug.exact: expected rows that do not depend on their batch on this machine")
-    assert "products 48 x 89" in message and "log-probs" in message and "attention" not in message
+    assert "products 48 x 89" in message
+    assert "log-probs" in message
+    assert "attention" not in message
 
 
 def test_a_machine_whose_attention_depends_on_the_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,10 @@ EXACT = "[debug]\nexact = true\n"
     ("toml", "message"),
     [
         ('[algorithm]\nname = "sft"', 'debug.exact: expected false with algorithm.name = "sft"'),
-        ("[parallelism]\ntensor_parallel_degree = 2", "parallelism.tensor_parallel_degree: expected 1 with debug.exact"),
+        (
+            "[parallelism]\ntensor_parallel_degree = 2",
+            "parallelism.tensor_parallel_degree: expected 1 with debug.exact",
+        ),
         ("[generator]\ntensor_parallel_degree = 2", "generator.tensor_parallel_degree: expected 1 with debug.exact"),
         (
             '[generator]\ndtype = "bfloat16"',
