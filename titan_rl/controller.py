@@ -31,6 +31,7 @@ from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
+from titan_rl.train import engine_proof
 from titan_rl.train.best_weights import BestWeights
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
@@ -64,6 +65,7 @@ class Controller:
         self.resume, self.attempt, self.began = resume, attempt, began
         self.loop = StepLoop(run, learner, resume)
         self.best = BestWeights(run)
+        self.proven = False  # the engines compute what the trainers do
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
@@ -195,7 +197,9 @@ class Controller:
         source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
-        await self.sync(start if phase == "rl" else BEFORE_RL)
+        version = start if phase == "rl" else BEFORE_RL
+        await self.sync(version)
+        await self.prove_engines(version)
         self.began(start)
         at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
         if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (
@@ -206,6 +210,20 @@ class Controller:
             else:
                 self.report.before_cold_start(found)
         return source
+
+    async def prove_engines(self, version: int) -> None:
+        """Raise unless the engines compute what the trainers do, after the first sync of this attempt."""
+        generators = self.meshes.generators
+        if generators is None or self.proven:
+            return
+        found = await engine_proof.continuations(self.setup, generators, len(generators.replicas))
+        await self.meshes.turn_of_trainers()
+        scores = await self.learner.scores([each.sample for each in found])
+        gap = engine_proof.gap_of(found, scores, self.config)
+        self.proven = True
+        self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
+        if self.meshes.colocated:
+            await self.sync(version)  # wakes the engines
 
     # -- verbs of the steps ---------------------------------------------------------------------------------------
 
