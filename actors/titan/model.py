@@ -117,7 +117,10 @@ class TitanModel:
         return sum(local(p).nbytes for p in self.model.parameters())
 
     def _spec(self) -> ModelSpec:
-        seq_len, exact = self.config.training.seq_len, self.config.debug.exact
+        seq_len, exact = (
+            self.config.training.seq_len,
+            self.config.debug.exact and self.dims.tp == 1,
+        )  # a role may have tp
         spec = build_spec(self.shape, seq_len=exact_parts.whole_vectors(seq_len) if exact else seq_len)
         with private.trainer_not_imported():
             spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy

@@ -112,8 +112,15 @@ def told(program: str, *arguments: object, given: str = "", env: dict[str, str] 
     return json.loads(line.removeprefix("FOUND "))
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES = {
-    "llama": ("float32", {"num_key_value_heads": 2}),
+    "llama": ("float32", {"num_key_value_heads": 2, "rope_scaling": LLAMA3}),
     "qwen2": ("bfloat16", {}),
     "qwen3": ("bfloat16", {"hidden_size": 48, "tie_word_embeddings": True}),
     "mistral": ("float32", {"sliding_window": 37}),
@@ -190,18 +197,21 @@ def test_a_weight_that_differs_in_the_engine_ends_the_run_by_name(
 ) -> None:
     orders = tmp_path / "orders"
     orders.mkdir()
-    give(orders, "generator0[tp=0]", "put", FaultOrder("damage"))
     monkeypatch.setenv(FOLDER, str(orders))
-    run = runs.start(tmp_path / "run", **EXACT, cold_start__steps=0, weight_sync__verify="off")
+    run = runs.start(tmp_path / "run", **EXACT, cold_start__steps=0, training__steps=500, weight_sync__verify="off")
+    run.wait_for_step(1)
+    give(orders, "generator0[tp=0]", "put", FaultOrder("damage"))
     out = run.finish()
     assert run.code == 1, out
     assert (orders / "hits.jsonl").exists()
-    assert "step 1 is not exact: rollout " in out
     assert "in the trainer" in out
     assert "debug.exact expects equal log-probs" in out
     assert "Traceback" not in out
-    (line,) = run.lines("metrics.jsonl")
-    assert line["exact/gap_max"] > 0
+    *lines, last = run.lines("metrics.jsonl")
+    assert f"step {last['step']} is not exact: rollout " in out
+    assert last["exact/gap_max"] > 0
+    assert lines
+    assert {line["exact/gap_max"] for line in lines} == {0.0}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
