@@ -104,7 +104,8 @@ def block_attention(
         place_mK = number * KEYS + torch.arange(KEYS)
         index_mK = torch.minimum(keys_B1[:left] + place_mK, end_B1[:left])
         k_m, v_m = (x[index_mK].float().transpose(1, 2).reshape(left * groups, KEYS, width) for x in (k_KGH, v_KGH))
-        score = torch.bmm(q_B[: left * groups], k_m.transpose(1, 2)).mul_(scale).view(left, groups, ratio, BLOCK, KEYS)
+        score = torch.bmm(q_B[: left * groups], k_m.transpose(1, 2)) * scale  # selective recomputation keeps a product
+        score = score.view(left, groups, ratio, BLOCK, KEYS)
         hidden_mMK = place_mK > place_BM[:left, :, None]
         if window:
             hidden_mMK |= place_mK <= place_BM[:left, :, None] - window
