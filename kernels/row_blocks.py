@@ -221,8 +221,14 @@ def block_token_logprob(
         return logprob_T.contiguous(), entropy_T.contiguous()
 
     def plain(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"with_entropy_grad": with_entropy_grad, "float32_logits": float32_logits}
-        return token_logprob(hidden_TD, weight_VD, targets_T, temperature, **options)
+        return token_logprob(
+            hidden_TD,
+            weight_VD,
+            targets_T,
+            temperature,
+            with_entropy_grad=with_entropy_grad,
+            float32_logits=float32_logits,
+        )
 
     if not len(targets_T):
         return plain(hidden_TD, weight_VD)

@@ -17,10 +17,8 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     """Return a TitanModel whose weights are random, and whose attention is that of `device`, on the CPU."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
     attention = document_attention.overrides(device, compute)
-    imports = [heads.OVERRIDES[shape.head], *attention]
-    if config.debug.exact:
-        imports = exact_parts.exact_overrides(shape.head)
-    apply_overrides(OverrideConfig(imports=imports), spec.model)
+    exact = exact_parts.exact_overrides(shape.head) if config.debug.exact else []
+    apply_overrides(OverrideConfig(imports=[*(exact or [heads.OVERRIDES[shape.head], *attention])]), spec.model)
     made = TitanModel.__new__(TitanModel)
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()

@@ -247,7 +247,7 @@ def scorers(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     folder = tmp_path_factory.mktemp("scorers")
     few: dict[str, Any] = {"training__steps": 2, "cold_start__steps": 0, "training__global_batch_size": 8}
     runs.finish(folder / "sft", "sft_llama", **few)
-    start = {"model__hf_assets_path": folder / "sft" / "hf"}
+    start: dict[str, Any] = {"model__hf_assets_path": folder / "sft" / "hf"}
     runs.finish(folder / "reward", "reward_model_llama", **few, **start)
     return {"teacher": folder / "sft" / "hf", "reward_model": folder / "reward" / "hf"}
 

@@ -58,15 +58,14 @@ def test_attention_of_a_decode_has_the_bits_of_a_prefill(window: int, dtype: tor
     ]
     assert torch.equal(torch.cat(one_by_one), whole)
     # A prefill behind a cached prefix of 37 places, in one batch with a decode of the last place.
-    keys = [torch.cat([x, x]) for x in (k, v)]
-    mixed = block_attention(
-        torch.cat([q[37:], q[-1:]]), *keys, [Segment(0, n - 37, 0, 37), Segment(n - 37, 1, n, n - 1)], scale, window
-    )
+    segments = [Segment(0, n - 37, 0, 37), Segment(n - 37, 1, n, n - 1)]
+    queries, keys, values = torch.cat([q[37:], q[-1:]]), torch.cat([k, k]), torch.cat([v, v])
+    mixed = block_attention(queries, keys, values, segments, scale, window)
     assert torch.equal(mixed, torch.cat([whole[37:], whole[-1:]]))
     place = torch.arange(n)
     seen = (place <= place[:, None]) & (place > place[:, None] - (window or n))
-    heads = [x.double().transpose(0, 1) for x in (q, k, v)]
-    plain = F.scaled_dot_product_attention(*heads, seen, scale=scale, enable_gqa=True).transpose(0, 1)
+    q_N, k_N, v_N = (x.double().transpose(0, 1) for x in (q, k, v))
+    plain = F.scaled_dot_product_attention(q_N, k_N, v_N, seen, scale=scale, enable_gqa=True).transpose(0, 1)
     torch.testing.assert_close(whole.double(), plain, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)
 
 
@@ -115,14 +114,25 @@ def test_gradients_are_those_of_the_plain_operations() -> None:
             torch.testing.assert_close(one, other)
 
 
-def shape(**others: int) -> ModelShape:
-    sizes = {"vocab_size": 67, "dim": 48, "n_heads": 3, "n_kv_heads": 1, "head_dim": 16, "hidden_dim": 89, **others}
-    return ModelShape(family="qwen3", n_layers=1, max_seq_len=64, rope_theta=1e4, norm_eps=1e-6, tied=True, **sizes)
+SHAPE = ModelShape(
+    family="qwen3",
+    vocab_size=67,
+    dim=48,
+    n_layers=1,
+    n_heads=3,
+    n_kv_heads=1,
+    head_dim=16,
+    hidden_dim=89,
+    max_seq_len=64,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=True,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_this_machine_passes_its_check(dtype: torch.dtype) -> None:
-    row_check.require_independent_rows(shape(), dtype)
+    row_check.require_independent_rows(SHAPE, dtype)
 
 
 def test_a_machine_whose_products_depend_on_the_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +145,7 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused_by_name(monkeyp
 
     monkeypatch.setattr(row_blocks, "_product", uneven)
     with pytest.raises(RuntimeError) as refused:
-        row_check.require_independent_rows(shape(), torch.float32)
+        row_check.require_independent_rows(SHAPE, torch.float32)
     message = str(refused.value)
     assert message.startswith("debug.exact: expected rows that do not depend on their batch on this machine")
     assert "products 48 x 89" in message
@@ -147,4 +157,4 @@ def test_a_machine_whose_attention_depends_on_the_batch_is_refused_by_name(monke
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) * (1 + 2**-20 * (len(a) > 3)))
     with pytest.raises(RuntimeError, match="found that attention in bfloat16 do"):
-        row_check.require_independent_rows(shape(), torch.bfloat16)
+        row_check.require_independent_rows(SHAPE, torch.bfloat16)
