@@ -46,6 +46,7 @@ class EngineSettings(GeneratorSection):
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
     head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
+    exact: bool = False  # debug.exact
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 
@@ -113,6 +114,8 @@ class Engine:
             if on_cpu:
                 vllm_cpu.use_given_threads()
                 vllm_cpu.patch()
+            if settings.exact:
+                vllm_cpu.compute_exactly(settings.model_dir, settings.dtype)
             _import_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
