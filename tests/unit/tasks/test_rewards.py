@@ -2,7 +2,7 @@ import asyncio
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import ModuleType
@@ -139,6 +139,9 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
         messages[-1]["content"] = "changed"
         return float(len(messages))
 
+    async def judged(prompt: Prompt, done: Rollout) -> Sequence[float]:
+        return await by_rule(custom(score), 30)(prompt, [done])
+
     system, asked = {"role": "system", "content": "Count."}, {"role": "user", "content": "6*7?"}
     said, tool, answer = ({"role": role, "content": role} for role in ("assistant", "tool", "assistant"))
     plain, chat = PROMPT, replace(PROMPT, text="<s>...", messages=(system, asked))
@@ -153,7 +156,7 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
     before = deepcopy(rollouts)
     for prompt, messages, _ in rollouts:
         done = Rollout([], "x", math.nan, messages=messages)
-        (reward,) = asyncio.run(by_rule(custom(score), 30)(prompt, [done]))
+        (reward,) = asyncio.run(judged(prompt, done))
         assert reward == len(seen[-1])
     assert seen == [whole for *_, whole in rollouts]
     assert rollouts == before
