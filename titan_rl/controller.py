@@ -26,10 +26,12 @@ from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.sandbox.local import configure
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import reward_for
+from titan_rl.train import engine_proof
 from titan_rl.train.best_weights import BestWeights
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
@@ -57,12 +59,14 @@ class Controller:
     ) -> None:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
         self.run, self.setup, self.config = run, run.setup, run.config
+        configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
         self.resume, self.attempt, self.began = resume, attempt, began
         self.loop = StepLoop(run, learner, resume)
         self.best = BestWeights(run)
+        self.proven = False  # the engines compute what the trainers do
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
@@ -191,7 +195,9 @@ class Controller:
         source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
-        await self.sync(start if phase == "rl" else BEFORE_RL)
+        version = start if phase == "rl" else BEFORE_RL
+        await self.sync(version)
+        await self.prove_engines(version)
         self.began(start)
         at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
         if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (
@@ -202,6 +208,20 @@ class Controller:
             else:
                 self.report.before_cold_start(found)
         return source
+
+    async def prove_engines(self, version: int) -> None:
+        """Raise unless the engines compute what the trainers do, after the first sync of this attempt."""
+        generators = self.meshes.generators
+        if generators is None or self.proven:
+            return
+        found = await engine_proof.continuations(self.setup, generators, len(generators.replicas))
+        await self.meshes.turn_of_trainers()
+        scores = await self.learner.scores([each.sample for each in found])
+        gap = engine_proof.gap_of(found, scores, self.config)
+        self.proven = True
+        self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
+        if self.meshes.colocated:
+            await self.sync(version)  # wakes the engines
 
     # -- verbs of the steps ---------------------------------------------------------------------------------------
 

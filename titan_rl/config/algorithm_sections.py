@@ -40,7 +40,7 @@ class TaskSection:
     """Column of the rejected answer (dpo, ipo, reward_model)."""
     reward: str = "exact"
     """"exact", "last_number", "model" (see [reward_model]), or your own "package.module:function", called with those of
-    the keywords prompt, completion, answer and row that it takes, and returning a number."""
+    the keywords prompt, completion, answer, row and messages that it takes, and returning a number."""
     eval_reward: str = ""
     """Reward of the held-out answers, as in reward. Empty: the same as reward. "model" is not allowed: a reward model
     cannot measure a policy trained against it."""

@@ -2,12 +2,11 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 
 import numpy as np
 
-from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats
+from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats, uniform
 
 NOTHING = Backlog(0, 0)
 NO_SCORES: Mapping[str, float] = {}
@@ -93,8 +92,9 @@ def fit_metrics(
 
 def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
-    sampled = (rollout.versions for group in groups for rollout in group.rollouts)
-    versions = np.array(list(chain.from_iterable(sampled)), np.int64)
+    sampled = [rollout.versions for group in groups for rollout in group.rollouts]
+    parts = [np.full(len(each), each[0]) if uniform(each) else np.array(each, np.int64) for each in sampled]
+    versions = np.concatenate([np.zeros(0, np.int64), *parts])
     return step - 1 - (versions if versions.size else np.array([step - 1]))  # aborted rollouts may have no tokens
 
 

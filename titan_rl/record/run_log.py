@@ -14,7 +14,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -96,11 +96,19 @@ class RunLog(SelfClosing):
     ) -> tuple[int, int]:
         """Log an RL step. Rollouts are written first: a step that has metrics has all its rollouts. Return the
         checksums of its lines in metrics.jsonl and rollouts.jsonl."""
-        lines = [encode(line) for line in rollout_lines(step, groups)]
-        self._rollouts.append(lines)
+        found = 0
+
+        def lines() -> Iterator[bytes]:  # one at a time: a large step has 53 MB
+            nonlocal found
+            for each in rollout_lines(step, groups):
+                line = encode(each)
+                found = checksum([line], found)
+                yield line
+
+        self._rollouts.append(lines())
         line = self._line("rl", step, {**metrics, **histograms})
         self._plot("rl", step, metrics, histograms)
-        return checksum([line]), checksum(lines)
+        return checksum([line]), found
 
     def to_disk(self) -> None:
         """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
@@ -212,9 +220,8 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def checksum(lines: Iterable[bytes]) -> int:
-    """Return the CRC-32 of `lines` with their line ends."""
-    found = 0
+def checksum(lines: Iterable[bytes], found: int = 0) -> int:
+    """Return the CRC-32 of `lines` with their line ends, after lines whose CRC-32 is `found`."""
     for line in lines:
         found = zlib.crc32(b"\n", zlib.crc32(line, found))
     return found

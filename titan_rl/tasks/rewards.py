@@ -1,20 +1,31 @@
-"""Reward functions, chosen by task.reward: f(prompt, text of the completion) -> float."""
+"""Reward functions, chosen by task.reward: f(prompt, text of the completion, its conversation) -> float."""
 
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from titan_rl.isolation import outside
 from titan_rl.wire.types import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 
-Reward = Callable[[Prompt, str], float]
+OFFERED = ("prompt", "completion", "answer", "row", "messages")
+"""What a reward function may take by keyword."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Reward(Protocol):
+    """Scores a completion. `messages` is what a rollout of several turns recorded; empty: there was one turn."""
+
+    def __call__(self, prompt: Prompt, completion: str, messages: Messages = (), /) -> float: ...
+
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
 _SIGN = r"(?:(?<![\w.)])-\$?|\$-?)?"
@@ -37,12 +48,12 @@ def reward_for(name: str) -> Reward:
     return BUILT_IN.get(name) or custom(name)
 
 
-def exact(prompt: Prompt, completion: str) -> float:
+def exact(prompt: Prompt, completion: str, messages: Messages = ()) -> float:
     """Return 1.0 if the completion equals the answer, ignoring surrounding white space."""
     return float(completion.strip() == prompt.answer.strip())
 
 
-def last_number(prompt: Prompt, completion: str) -> float:
+def last_number(prompt: Prompt, completion: str, messages: Messages = ()) -> float:
     """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
     fraction is a number; a part of another term (x^2, 10:30, 2\\sqrt{3}) is none."""
     expected = _number(prompt.answer.rpartition("####")[2])
@@ -57,8 +68,8 @@ BUILT_IN: dict[str, Reward] = {"exact": exact, "last_number": last_number}
 
 
 def custom(name: str) -> Reward:
-    """Return the user's "package.module:function", called with those of the keywords prompt, completion, answer (texts)
-    and row that it takes."""
+    """Return the user's "package.module:function", called with those of OFFERED that it takes: prompt, completion and
+    answer are texts, row is the example's, messages is the conversation."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute) or module.startswith("."):
         raise ValueError(
@@ -76,11 +87,21 @@ def custom(name: str) -> Reward:
         raise TypeError(f"task.reward: expected {name!r} to be a plain function, found an async one")
     taken = _taken(function, name)
 
-    def reward(prompt: Prompt, completion: str) -> float:
+    def reward(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
         offered = {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "row": prompt.row}
+        if "messages" in taken:
+            offered["messages"] = conversation(prompt, completion, messages)
         return number(function(**{key: offered[key] for key in taken}), name)
 
     return reward
+
+
+def conversation(prompt: Prompt, completion: str, messages: Messages = ()) -> list[dict[str, Any]]:
+    """Return the conversation from the prompt to the last answer, as a copy that the caller may change. Without a chat
+    template the prompt is the first user's message."""
+    asked = [] if prompt.messages else [{"role": "user", "content": prompt.text}]
+    whole = messages or [*prompt.messages, {"role": "assistant", "content": completion}]
+    return deepcopy([*asked, *map(dict, whole)])
 
 
 def number(value: Any, name: str) -> float:
@@ -111,7 +132,6 @@ def shown(value: Any) -> str:
 
 def _taken(function: Callable[..., Any], name: str) -> list[str]:
     """Return the keywords that the function takes. Raise TypeError if it requires any other argument."""
-    offered = ["prompt", "completion", "answer", "row"]
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -119,14 +139,14 @@ def _taken(function: Callable[..., Any], name: str) -> list[str]:
         raise TypeError(f"task.reward: expected {name!r} to be a function with a signature, found {why}") from error
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and (p.name not in offered or p.kind is p.POSITIONAL_ONLY):
+        if required and (p.name not in OFFERED or p.kind is p.POSITIONAL_ONLY):
             raise TypeError(
-                f"task.reward: expected {name!r} to require no keywords but {', '.join(offered)}, found {p}"
+                f"task.reward: expected {name!r} to require no keywords but {', '.join(OFFERED)}, found {p}"
             )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return offered
+        return list(OFFERED)
     keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return [key for key in offered if key in keywords]
+    return [key for key in OFFERED if key in keywords]
 
 
 def _number(text: str) -> Fraction | None:

@@ -215,7 +215,7 @@ async def _environments(
     agent = bool(setup.config.task.agent)
     loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
-    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat)
+    settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds
     policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
     with terminal.phase("environment: processes"):

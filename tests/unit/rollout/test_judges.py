@@ -22,7 +22,7 @@ PAD = 99
 
 def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
     async def judged() -> Sequence[float]:
-        judge = by_rule(lambda prompt, text: float(text == prompt.answer))
+        judge = by_rule(lambda prompt, text, messages: float(text == prompt.answer))
         return await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])
 
     assert asyncio.run(judged()) == [0.0, 1.0, 0.0]

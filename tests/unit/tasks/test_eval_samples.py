@@ -11,6 +11,7 @@ from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import by_rule
+from titan_rl.tasks.rewards import Messages
 from titan_rl.wire.types import Completion, Prompt, Request, Sampling
 
 PROMPTS = [Prompt(i, "x", [1, 2], str(i)) for i in range(3)]
@@ -33,7 +34,7 @@ def measure(problems: Problems, engines: Engines, warnings: list[str]) -> Evalua
     return asyncio.run(problems.measure(plays, warnings.append))
 
 
-def even(prompt: Prompt, text: str) -> float:
+def even(prompt: Prompt, text: str, messages: Messages) -> float:
     return float(text == "0")
 
 
@@ -59,7 +60,7 @@ def test_the_seed_decides_the_answers() -> None:
 def test_a_reward_that_fails_is_tried_again_as_in_training() -> None:
     tried = Counter[int]()
 
-    def flaky(prompt: Prompt, text: str) -> float:
+    def flaky(prompt: Prompt, text: str, messages: Messages) -> float:
         tried[prompt.id] += 1
         if prompt.id == 2 or tried[prompt.id] == 1:
             raise ValueError(f"no verdict on {prompt.id}")

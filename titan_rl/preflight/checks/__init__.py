@@ -16,6 +16,7 @@ from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
 from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
+from titan_rl.preflight.checks.sandbox import check_sandbox
 from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 from titan_rl.wire.gpus import NO_GPUS, Gpus
@@ -31,7 +32,7 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     readable = [*unusable, *(problem for check in checks for problem in check)]
     rows = [] if readable else list(check_row_lengths(config))  # measured with these assets, against these lengths
     rows += [] if readable or rows else check_chat(config)
-    own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation)
+    own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
     others = [check(config) for check in own]
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]
