@@ -303,10 +303,7 @@ class Controller:
         return self.meshes.environments or SingleTurn()
 
     def session_limits(self) -> SessionLimits:
-        longest = self.config.generator.max_model_len or self.config.training.seq_len
-        context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        played = self.meshes.environments is not None  # then environment.rollout_seconds counts, without the queue
-        return SessionLimits(context=context, seconds=None if played else self.config.rollout.timeout_seconds)
+        return SessionLimits.of(self.config, played=self.meshes.environments is not None)
 
     def plays(self) -> Plays:
         assert self.meshes.generators is not None
