@@ -18,6 +18,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded
 
+TurnNews = Ask | Dropped
 LONGEST_POLL = 1.0  # seconds between two signs of life
 
 
@@ -45,13 +46,16 @@ class Episode:
         self.thinking = True  # the user's code runs; else it is the policy's turn
         self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
         self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._take: Callable[[Ask | Dropped], None] | None = None
+        self._take: Callable[[TurnNews], None] | None = None
 
-    async def listen(self, take: Callable[[Ask | Dropped], None]) -> Outcome:
+    async def listen(self, take: Callable[[TurnNews], None]) -> Outcome:
         """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, once it is heard:
         a thousand rollouts are heard in one message, and a task that waits for each turn costs as much as the rest."""
         self._take = take
-        return await self._outcome
+        try:
+            return await self._outcome
+        finally:
+            self._take = None  # it knows this rollout: a cycle would keep all its tokens for a long time
 
     def hear(self, news: News) -> None:
         self.thinking = False

@@ -29,7 +29,7 @@ WEAKER = ["landlock", "seccomp"]
 
 
 def measure(calls: int) -> Iterator[Row]:
-    for variant, require in (("all layers", list(LAYERS)), ("without namespaces", WEAKER)):
+    for variant, require in (("all layers", [*map(str, LAYERS)]), ("without namespaces", WEAKER)):
         sandbox = LocalSandbox(SandboxSection(workers=1, require=require, wall_seconds=60))
         cold = timed(partial(sandbox.run_here, CODE))
         found = [sandbox.run_here(CODE) for _ in range(calls)]

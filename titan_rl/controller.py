@@ -17,6 +17,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from titan_rl.batch.exactness import with_current
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
@@ -90,7 +91,10 @@ class Controller:
         async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
-                judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
+                judged = samples_of(part, algorithm)
+                if self.config.debug.exact:
+                    judged = with_current(part, judged, n - 1, len(samples))
+                judged = await learner.judge(judged)  # -> reference, teacher, critic ->
                 part, judged = with_advantages(part, judged, algorithm)
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]

@@ -142,6 +142,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         sleeps=config.placement.kind == "colocated",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
+        exact=config.debug.exact,
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):

@@ -11,6 +11,7 @@ from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.environment import check_environment
 from titan_rl.preflight.checks.evaluation import check_evaluation
+from titan_rl.preflight.checks.exact import check_exact
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
 from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
@@ -34,6 +35,7 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     rows += [] if readable or rows else check_chat(config)
     own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
     others = [check(config) for check in own]
+    others.append(check_exact(config, "cuda" if gpus.count and config.hosts.device != "cpu" else "cpu"))
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]
     if shape:
