@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -196,9 +198,12 @@ def test_a_sandbox_that_fails_is_no_observation(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(Toolbox([python]).result(ToolCall("python", {"code": 3})))
 
 
-def test_shared_is_configured_and_one_in_a_process() -> None:
+def test_shared_is_configured_and_one_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(local.VARIABLE, "{}")
     local.configure(SandboxSection(workers=1, wall_seconds=7))
     assert local.shared() is local.shared()
     assert local.shared().limits.wall_seconds == 7
+    program = "from titan_rl.sandbox.local import shared; print(shared().limits.wall_seconds)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "7\n"
     local.configure(SandboxSection())
     assert local.shared().limits.wall_seconds == 10

@@ -32,6 +32,7 @@ def used_by(config: Config) -> str:
         "task.eval_reward": task.eval_reward,
         "environment.name": config.environment.name,
         "task.agent": task.agent,
+        **{f"eval.sets.{name}.reward": str(chosen.get("reward", "")) for name, chosen in config.eval.sets.items()},
     }
     return next((key for key, name in named.items() if name == "code_tests" or _names_sandbox(name)), "")
 
