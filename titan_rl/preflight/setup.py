@@ -13,9 +13,9 @@ from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
+from titan_rl.tasks.judging import Judging, evaluation_rubric
 from titan_rl.tasks.problems import Problems
-from titan_rl.tasks.reward_thread import SideThread, by_rule
-from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Example, Task, chat_settings, load_task, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
@@ -52,7 +52,7 @@ class Setup:
     gpus: Gpus
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
-    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
+    judging: Judging  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
@@ -88,15 +88,16 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     dropped: list[str] = []
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
-    rule = config.task.eval_reward or config.task.reward
-    thread, seconds = SideThread(), config.rollout.timeout_seconds
-    measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
+    judging, rubric = Judging(config), evaluation_rubric(config.task)
+    if rubric.names == ["model"]:
+        rubric = Rubric((("exact", 1.0),))  # checks refuse an evaluation by a reward model
+    judge = judging.judge(rubric)
 
     resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, by_rule(measure, seconds, thread), policy.sampling)
+        return Problems(prompts, judge, policy.sampling, judging.parallel)
 
     return Setup(
         name=name,
@@ -117,7 +118,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
-        reward_thread=thread,
+        judging=judging,
         dropped=tuple(dropped),
         resume_notes=tuple(notes),
     )

@@ -10,7 +10,7 @@ from titan_rl.tasks.reward_thread import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Judge, Prompt, Sampling
+from titan_rl.wire.types import Judge, Prompt, Sampling, Verdict
 
 MOST_HUNG = 3
 """Rewards that may hang in one evaluation, a deadline each; then its other answers are not judged."""
@@ -23,6 +23,7 @@ class Problems:
     prompts: Sequence[Prompt]
     judge: Judge
     sampling: Sampling
+    parallel: int = 1  # answers that are judged at the same time
 
     async def score(self, plays: Plays, warn: Callable[[str], None], temperature: float = 0.0) -> float:
         """Return the mean reward of one rollout per problem, greedy unless a temperature is given, with the weights
@@ -32,7 +33,7 @@ class Problems:
         failures: list[str] = []
         hung = 0
         unsound: list[str] = []
-        turn = asyncio.Lock()  # one answer at a time: training judges its groups in between
+        turn = asyncio.Semaphore(self.parallel)  # training judges its groups in between
 
         async def one(prompt: Prompt) -> float:
             nonlocal hung
@@ -49,7 +50,12 @@ class Problems:
                 async with turn:
                     if hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
-                    (reward,) = await self.judge(prompt, [rollout])
+                    (found,) = await self.judge(prompt, [rollout])
+                if isinstance(found, Verdict) and math.isnan(found.reward):
+                    hung += found.hung
+                    failures.append(found.error)
+                    return 0.0
+                reward = found.reward if isinstance(found, Verdict) else found
                 if not math.isfinite(reward):
                     raise ValueError(f"expected a finite reward, found {reward}")
             except RunError:

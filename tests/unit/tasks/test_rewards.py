@@ -9,10 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from titan_rl.tasks.rewards import Reward, reward_for
+from titan_rl.tasks.reward_shapes import component
+from titan_rl.tasks.rewards import Answer, Reward
 from titan_rl.wire.types import Prompt
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
+
+
+def reward_for(name: str) -> Reward:
+    found = component(name)
+    return lambda prompt, text: found.read(found.call(prompt, Answer(text))).value
 
 
 @pytest.fixture
