@@ -47,3 +47,13 @@ async def patient(completion: str) -> float:
     else:
         await asyncio.sleep(float(seconds))
     return 1.0
+
+
+SUMS = {(0, 33): "regex", (63, 77): "raise", (51, 20): "leak", (86, 80): "exit", (80, 99): "fork", (7, 96): "orphan"}
+"""Of the first 28 prompts of a run of seed 0, those on which something happens, to all their answers."""
+
+
+def of_a_sum(row: dict[str, int], completion: str, answer: str) -> float:
+    """ "exact", but something happens on a few prompts, and an answer with a 7 has no number."""
+    obey(SUMS.get((row["a"], row["b"]), "ok"))
+    return float("nan") if "7" in completion else float(completion == answer)

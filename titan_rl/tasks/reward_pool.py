@@ -214,8 +214,8 @@ class RewardPool:
         try:
             async for line in process.judge(request):
                 row = left.popleft()
-                before = self._pace.get(batch.rubric, line["seconds"])
-                self._pace[batch.rubric] = 0.8 * before + 0.2 * line["seconds"]
+                seconds = float(line["seconds"])
+                self._pace[batch.rubric] = 0.8 * self._pace.get(batch.rubric, seconds) + 0.2 * seconds
                 self._settle(batch, row, verdict_of(line))
         except RewardProcessLost as lost:
             self._blame(batch, left, lost, at_once)

@@ -72,11 +72,12 @@ def json_schema(arguments: Arguments) -> Verify:
     or a file with it), else the row's column "schema", else the reference answer."""
     try:
         import jsonschema
+        from jsonschema.validators import validator_for
     except ImportError as error:
         raise ValueError('"json_schema" needs a package: pip install jsonschema') from error
 
     def validator(schema: Any) -> Any:
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
         return kind(schema)
 
