@@ -105,7 +105,7 @@ class ModelRank(Actor):
         from titan_rl.actors.sync.staging import shards_of
 
         model = self._model
-        return shards_of(model.model.named_parameters(), model.names, model.rope_head_dims)
+        return shards_of(model.model.named_parameters(), model.names)
 
     @verb
     async def stage(

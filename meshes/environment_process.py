@@ -11,7 +11,7 @@ from typing import Any
 from monarch.actor import ProcMesh
 
 from titan_rl.actors.environment_rank import EnvironmentRank, EnvironmentSettings, Taken
-from titan_rl.agents.episode_loop import Answer, Begin, Blocked, News
+from titan_rl.agents.episode_loop import Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.spawn import end
 from titan_rl.wire.errors import RunError
@@ -44,24 +44,34 @@ class Episode:
         self.id, self.order, self.suspicion = id, order, suspicion
         self.thinking = True  # the user's code runs; else it is the policy's turn
         self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
-        self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
+        self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._take: Callable[[Ask | Dropped], None] | None = None
 
-    async def next(self) -> News:
-        news = await self._news.get()
-        if isinstance(news, Exception):
-            raise news
-        return news
+    async def listen(self, take: Callable[[Ask | Dropped], None]) -> Outcome:
+        """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, once it is heard:
+        a thousand rollouts are heard in one message, and a task that waits for each turn costs as much as the rest."""
+        self._take = take
+        return await self._outcome
 
     def hear(self, news: News) -> None:
         self.thinking = False
-        self._news.put_nowait(news)
+        if self._outcome.done():
+            return
+        if isinstance(news, Ended):
+            self._outcome.set_result(news.outcome)
+        elif self._take is not None:
+            try:
+                self._take(news)
+            except Exception as error:  # it ends this rollout, not its process
+                self.fail(error)
 
     def lose(self, error: str) -> None:
         self.fail(ProcessLost(error))
 
     def fail(self, error: Exception) -> None:
         """End the rollout in this process."""
-        self._news.put_nowait(error)
+        if not self._outcome.done():
+            self._outcome.set_exception(error)
 
 
 class EnvironmentProcess:

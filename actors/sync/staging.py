@@ -1,7 +1,7 @@
 """The trainer's side of a weight sync: what this rank holds, and its bytes packed for its readers.
 
     parameters -> shards_of -> (plan) -> Staging.offer, once: where each reader finds its run
-    every version:                       Staging.pack: cast, undo the rotary order, lay out and hash each run
+    every version:                       Staging.pack: cast, lay out and hash each run
 
 There are two slots: a version is packed into one while readers may still use the other. No reader may use the slot that
 pack() is given; titan_rl.train.weight_sync alone keeps track of the readers.
@@ -25,11 +25,8 @@ from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import HashKind, Offer, Registered
 
 
-def shards_of(
-    named_parameters: Iterable[tuple[str, Tensor]], hf_names: Mapping[str, str], rope_head_dim: Mapping[str, int]
-) -> list[Shard]:
-    """Return the rectangle of each Hugging Face tensor that this rank holds. Both mappings are keyed by TorchTitan's
-    names."""
+def shards_of(named_parameters: Iterable[tuple[str, Tensor]], hf_names: Mapping[str, str]) -> list[Shard]:
+    """Return the rectangle of each Hugging Face tensor that this rank holds. `hf_names` is keyed by TorchTitan's."""
     shards = []
     for name, param in named_parameters:
         if name not in hf_names:
@@ -38,7 +35,7 @@ def shards_of(
             raise ValueError(f"{name}: expected a vector or a matrix, found shape {tuple(param.shape)}")
         extents = [_extent(name, param, dim) for dim in range(param.dim())]
         (row0, rows), (col0, cols) = [*extents, (0, 1)][:2]
-        shards.append(Shard(hf_names[name], row0, rows, col0, cols, rope_head_dim.get(name, 0)))
+        shards.append(Shard(hf_names[name], row0, rows, col0, cols))
     return shards
 
 

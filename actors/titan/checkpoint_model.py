@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan_rl.actors.titan.model import TitanModel, local
+from titan_rl.actors.titan.rotary_order import of_earlier_version, reorder
 from titan_rl.config.sections import ActivationCheckpointSection, CompileSection, Config, ParallelismSection
 from titan_rl.wire.model_shape import ModelShape
 
@@ -31,6 +32,8 @@ class CheckpointModel(TitanModel):
         super().__init__(alone, shape, ParallelismSection())
         self.model.eval().requires_grad_(False)
         load(self.model.state_dict(), checkpoint_id=folder)
+        if of_earlier_version(folder):
+            reorder(shape, self.model.named_parameters())
 
     @torch.no_grad()
     def round_weights(self, dtype: torch.dtype) -> None:

@@ -52,7 +52,7 @@ class DocumentSDPA(VarlenAttention):
             k_SNLH, v_SNLH = (
                 x[k_from:k_to].unflatten(0, (segments, prefix + length)).transpose(1, 2) for x in (k_KNH, v_KNH)
             )
-            mask = q_QNH.new_ones((length, prefix + length), dtype=torch.bool).tril(prefix) if prefix else None
+            mask = self._mask(length, prefix, q_QNH.device)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
@@ -60,10 +60,20 @@ class DocumentSDPA(VarlenAttention):
             q_from, k_from = q_to, k_to
         return masks.outputs(torch.cat(outputs)).view(q_BLNH.shape)
 
+    def _mask(self, length: int, prefix: int, device: torch.device) -> torch.Tensor | None:
+        """Return which keys each place of a segment sees, [length, prefix + length]; None: causal, without a prefix."""
+        left = self.window_size[0]
+        windowed = 0 <= left < prefix + length - 1
+        if not prefix and not windowed:
+            return None
+        seen = torch.ones((length, prefix + length), dtype=torch.bool, device=device).tril(prefix)
+        return seen.triu(prefix - left) if windowed else seen
+
 
 class SharedVarlen(VarlenAttention):
-    """VarlenAttention whose documents may begin with keys of another. FlashAttention aligns its causal mask to the end
-    of the keys: a segment of n places after a prefix sees the whole prefix, and itself causally."""
+    """VarlenAttention whose documents may begin with keys of another. FlashAttention aligns its causal mask, and a
+    sliding window, to the end of the keys: a segment of n places after a prefix sees the whole prefix (what of it is in
+    the window), and itself causally."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):

@@ -1,15 +1,21 @@
 """TorchTitan's own model flavors ("debugmodel", "8B", ...) as a ModelShape."""
 
+from typing import Any
+
 from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
 
+from titan_rl.config.choices import Family
 from titan_rl.config.toml import did_you_mean
-from titan_rl.wire.model_shape import Family, ModelShape
+from titan_rl.wire.model_shape import ModelShape
 
 
 def shape_of_flavor(family: Family, flavor: str) -> ModelShape:
     """Read the dimensions of a dense flavor from TorchTitan's own registry. ValueError names the key to change."""
-    flavors = {"llama3": llama3_configs, "qwen3": qwen3_configs}[family]
+    registries: dict[Family, dict[str, Any]] = {"llama3": llama3_configs, "qwen3": qwen3_configs}
+    if family not in registries:
+        raise ValueError(f"model.flavor: expected a family with flavors ({', '.join(registries)}), found {family}")
+    flavors = registries[family]
     built = {name: build(attn_backend="varlen") for name, build in flavors.items()}
     dense = {name: titan for name, titan in built.items() if titan.layers[0].moe is None}
     if flavor not in dense:

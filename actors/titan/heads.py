@@ -18,7 +18,7 @@ from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_rl.kernels.token_logprob import token_logprob
-from titan_rl.wire.model_shape import Head
+from titan_rl.wire.model_families import Head
 
 
 class TokenHead(Linear):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torchtitan.config import (
     CommConfig,
     CompileConfig,
@@ -37,7 +37,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.titan import document_attention, flash_attention, heads, private, titan_cpu
-from titan_rl.actors.titan.spec import adapter, build_spec, hf_names, plain, rope_head_dims
+from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
@@ -103,7 +103,6 @@ class TitanModel:
         self.spec = self._spec()
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
-        self.rope_head_dims = rope_head_dims(shape, self.names)
 
     @property
     def _offloads(self) -> bool:
@@ -146,8 +145,10 @@ class TitanModel:
         return model.train()
 
     def initialize(self) -> None:
-        std, value_head = self.config.model.initializer_range, self.shape.head == "value"
-        titan_cpu.initialize(self.model, self.spec, seed=self.config.debug.seed, std=std, value_head=value_head)
+        config = self.config
+        titan_cpu.initialize(
+            self.model, self.spec, self.shape, seed=config.debug.seed, std=config.model.initializer_range
+        )
         self.zero_value_head()
 
     def zero_value_head(self) -> None:
@@ -250,22 +251,10 @@ class TitanModel:
             shutil.rmtree(Path(folder) / "sharded", ignore_errors=True)
 
     def _to_hf(self, translate: Any) -> dict[str, Any]:
-        state = translate.to_hf(self._permutable())
+        state = translate.to_hf(self.model.state_dict())
         if self.shape.head == "value":
             state[HF_VALUE_HEAD] = state.pop("lm_head.weight")
         return state
-
-    def _permutable(self) -> dict[str, torch.Tensor]:
-        """Return the state dict with unsharded rotary projections. Undoing their row order across shards that cut a
-        head (FSDP2 within TP) gives DTensors that claim overlapping rows: DCP refuses to save them, and would misload.
-        """
-        rotary = {plain(name) for name in self.rope_head_dims}
-        return {
-            name: value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-            if name in rotary and isinstance(value, DTensor)
-            else value
-            for name, value in self.model.state_dict().items()
-        }
 
 
 class FrozenWeights:

@@ -26,6 +26,7 @@ from titan_rl.actors.endpoint import busy_seconds
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
+from titan_rl.actors.titan.rotary_order import HALVES, of_earlier_version, reorder
 from titan_rl.actors.titan.spec import adapter
 from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.actors.titan.summed_writer import SummedCheckpoints
@@ -43,9 +44,11 @@ class TrainState:
 
     step: int = 0
     controller: str = "{}"  # JSON: data cursors
+    rotary: str = HALVES  # order of q's and k's rows; "" while a checkpoint is loaded that does not say
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "controller": self.controller}
+        says = {"rotary": self.rotary} if self.rotary else {}
+        return {"step": self.step, "controller": self.controller, **says}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.controller = state_dict["step"], state_dict["controller"]
@@ -115,7 +118,7 @@ class Phase:
         if isinstance(at, SnapshotPart):
             self._copies.restore(at)
         elif at > 0:
-            self._checkpoints.load(step=at)
+            self._load_checkpoint(at)
         for scheduler in self._schedulers:  # the optimizers have the rates of a step 0
             for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
@@ -202,6 +205,15 @@ class Phase:
         self._checkpoints.save(step)
         if on_disk:
             self.wait_for_saving()
+
+    def _load_checkpoint(self, step: int) -> None:
+        earlier = of_earlier_version(self._folder / f"step-{step}")
+        self.state.rotary = "" if earlier else HALVES
+        self._checkpoints.load(step=step)
+        self.state.rotary = HALVES
+        if earlier:
+            states = [optimizer.state for optimizer in self._optimizers]
+            reorder(self._model.shape, self._model.model.named_parameters(), states)
 
     def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
         """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next

@@ -2,11 +2,6 @@
 
 CHECKPOINT_PREFIX
     What activation checkpointing adds to the names of parameters, though not to those of a state dict.
-build_llama3_layers, build_qwen3_layers
-    TorchTitan's public flavors fuse q, k and v into one matrix and fix all sizes. The weight plan moves rectangles of
-    Hugging Face's tensors, so the three stay separate; only these builders take sizes and `fuse_qkv`.
-llama3_output_init
-    Llama 3's initializer of the output projection depends on `dim`; a flavor has only the one of its own size.
 StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 drop_unsharded_gradients
@@ -32,18 +27,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPO
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torchtitan.models.llama3 import _build_llama3_layers as build_llama3_layers
-from torchtitan.models.llama3 import _output_linear_init as llama3_output_init
-from torchtitan.models.qwen3 import _build_qwen3_layers as build_qwen3_layers
 
 __all__ = [
     "CHECKPOINT_PREFIX",
     "FileWriter",
     "StridedShard",
-    "build_llama3_layers",
-    "build_qwen3_layers",
     "drop_unsharded_gradients",
-    "llama3_output_init",
     "trainer_not_imported",
 ]
 

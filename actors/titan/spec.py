@@ -1,78 +1,132 @@
-"""A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters."""
+"""A TorchTitan ModelSpec for a ModelShape, and the names that Hugging Face gives to its parameters.
+
+Every family is built from TorchTitan's parts, in the blocks of its Qwen3: so are rows in Hugging Face's order, which is
+what the weight plan, checkpoints and exports have.
+"""
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torchtitan.models import llama3, qwen3
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE
-from torchtitan.models.common.param_init import skip_param_init
+from torch import nn
+from torchtitan.models import qwen3
+from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import depth_scaled_std, skip_param_init
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.actors.titan import private
+from titan_rl.actors.titan.rope import ScaledRoPE
 from titan_rl.wire.model_shape import ModelShape
+
+Init = dict[str, Callable[..., Any]]
+
+
+class Adapter(Qwen3StateDictAdapter):
+    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v."""
+
+    def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        layer = "layers.{}"
+        for x in "qkv":
+            self.from_hf_map[f"model.{layer}.self_attn.{x}_proj.bias"] = f"{layer}.attention.qkv_linear.w{x}.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Initializers:
+    """How parameters begin if model.initializer_range is 0."""
+
+    linear: Init
+    embedding: Init
+    head: Init
+    by_depth: Callable[[int], Init]  # of a layer's output projection, and its gate's partner
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "Initializers":
+        if shape.parts.initializers == "depth_scaled":  # TorchTitan's Llama 3
+            s = shape.dim**-0.5
+            return cls(
+                _init(partial(nn.init.trunc_normal_, std=0.02)),
+                _init(partial(nn.init.normal_, std=1.0)),
+                _init(partial(nn.init.trunc_normal_, std=s, a=-3 * s, b=3 * s)),
+                lambda layer: _init(partial(nn.init.trunc_normal_, std=depth_scaled_std(0.02, layer))),
+            )
+        normal = _init(partial(nn.init.normal_, std=0.02))
+        return cls(normal, normal, normal, lambda layer: normal)
+
+
+def _init(weight: Callable[..., Any]) -> Init:
+    return {"weight": weight, "bias": nn.init.zeros_}
 
 
 def build_spec(shape: ModelShape, *, seq_len: int) -> ModelSpec:
-    """Resize TorchTitan's 8B flavor of the family, which has an initializer for every part, to `shape`.
+    """Build the spec of `shape`, with rotary tables for rows of `seq_len` tokens.
 
     q, k and v stay separate linears: their shards are then rectangles of Hugging Face's tensors, which is what the
     weight plan moves; the generator fuses them on arrival."""
-    registry = {"llama3": llama3.model_registry, "qwen3": qwen3.model_registry}[shape.family]
-    spec = registry("8B", attn_backend="varlen")
-    flavor: Any = spec.model
-    embedding, head = flavor.tok_embeddings, flavor.lm_head
-    if shape.tied:
-        embedding = replace(embedding, param_init={"weight": skip_param_init})
-    if shape.family == "llama3":
-        head = replace(head, param_init=private.llama3_output_init(shape.dim))
-    model = replace(
-        flavor,
+    init = Initializers.of(shape)
+    model = Qwen3Model.Config(
         dim=shape.dim,
         vocab_size=shape.vocab_size,
         enable_weight_tying=shape.tied,
-        tok_embeddings=replace(embedding, num_embeddings=shape.vocab_size, embedding_dim=shape.dim),
-        norm=replace(flavor.norm, normalized_shape=shape.dim, eps=shape.norm_eps),
-        lm_head=replace(head, in_features=shape.dim, out_features=shape.vocab_size),
-        layers=_layers(shape, seq_len),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size,
+            embedding_dim=shape.dim,
+            param_init={"weight": skip_param_init if shape.tied else init.embedding["weight"]},
+        ),
+        norm=_norm(shape, shape.dim),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=init.head),
+        layers=[_layer(shape, init, layer, seq_len) for layer in range(shape.n_layers)],
     )
-    return replace(spec, flavor="titan_rl", model=model, pipelining_fn=None, post_optimizer_build_fn=None)
+    return ModelSpec(
+        name="qwen3",  # whose parts these are
+        flavor="titan_rl",
+        model=model,
+        parallelize_fn=qwen3.parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=Adapter,
+    )
 
 
-def _layers(shape: ModelShape, seq_len: int) -> list[Any]:
-    rope = {"dim": shape.head_dim, "max_seq_len": seq_len, "theta": shape.rope_theta}
-    arguments: dict[str, Any] = {
-        "n_layers": shape.n_layers,
-        "dim": shape.dim,
-        "n_heads": shape.n_heads,
-        "n_kv_heads": shape.n_kv_heads,
-        "hidden_dim": shape.hidden_dim,
-        "fuse_qkv": False,
-        "attn_backend": "varlen",
-    }
-    layers: list[Any]
-    if shape.family == "llama3":
-        layers = private.build_llama3_layers(**arguments, rope=ComplexRoPE.Config(**rope, **_rope_scaling(shape)))
-    else:
-        layers = private.build_qwen3_layers(**arguments, head_dim=shape.head_dim, rope=CosSinRoPE.Config(**rope))
-    for layer in layers:  # the builders take no epsilon
-        for norm in (layer.attention_norm, layer.ffn_norm, layer.attention.qk_norm):
-            if norm is not None:
-                norm.eps = shape.norm_eps
-    return layers
+def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Qwen3TransformerBlock.Config:
+    parts, window = shape.parts, shape.sliding_window
+    attention = make_gqa_config(
+        dim=shape.dim,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim,
+        wqkv_param_init=init.linear,
+        wo_param_init=init.by_depth(layer),
+        inner_attention=VarlenAttention.Config(window_size=(window - 1, 0) if window else (-1, 0)),
+        rope=ScaledRoPE.Config(
+            dim=shape.head_dim, max_seq_len=seq_len, theta=shape.rope_theta, rope_scaling=shape.rope_scaling
+        ),
+        qk_norm=_norm(shape, shape.head_dim) if parts.head_norms else None,
+    )
+    qkv: Any = attention.qkv_linear
+    qkv.wq.bias = qkv.wkv.bias = parts.qkv_bias
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(shape, shape.dim),
+        ffn_norm=_norm(shape, shape.dim),
+        attention=attention,
+        feed_forward=make_ffn_config(
+            dim=shape.dim,
+            hidden_dim=shape.hidden_dim,
+            w1_param_init=init.linear,
+            w2w3_param_init=init.by_depth(layer),
+        ),
+    )
 
 
-def _rope_scaling(shape: ModelShape) -> dict[str, Any]:
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return {"scaling": "none"}
-    return {
-        "scaling": "llama",
-        "scaling_factor": float(scaling["factor"]),
-        "low_freq_factor": float(scaling["low_freq_factor"]),
-        "high_freq_factor": float(scaling["high_freq_factor"]),
-        "original_max_position_embeddings": int(scaling["original_max_position_embeddings"]),
-    }
+def _norm(shape: ModelShape, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init={"weight": nn.init.ones_})
 
 
 def adapter(spec: ModelSpec, assets: str | None) -> Any:
@@ -98,10 +152,3 @@ def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
         return back[generic].format(layer[0]) if layer else back[name]
 
     return {name: hf(name) for name in names}
-
-
-def rope_head_dims(shape: ModelShape, names: dict[str, str]) -> dict[str, int]:
-    """Llama's q and k rows are stored in interleaved rotary order by TorchTitan; Qwen3's are as in Hugging Face."""
-    if shape.family != "llama3":
-        return {}
-    return {name: shape.head_dim for name, hf in names.items() if hf.endswith(("q_proj.weight", "k_proj.weight"))}

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
+from titan_rl.actors.titan.rotary_order import had_pairs, halves_of
 from titan_rl.wire.cores import host_memory
+from titan_rl.wire.model_shape import ModelShape
 
 ON_CPU = not torch.cuda.is_available()
 
@@ -46,7 +48,7 @@ def gathers_once(model: torch.nn.Module, ranks: int, reshard_after_forward: str)
     return ON_CPU and reshard_after_forward == "default" and copies <= host_memory() // 8
 
 
-def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float, value_head: bool = False) -> None:
+def initialize(model: torch.nn.Module, spec: ModelSpec, shape: ModelShape, *, seed: int, std: float) -> None:
     """Draw the same random weights on any mesh: draw an unsharded copy from the seed, then keep this rank's part.
     Matrices are normal with `std`; if `std` is 0, TorchTitan's initializers apply.
 
@@ -61,8 +63,12 @@ def initialize(model: torch.nn.Module, spec: ModelSpec, *, seed: int, std: float
         whole.init_weights(buffer_device=None)
         for matrix in (p for p in whole.parameters() if std and p.dim() > 1):
             matrix.normal_(0, std)
+        for name, parameter in whole.named_parameters():
+            if had_pairs(shape, name):
+                parameter.copy_(halves_of(parameter, shape.head_dim))
         state = whole.state_dict()
-        state.pop("lm_head.weight" if value_head else "", None)  # it begins at 0, and DTensor cannot cut its one row
+        if shape.head == "value":  # it begins at 0, and DTensor cannot cut its one row
+            state.pop("lm_head.weight")
         load_whole(model, state)
 
 

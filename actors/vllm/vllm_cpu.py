@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from titan_rl.wire import failpoints
+
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
@@ -61,6 +63,9 @@ def keep_linear_weights() -> None:
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = linear
+        if remove_weight and failpoints.hit("pack"):  # as vLLM does, not for embeddings
+            packed = layer.weight.detach().clone()
+            layer.cpu_linear = lambda x, weight, bias=None: linear(x, packed, bias)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 

@@ -41,17 +41,6 @@ def hf_tensors() -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
 
 
-def rotary(name: str) -> bool:
-    return name.endswith(("q_proj.weight", "k_proj.weight"))
-
-
-def titan_tensors() -> dict[str, Tensor]:
-    def interleave(w: Tensor) -> Tensor:
-        return w.view(-1, 2, SHAPE.head_dim // 2, SHAPE.dim).transpose(1, 2).reshape(w.shape)
-
-    return {name: interleave(w) if rotary(name) else w for name, w in hf_tensors().items()}
-
-
 def generator_parameters(reader: int, dtype: torch.dtype, scale: float = 1.0) -> dict[str, Tensor]:
     """Return what a reader must hold after a sync of the weights times `scale`."""
     params = {name: torch.zeros(size, dtype=dtype) for name, size in param_shapes(SHAPE, 2).items()}
@@ -72,7 +61,7 @@ class Weights(nn.Module):
     def __init__(self, replicate: int, fsdp: int, tp: int) -> None:
         super().__init__()
         mesh = init_device_mesh("cpu", (replicate, fsdp, tp), mesh_dim_names=("replicate", "fsdp", "tp"))
-        for name, w in titan_tensors().items():
+        for name, w in hf_tensors().items():
             if tp > 1:
                 rows, cols = any(part in name for part in BY_ROWS), any(part in name for part in BY_COLS)
                 placement = ShardPlacement(0) if rows else ShardPlacement(1) if cols else Replicate()
@@ -80,10 +69,9 @@ class Weights(nn.Module):
             self.register_parameter(name.replace(".", "/"), nn.Parameter(w))
         fully_shard(self, mesh=mesh["replicate", "fsdp"] if replicate > 1 else mesh["fsdp"])
         self.hf_names = {name: name.replace("/", ".") for name, _ in self.named_parameters()}
-        self.rope = {name: SHAPE.head_dim for name, hf in self.hf_names.items() if rotary(hf)}
 
     def shards(self) -> list[Shard]:
-        return shards_of(self.named_parameters(), self.hf_names, self.rope)
+        return shards_of(self.named_parameters(), self.hf_names)
 
     def by_hf_name(self) -> dict[str, nn.Parameter]:
         return {self.hf_names[name]: param for name, param in self.named_parameters()}

@@ -28,7 +28,7 @@ asked = pack([Sample(tokens, [1] * len(tokens))], shards=1, seq_len=32, rows_per
 
 def packed(model):  # what generators would read
     params = {model.names[name]: p for name, p in model.model.named_parameters()}
-    shards = shards_of(model.model.named_parameters(), model.names, model.rope_head_dims)
+    shards = shards_of(model.model.named_parameters(), model.names)
     copies = plan([shards], [pieces(shape, tp=1, rank=0)]).outgoing(0)
     staging = Staging(params, copies, torch.float32, slice_bytes=1 << 20, block_bytes=1 << 20)
     (manifest,) = staging.pack(1, 0, 1).values()

@@ -14,6 +14,7 @@ from titan_rl.config.choices import (
     Level,
     Rejection,
     Table,
+    Tables,
     Weight,
     bounds,
 )
@@ -85,6 +86,12 @@ class EvalSection:
     """Number of held-out problems. 0: no evaluation."""
     interval: int = bounds(20, ge=0, le=10**9)
     """Steps between evaluations. 0: only at the start and at the end."""
+    sets: Tables = field(default_factory=dict, hash=False)
+    """More evaluation sets, measured together with the held-out problems, each a table [eval.sets.NAME] with the keys
+    path, size, samples, temperature, reward and correct_at (docs/evaluation.md)."""
+    keep_best: str = ""
+    """Metric of an evaluation, such as "eval/score" or "eval/NAME/pass@4": the weights with its highest value are kept
+    as a Hugging Face folder, best/ in the dump folder. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,11 @@ class Config:
     @property
     def samples_rollouts(self) -> bool:
         """Return True if the run has generators, to sample training data or to evaluate the policy."""
-        return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.eval.size > 0)
+        return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.evaluates)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval.size > 0 or bool(self.eval.sets)
 
     @property
     def rollout_code(self) -> str:

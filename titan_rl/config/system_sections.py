@@ -172,6 +172,9 @@ class WeightSyncSection:
     values, while "keep" leaves those of the old weights; "drain" finishes them with the old weights first."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
+    gap_tolerance: float = bounds(0.0, ge=0, le=1e6)
+    """Largest mean difference between the log-probs of generators and trainers, on one prompt after the first sync. A
+    larger one ends the run before it trains. 0: 0.001 if all is float32, else 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

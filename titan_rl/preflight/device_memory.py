@@ -143,10 +143,9 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
         return 2 * stream + attention + queries + keys + wide
     norms = 2 * (stream + 4)  # the input, and a float32
-    rotary = 4 * shape.head_dim
-    if shape.facts.head_norms:
+    rotary = 8 * shape.head_dim  # its cosines and sines
+    if shape.parts.head_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
-        rotary *= 2
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
     return norms + rotary + attention + queries + 2 * keys + 2 * stream + 4 * wide
 

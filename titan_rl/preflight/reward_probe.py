@@ -24,7 +24,7 @@ from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
 from titan_rl.agents.user_code import keywords_of, load
 from titan_rl.isolation import outside
 from titan_rl.tasks.reward_shapes import Arguments, Component, component
-from titan_rl.tasks.rewards import Answer
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import judge_once
 from titan_rl.wire.types import Prompt
 
@@ -131,7 +131,7 @@ def _not_loaded(key: str, name: str) -> str:
 
 def _called(name: str, reward: Component, prompt: Prompt) -> str:
     try:
-        judge_once(reward, prompt, Answer(prompt.answer))
+        judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:
         said = str(error)
         if said.startswith("task.reward"):

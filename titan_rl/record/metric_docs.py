@@ -2,7 +2,8 @@
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
-"reward_part/NAME" that of a component of the reward.
+"reward_part/NAME" that of a component of the reward. A set of [eval.sets] logs "eval/NAME/avg@K" and
+"eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/evaluation.md).
 """
 
 from typing import get_args
@@ -74,6 +75,9 @@ DOCS: dict[str, str] = {
     "sync/pause_seconds": "Seconds that the slowest engine stopped sampling to switch to the new weights.",
     # Only some steps or some algorithms log the metrics from here on.
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples, or share of pairs a reward model orders rightly.",
+    "eval/low": "Lower end of the 95% interval of eval/score, over problems.",
+    "eval/high": "Upper end of the 95% interval of eval/score.",
+    "eval/failed": "Held-out answers that have no reward and count as 0 in eval/score.",
     "time/eval": "Seconds of the evaluation after the step; not in time/step.",
     "time/save": "Seconds of the checkpoint after the step; not in time/step.",
     "time/pause": "Seconds of a pause after the step; not in time/step.",

@@ -27,7 +27,7 @@ def evaluation_rubric(task: TaskSection) -> Rubric:
     return Rubric(parts, "", tuple(task.reward_args.items()))
 
 
-class Judging:
+class RewardJudges:
     """Judges by reward functions, in training and in evaluations. `close` ends their processes."""
 
     def __init__(self, config: Config) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from titan_rl.tasks.rewards import Answer, last_number_of
+from titan_rl.tasks.rewards import Answered, last_number_of
 from titan_rl.wire.types import Prompt
 
 ARGUMENTS = ("judge_url", "judge_model", "judge_key", "judge_prompt", "judge_scale", "judge_tokens")
@@ -55,7 +55,7 @@ class LlmJudge:
             raise ValueError("task.reward_args: expected {answer} in judge_prompt, found none")
         self._session: Any = None
 
-    async def __call__(self, prompt: Prompt, answer: Answer) -> float:
+    async def __call__(self, prompt: Prompt, answer: Answered) -> float:
         import aiohttp
 
         key = os.environ.get(self._variable, "")

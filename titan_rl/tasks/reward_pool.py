@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from titan_rl.tasks.reward_process import RewardProcess, RewardProcessLost
 from titan_rl.tasks.reward_thread import SideThread
 from titan_rl.tasks.reward_worker import Request, verdict_of
-from titan_rl.tasks.rewards import Answer
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import GRADER, Rubric
 from titan_rl.wire.types import Prompt, Rollout, Verdict
 
@@ -43,7 +43,7 @@ class Batch:
 
     rubric: Rubric
     prompt: Prompt
-    answers: Sequence[Answer]
+    answers: Sequence[Answered]
     attempts: int
     left: deque[int]  # rows that no worker has
     done: asyncio.Future[None]
@@ -261,8 +261,8 @@ class RewardPool:
         return False
 
 
-def answer_of(rollout: Rollout) -> Answer:
+def answer_of(rollout: Rollout) -> Answered:
     turns = rollout.turns
     completion = turns[-1].completion if turns else None
     versions = completion.versions if completion else ()
-    return Answer(rollout.text, completion.tokens if completion else (), max(versions, default=0))
+    return Answered(rollout.text, completion.tokens if completion else (), max(versions, default=0), rollout.messages)

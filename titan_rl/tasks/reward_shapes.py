@@ -1,6 +1,6 @@
 """Recognizes a reward function by its signature, and calls it as the library does that it was written for.
 
-    f(prompt, completion, answer, row)                       ours: one answer
+    f(prompt, completion, answer, row, messages)             ours: one answer
     f(prompt, completions, answer, row)                      ours: all answers to a prompt at once
     f(prompts, completions, completion_ids, **columns)       TRL's reward_funcs: lists with one entry per answer
     f(data_source, solution_str, ground_truth, extra_info)   verl's compute_score
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from titan_rl.tasks.rewards import Answer, load_function, number, offered, parameters, shown, taken
+from titan_rl.tasks.rewards import OFFERED, Answered, given, load_function, number, parameters, shown, taken
 from titan_rl.tasks.verifiers import VERIFIERS
 from titan_rl.wire.types import Prompt
 
@@ -58,13 +58,12 @@ def asynchronous(function: Callable[..., Any]) -> bool:
 
 
 def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component:
-    keys = taken(function, name, [*_offered_at_once(Prompt(0, "", [], ""), ())] if at_once else [*OFFERED])
+    keys = taken(function, name, [*_offered_at_once(Prompt(0, "", [], ""), ())] if at_once else OFFERED)
 
-    def one(prompt: Prompt, answer: Answer) -> Any:
-        every = offered(prompt, answer.text)
-        return function(**{key: every[key] for key in keys})
+    def one(prompt: Prompt, answer: Answered) -> Any:
+        return function(**given(keys, prompt, answer))
 
-    def all_at_once(prompt: Prompt, answers: Sequence[Answer]) -> Any:
+    def all_at_once(prompt: Prompt, answers: Sequence[Answered]) -> Any:
         every = _offered_at_once(prompt, answers)
         return function(**{key: every[key] for key in keys})
 
@@ -74,10 +73,7 @@ def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component
     return Component(name, one, plain.read, asynchronous=asynchronous(function))
 
 
-OFFERED = tuple(offered(Prompt(0, "", [], ""), ""))
-
-
-def _offered_at_once(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, Any]:
+def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, Any]:
     texts, tokens = [answer.text for answer in answers], [list(answer.tokens) for answer in answers]
     one = {"prompt": prompt.text, "completions": texts, "completion_ids": tokens}
     return one | {"answer": prompt.answer, "row": prompt.row}
@@ -105,7 +101,7 @@ class Extras:
 
 
 def _of_trl(function: Callable[..., Any], name: str) -> Component:
-    def call(prompt: Prompt, answers: Sequence[Answer]) -> Any:
+    def call(prompt: Prompt, answers: Sequence[Answered]) -> Any:
         extras = Extras()
         found = function(**_columns(function, name, prompt, answers, extras))
         if not inspect.isawaitable(found):
@@ -120,7 +116,7 @@ def _of_trl(function: Callable[..., Any], name: str) -> Component:
 
 
 def _columns(
-    function: Callable[..., Any], name: str, prompt: Prompt, answers: Sequence[Answer], extras: Extras
+    function: Callable[..., Any], name: str, prompt: Prompt, answers: Sequence[Answered], extras: Extras
 ) -> dict[str, Any]:
     """Return what TRL calls a reward function with. Of a chat, prompts and completions are lists of messages."""
     n, chat = len(answers), [dict(message) for message in prompt.messages]
@@ -162,7 +158,7 @@ def _of_verl(function: Callable[..., Any], name: str) -> Component:
     keys = ["data_source", "solution_str", "ground_truth", "extra_info"]
     keys = taken(function, name, keys)
 
-    def call(prompt: Prompt, answer: Answer) -> Any:
+    def call(prompt: Prompt, answer: Answered) -> Any:
         row, model = prompt.row, prompt.row.get("reward_model")
         truth = model.get("ground_truth", prompt.answer) if isinstance(model, Mapping) else prompt.answer
         extra = row.get("extra_info")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from titan_rl.tasks.rewards import Answer
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.wire.streams import outlive_readers
 from titan_rl.wire.types import Prompt, Verdict
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
     rubric: Rubric
     prompt: Prompt | None = None
-    answers: Sequence[Answer] = ()
+    answers: Sequence[Answered] = ()
     rows: Sequence[int] = ()  # of the answers, those to judge
     ungraded: Sequence[int] = ()  # of these, those that the grader has failed on
     seconds: float | None = None

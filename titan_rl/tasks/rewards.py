@@ -5,24 +5,35 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 from titan_rl.wire.types import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 
-Reward = Callable[[Prompt, str], float]
+OFFERED = ("prompt", "completion", "answer", "row", "messages")
+"""What a reward function may take by keyword."""
+
+Messages = Sequence[Mapping[str, Any]]
 
 
-class Answer(NamedTuple):
+class Reward(Protocol):
+    """Scores a completion. `messages` is what a rollout of several turns recorded; empty: there was one turn."""
+
+    def __call__(self, prompt: Prompt, completion: str, messages: Messages = (), /) -> float: ...
+
+
+class Answered(NamedTuple):
     """What a reward may see of a rollout."""
 
     text: str
     tokens: Sequence[int] = ()
     version: int = 0  # of the policy that sampled it
+    messages: Messages = ()  # that a rollout of several turns recorded
 
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
@@ -41,12 +52,12 @@ PLAIN = (
 """LaTeX that only dresses a number, and what it stands for."""
 
 
-def exact(prompt: Prompt, completion: str) -> float:
+def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion equals the answer, ignoring surrounding white space."""
     return float(completion.strip() == prompt.answer.strip())
 
 
-def last_number(prompt: Prompt, completion: str) -> float:
+def last_number(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
     fraction is a number; a part of another term (x^2, 10:30, 2\\sqrt{3}) is none."""
     expected = last_number_of(prompt.answer.rpartition("####")[2])
@@ -77,9 +88,22 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
     return function
 
 
-def offered(prompt: Prompt, completion: str) -> dict[str, Any]:
-    """Return the keywords that a function of one answer may take."""
-    return {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "row": prompt.row}
+def given(keys: Collection[str], prompt: Prompt, answer: Answered) -> dict[str, Any]:
+    """Return those of OFFERED that a function takes: prompt, completion and answer are texts, row is the example's,
+    messages is the conversation."""
+    every: dict[str, Any] = {"prompt": prompt.text, "completion": answer.text, "answer": prompt.answer}
+    every["row"] = prompt.row
+    if "messages" in keys:
+        every["messages"] = conversation(prompt, answer.text, answer.messages)
+    return {key: every[key] for key in keys}
+
+
+def conversation(prompt: Prompt, completion: str, messages: Messages = ()) -> list[dict[str, Any]]:
+    """Return the conversation from the prompt to the last answer, as a copy that the caller may change. Without a chat
+    template the prompt is the first user's message."""
+    asked = [] if prompt.messages else [{"role": "user", "content": prompt.text}]
+    whole = messages or [*prompt.messages, {"role": "assistant", "content": completion}]
+    return deepcopy([*asked, *map(dict, whole)])
 
 
 def number(value: Any, name: str) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.tasks.reward_shapes import Component, Score, component
-from titan_rl.tasks.rewards import BUILT_IN, Answer, number
+from titan_rl.tasks.rewards import BUILT_IN, Answered, number
 from titan_rl.wire.types import Prompt, Verdict
 
 GRADER = "grader"
@@ -70,7 +70,7 @@ class Scorer:
     def verdicts(
         self,
         prompt: Prompt,
-        answers: Sequence[Answer],
+        answers: Sequence[Answered],
         rows: Sequence[int],
         *,
         ungraded: Collection[int] = (),
@@ -97,7 +97,7 @@ class Scorer:
         self,
         part: Component,
         prompt: Prompt,
-        answers: Sequence[Answer],
+        answers: Sequence[Answered],
         rows: Sequence[int],
         seconds: float | None,
         at: Callable[[str], None],
@@ -124,7 +124,7 @@ class Scorer:
 
         return dict(zip(rows, self._run(every()), strict=True))
 
-    def _of_all(self, part: Component, prompt: Prompt, answers: Sequence[Answer], rows: Sequence[int]) -> list[Found]:
+    def _of_all(self, part: Component, prompt: Prompt, answers: Sequence[Answered], rows: Sequence[int]) -> list[Found]:
         try:
             value = part.call(prompt, answers)
             if inspect.isawaitable(value):
@@ -170,7 +170,7 @@ class Scorer:
         return Verdict(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
 
 
-def judge_once(part: Component, prompt: Prompt, answer: Answer) -> None:
+def judge_once(part: Component, prompt: Prompt, answer: Answered) -> None:
     """Call a function on one answer, or on two copies of it if it judges all answers at once. Raise what it raises, or
     what is wrong with what it returns. It need not apply to this answer."""
     value = part.call(prompt, [answer] * 2 if part.at_once else answer)
@@ -187,7 +187,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _called(part: Component, prompt: Prompt, answer: Answer) -> Found:
+def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
     """Return the score of one call, or what it raised: a sys.exit in user code ends only this call."""
     try:
         return part.read(part.call(prompt, answer))

@@ -12,11 +12,11 @@ from typing import Any
 
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
-from titan_rl.tasks.rewards import BUILT_IN, Answer, Reward, last_number_of
+from titan_rl.tasks.rewards import BUILT_IN, Answered, Reward, last_number_of
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
-Verify = Callable[[Prompt, Answer], Any]
+Verify = Callable[[Prompt, Answered], Any]
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 MATH_SECONDS = 5  # of math-verify's own deadlines; the process's is task.reward_seconds
 
@@ -34,7 +34,7 @@ def argument(arguments: Arguments, key: str, kind: type, default: Any = None) ->
 
 
 def by_text(reward: Reward) -> Callable[[Arguments], Verify]:
-    return lambda arguments: lambda prompt, answer: reward(prompt, answer.text)
+    return lambda arguments: lambda prompt, answer: reward(prompt, answer.text, answer.messages)
 
 
 def near_number(arguments: Arguments) -> Verify:
@@ -43,7 +43,7 @@ def near_number(arguments: Arguments) -> Verify:
     if not 0 <= tolerance < 1:
         raise ValueError(f"task.reward_args: expected a tolerance from 0 to below 1, found {tolerance:g}")
 
-    def verify(prompt: Prompt, answer: Answer) -> float:
+    def verify(prompt: Prompt, answer: Answered) -> float:
         expected = last_number_of(prompt.answer.rpartition("####")[2])
         if expected is None:
             raise ValueError(f'"number" expects a number in the reference answer, found {prompt.answer[:80]!r}')
@@ -61,7 +61,7 @@ def pattern(arguments: Arguments) -> Verify:
     except re.error as error:
         raise ValueError(f"task.reward_args: expected pattern to be a regular expression, found {error}") from error
 
-    def verify(prompt: Prompt, answer: Answer) -> float:
+    def verify(prompt: Prompt, answer: Answered) -> float:
         return float((compiled or re.compile(prompt.answer)).search(answer.text) is not None)
 
     return verify
@@ -92,7 +92,7 @@ def json_schema(arguments: Arguments) -> Verify:
                 f"task.reward_args: expected schema to be a JSON schema or a file, found {first}"
             ) from error
 
-    def verify(prompt: Prompt, answer: Answer) -> float:
+    def verify(prompt: Prompt, answer: Answered) -> float:
         given = prompt.row.get("schema", prompt.answer)
         valid = fixed or validator(json.loads(given) if isinstance(given, str) else given)
         blocks = FENCED.findall(answer.text)
@@ -112,12 +112,15 @@ def math(arguments: Arguments) -> Verify:
     except ImportError as error:
         raise ValueError('"math" needs a package: pip install math-verify[antlr4_13_2]') from error
 
-    def judge(prompt: Prompt, answer: Answer) -> float:
+    how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}  # what times out is not wrong
+
+    def judge(prompt: Prompt, answer: Answered) -> float:
         text = prompt.answer
-        gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=MATH_SECONDS)
+        gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", **how)
         if not gold:
             raise ValueError(f'"math" expects an expression in the reference answer, found {text[:80]!r}')
-        return float(verify(gold, parse(answer.text, parsing_timeout=MATH_SECONDS), timeout_seconds=MATH_SECONDS))
+        found = parse(answer.text, **how)
+        return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
 
     return judge
 
@@ -129,7 +132,7 @@ def tagged(arguments: Arguments) -> Verify:
     if not all(re.fullmatch(r"\w+", tag) for tag in tags):
         raise ValueError(f"task.reward_args: expected tags to be names such as think,answer, found {','.join(tags)!r}")
 
-    def verify(prompt: Prompt, answer: Answer) -> float:
+    def verify(prompt: Prompt, answer: Answered) -> float:
         rest, good = answer.text.strip(), 0
         for tag in tags:
             begin, end = f"<{tag}>", f"</{tag}>"

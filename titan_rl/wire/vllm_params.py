@@ -1,4 +1,4 @@
-"""The live parameters of vLLM's LlamaForCausalLM and Qwen3ForCausalLM, and the Hugging Face tensors that fill them.
+"""The live parameters of vLLM's dense decoders (model_families.py), and the Hugging Face tensors that fill them.
 
 vLLM fuses q, k and v, and gate and up, pads embeddings, and cuts parameters over its tensor-parallel ranks.
 """
@@ -110,8 +110,17 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
                 _Part(f"{at}.self_attn.v_proj.weight", kv, dim, row_cuts=kv_cuts),
             ],
         )
+        if shape.parts.qkv_bias:
+            yield (
+                f"{at}.self_attn.qkv_proj.bias",
+                [
+                    _Part(f"{at}.self_attn.q_proj.bias", q, 1, row_cuts=tp),
+                    _Part(f"{at}.self_attn.k_proj.bias", kv, 1, row_cuts=kv_cuts),
+                    _Part(f"{at}.self_attn.v_proj.bias", kv, 1, row_cuts=kv_cuts),
+                ],
+            )
         yield by_columns(f"{at}.self_attn.o_proj.weight", q)
-        if shape.facts.head_norms:
+        if shape.parts.head_norms:
             yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
             yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
         yield (

@@ -19,8 +19,9 @@ from titan_rl.actors.titan.document_masks import SharedMetadata, classed_masks, 
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.batch.packing import pack, unpack
+from titan_rl.config.choices import Family
 from titan_rl.config.sections import AlgorithmSection, Config, TrainingSection
-from titan_rl.wire.model_shape import Family, ModelShape
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch, Sample
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, titan_tensors
+from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, hf_tensors
 from titan_rl.actors.sync.checksums import gpu_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging, shards_of
@@ -41,7 +41,7 @@ def as_each_rank(replicate: int, fsdp: int, tp: int) -> Iterator[Weights]:
     "mesh", [(1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 1, 2), (2, 3, 2)]
 )
 def test_every_layout_is_described_exactly_and_packs_into_the_generators_parameters(mesh: tuple[int, int, int]) -> None:
-    whole, layouts, held = titan_tensors(), [], []
+    whole, layouts, held = hf_tensors(), [], []
     for weights in as_each_rank(*mesh):
         layouts.append(weights.shards())
         held.append({})
@@ -118,15 +118,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 def test_parameters_that_cannot_be_described_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^w: expected a Hugging Face name"):
-        shards_of([("w", torch.zeros(2))], {}, {})
+        shards_of([("w", torch.zeros(2))], {})
     with pytest.raises(ValueError, match=r"^w: expected a vector or a matrix, found shape \(1, 2, 3\)"):
-        shards_of([("w", torch.zeros(1, 2, 3))], {"w": "w"}, {})
+        shards_of([("w", torch.zeros(1, 2, 3))], {"w": "w"})
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"^w: expected sharded or replicated values"):
-            shards_of([("w", partial)], {"w": "w"}, {})
+            shards_of([("w", partial)], {"w": "w"})
     finally:
         dist.destroy_process_group()
 

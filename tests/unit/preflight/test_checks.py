@@ -80,8 +80,11 @@ def test_the_defaults_run() -> None:
             "group, found 1",
         ),
         ('[model]\nname = "qwen3"\ndim = 130', "model.dim: expected a multiple of n_heads = 4, because head_dim is 0"),
-        ("[model]\ndim = 130", "model.dim: expected head_dim x n_heads"),
-        ("[model]\nhead_dim = 64", "head_dim x n_heads = 64 x 4, as TorchTitan's Llama 3 requires, found 128"),
+        ("[model]\ndim = 130", "model.dim: expected a multiple of n_heads = 4, because head_dim is 0"),
+        (
+            '[model]\nname = "qwen2"\nhead_dim = 64',
+            "head_dim x n_heads = 64 x 4, as vLLM's Qwen2ForCausalLM has",
+        ),
         ('[model]\nname = "qwen3"\nhead_dim = 33', "model.head_dim: expected an even number"),
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: expected a divisor of the model's 4 heads, found 3"),
         ("[model]\nvocab_size = 10", "model.vocab_size: expected at least the built-in tokenizer's 52, found 10"),

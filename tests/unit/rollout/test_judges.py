@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config
-from titan_rl.rollout.judges import accuracy, by_model, scores_of
+from titan_rl.rollout.judges import by_model, ranks_right, scores_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.wire.errors import RunError
@@ -22,7 +22,7 @@ PAD = 99
 
 def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
     async def judged() -> Sequence[float | Verdict]:
-        judge = by_rule(lambda prompt, text: float(text == prompt.answer))
+        judge = by_rule(lambda prompt, text, messages: float(text == prompt.answer))
         return await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])
 
     assert asyncio.run(judged()) == [0.0, 1.0, 0.0]
@@ -70,9 +70,10 @@ def test_a_reward_model_reads_the_branch_of_the_last_turn() -> None:
     ("scores", "share"), [([2.0, 1.0], 1.0), ([1.0, 2.0], 0.0), ([1.0, 1.0], 0.0), ([2, 1, 0, 5, 3, -3, 0, 0], 0.5)]
 )
 def test_accuracy_is_the_share_of_pairs_whose_chosen_member_scores_higher(scores: list[float], share: float) -> None:
-    assert accuracy(scores) == share
+    right = ranks_right(scores)
+    assert sum(right) / len(right) == share
 
 
 def test_scores_that_are_not_finite_have_no_accuracy() -> None:
     with pytest.raises(RunError, match="1 of 4 evaluated scores are not finite"):
-        accuracy([1.0, 0.0, float("nan"), 2.0])
+        ranks_right([1.0, 0.0, float("nan"), 2.0])

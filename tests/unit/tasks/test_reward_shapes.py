@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titan_rl.tasks.reward_shapes import component
-from titan_rl.tasks.rewards import Answer
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import GRADER, Rubric, Scorer
 from titan_rl.wire.types import Prompt, Verdict
 
@@ -19,7 +19,7 @@ TEXT = Prompt(7, "What is 6*7?", [1], "42", {"question": "What is 6*7?", "answer
 CHAT = Prompt(
     7, "<|user|>What is 6*7?", [1], "42", {"level": 3}, messages=({"role": "user", "content": "What is 6*7?"},)
 )
-ANSWERS = [Answer(r"so \boxed{42}", [5, 6], 3), Answer("41", [7], 2), Answer("", [], 0)]
+ANSWERS = [Answered(r"so \boxed{42}", [5, 6], 3), Answered("41", [7], 2), Answered("", [], 0)]
 
 
 @pytest.fixture
@@ -192,9 +192,9 @@ def test_a_stock_compute_score_of_verl(module: Callable[..., ModuleType]) -> Non
     }
     prompt = Prompt(0, "", [], "no", row)
     scorer = Scorer(Rubric((("theirs:gsm8k", 1.0),)))
-    answers = [Answer("#### 42"), Answer("#### 41"), Answer("42")]
+    answers = [Answered("#### 42"), Answered("#### 41"), Answered("42")]
     assert [v.reward for _, v in scorer.verdicts(prompt, answers, [0, 1, 2])] == [1.0, 0.0, 0.0]
-    ((_, verdict),) = Scorer(Rubric((("theirs:mine", 1.0),))).verdicts(prompt, [Answer("42")], [0])
+    ((_, verdict),) = Scorer(Rubric((("theirs:mine", 1.0),))).verdicts(prompt, [Answered("42")], [0])
     assert verdict == Verdict(0.02, {"acc": 1.0, "i": 5.0})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from titan_rl.tasks.rewards import Answer
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.tasks.verifiers import VERIFIERS
 from titan_rl.wire.types import Prompt, Verdict
@@ -19,7 +19,7 @@ from titan_rl.wire.types import Prompt, Verdict
 
 def verified(name: str, text: str, answer: str = "", row: dict[str, Any] | None = None, **arguments: Any) -> float:
     prompt = Prompt(0, "q", [], answer, row or {})
-    return VERIFIERS[name](arguments)(prompt, Answer(text, [0] * len(text)))
+    return VERIFIERS[name](arguments)(prompt, Answered(text, [0] * len(text)))
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,12 @@ def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.Monke
         VERIFIERS["math"]({})
     asked: list[Any] = []
 
-    def parse(pred: str, *, parsing_timeout: int) -> list[Any]:
+    def parse(pred: str, *, parsing_timeout: int, raise_on_error: bool) -> list[Any]:
+        assert raise_on_error, "or an answer that takes too long is silently wrong"
         asked.append(pred)
         return [pred.strip("$")] if pred else []
 
-    def verify(gold: list[Any], target: list[Any], *, timeout_seconds: int) -> bool:
+    def verify(gold: list[Any], target: list[Any], *, timeout_seconds: int, raise_on_error: bool) -> bool:
         return gold == target
 
     fake = ModuleType("math_verify")
@@ -105,7 +106,7 @@ def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.Monke
     assert verified("math", "x+1", "x+1") == 1.0
     assert verified("math", "x", "$x+1$") == 0.0
     assert asked == ["$x+1$", "x+1", "$x+1$", "x"]
-    fake.__dict__["parse"] = lambda pred, *, parsing_timeout: []
+    fake.__dict__["parse"] = lambda pred, **how: []
     with pytest.raises(ValueError, match="expects an expression in the reference answer, found 'no'"):
         verified("math", "x", "no")
 
@@ -142,7 +143,7 @@ def judged(
         port = runner.addresses[0][1]
         arguments = {"judge_url": f"http://127.0.0.1:{port}/v1/", "judge_model": "m", "judge_key": "MY_JUDGE"}
         scorer = Scorer(Rubric((("judge", 1.0),), arguments=tuple(arguments.items())))
-        prompt, answers = Prompt(0, "the question {answer}", [], "the reference"), [Answer(text) for text in texts]
+        prompt, answers = Prompt(0, "the question {answer}", [], "the reference"), [Answered(text) for text in texts]
         try:
             return await asyncio.to_thread(
                 lambda: [v for _, v in scorer.verdicts(prompt, answers, range(len(texts)), seconds=seconds)]

@@ -33,11 +33,22 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LENGTH = {"original_max_position_embeddings": 1024}
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, **LENGTH, "beta_fast": 16.0, "beta_slow": 2.0},
+    **{"mscale": 1.5, "mscale_all_dim": 0.7, "truncate": False},
+}
 SHAPES = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied=True),
     "llama scaled": replace(LLAMA, rope_scaling=SCALING),
     "llama head_dim": replace(LLAMA, head_dim=32),
+    "llama yarn": replace(LLAMA, rope_scaling={"rope_type": "yarn", "factor": 4.0, **LENGTH}, max_seq_len=4096),
+    "qwen2": replace(LLAMA, family="qwen2"),
+    "qwen2 yarn": replace(LLAMA, family="qwen2", tied=True, rope_scaling=YARN, max_seq_len=4096),
+    "mistral": replace(LLAMA, family="mistral", head_dim=24, sliding_window=96),
+    "mistral without window": replace(LLAMA, family="mistral", n_kv_heads=1),
+    "qwen yarn": replace(LLAMA, family="qwen3", rope_scaling=YARN, max_seq_len=4096),
     "qwen": replace(LLAMA, family="qwen3"),
     "qwen tied head_dim": replace(LLAMA, family="qwen3", tied=True, head_dim=24, dim=50),
 }
@@ -71,10 +82,10 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
     valued = shape.with_value_head()
     config = AutoConfig.from_pretrained(saved(valued, tmp_path))
     assert ModelShape.from_hf(config.to_dict()) == valued
-    assert (config.num_labels, config.architectures) == (1, [shape.facts.architectures["value"]])
+    assert (config.num_labels, config.architectures) == (1, [shape.parts.architectures["value"]])
     with torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
-    assert type(model).__name__ == shape.facts.architectures["value"]
+    assert type(model).__name__ == shape.parts.architectures["value"]
     assert valued.parameters == sum(p.numel() for p in model.parameters())
     assert valued.hf_tensors() == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
@@ -133,8 +144,9 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, 'model_type: expected llama or qwen3, found "mistral"'),
-        ({"model_type": "qwen3_moe"}, "model_type"),
+        ({"model_type": "gpt2"}, 'model_type: expected llama, qwen2, qwen3 or mistral, found "gpt2"'),
+        ({"model_type": "qwen3_moe"}, 'found "qwen3_moe", a mixture of experts'),
+        ({"model_type": "gemma3_text"}, 'found "gemma3_text", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures"),
         ({"architectures": None}, "architectures"),
@@ -144,11 +156,12 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
         ({"hidden_act": "gelu"}, 'hidden_act: expected "silu", found "gelu"'),
         ({"attention_bias": True}, "attention_bias: expected false, found true"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 64}, "sliding_window: expected null, as transformers ignores it for Llama, found 64"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: expected full attention only"),
         ({"num_local_experts": 8}, "num_local_experts: expected a dense model, found 8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters: expected rope_type default or llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "expected rope_type default or llama3 or yarn"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "original_max_position_embeddings"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0, found 0.5"),
     ],
@@ -158,9 +171,9 @@ def test_unsupported_hf_configs(change: dict[str, Any], message: str) -> None:
         ModelShape.from_hf(LLAMA.hf_config(bos=1, eos=2, pad=None) | change)
 
 
-def test_qwen3_takes_no_rope_scaling_and_no_transformers_defaults() -> None:
+def test_qwen3_takes_no_llama_scaling_and_no_transformers_defaults() -> None:
     config = SHAPES["qwen"].hf_config(bos=1, eos=2, pad=None)
-    with pytest.raises(ValueError, match="rope_type default for all layers"):
+    with pytest.raises(ValueError, match="rope_type default or yarn for all layers"):
         ModelShape.from_hf(config | {"rope_parameters": SCALING | {"rope_theta": 1e6}})
     with pytest.raises(ValueError, match="head_dim: expected a positive integer, found null"):
         ModelShape.from_hf({key: value for key, value in config.items() if key != "head_dim"})

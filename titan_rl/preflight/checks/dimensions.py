@@ -18,9 +18,9 @@ def check_dimensions(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.head_dim % 2:
         why = "because rotary embeddings pair its elements"
         yield f"model.head_dim: expected an even number, {why}, found {shape.head_dim}"
-    if shape.family == "llama3" and shape.head_dim * shape.n_heads != shape.dim:
+    if not model.hf_assets_path and shape.parts.heads_fill_dim and model.head_dim * shape.n_heads not in (0, shape.dim):
         product = f"head_dim x n_heads = {shape.head_dim} x {shape.n_heads}"
-        yield f"model.dim: expected {product}, as TorchTitan's Llama 3 requires, found {shape.dim}"
+        yield f"model.dim: expected {product}, as vLLM's {shape.parts.architectures['lm']} has, found {shape.dim}"
     elif not (model.hf_assets_path or model.flavor or model.head_dim) and model.dim % model.n_heads:
         yield f"model.dim: expected a multiple of n_heads = {model.n_heads}, because head_dim is 0, found {model.dim}"
     if not model.hf_assets_path and shape.vocab_size < SIZE:

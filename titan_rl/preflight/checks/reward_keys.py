@@ -1,7 +1,6 @@
 """Checks of the rewards of [task]: their names, weights and arguments, and one call of each of the user's functions."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
@@ -22,7 +21,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     """Check that every reward can be called. A user's function is called once, with the first row's own answer."""
     task = config.task
     yield from _table(task)
-    named = dict.fromkeys(name for _, name in rewards_of(task))
+    named = dict.fromkeys([*(name for _, name in rewards_of(task)), *_of_sets(config)])
     arguments = {key for name in named for key in TAKES.get(name, ())}
     for key in task.reward_args:
         if key not in arguments:
@@ -35,11 +34,15 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
             yield f'task.{key}: expected a reward other than "model", {why}, found "model"'
         if name in ("model", *BUILT_IN):
             continue
-        if name in MAY_HANG and not task.reward_workers:
-            yield f'task.reward_workers: expected at least 1 for "{name}", which may hang, found 0'
         first = next(iter(train if key != "eval_reward" else heldout or train), None)
         prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
-        yield from _callable(key, name, prompt, task.reward_args)
+        yield from check_callable(f"task.{key}", name, prompt, task)
+
+
+def _of_sets(config: Config) -> list[str]:
+    """Return the rewards of [eval.sets], whose tables may not be sound."""
+    found = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
+    return [name for name in found if isinstance(name, str) and name]
 
 
 def rewards_of(task: TaskSection) -> list[tuple[str, str]]:
@@ -57,12 +60,15 @@ def _table(task: TaskSection) -> Iterator[str]:
         yield f"task.reward: expected to be unset where task.rewards is set, found {as_toml(task.reward)}"
 
 
-def _callable(key: str, name: str, prompt: Prompt | None, arguments: dict[str, Any]) -> Iterator[str]:
+def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection) -> Iterator[str]:
+    """Check that a reward can be called; `key` names it. A user's function is called once."""
+    if name in MAY_HANG and not task.reward_workers:
+        yield f'task.reward_workers: expected at least 1 for "{name}", which may hang, found 0'
     if name not in VERIFIERS or name in HEAVY:
-        for problem in probe(name, prompt, arguments=arguments):
-            yield problem.replace("task.reward:", f"task.{key}:").replace("task.reward =", f"task.{key} =")
+        for problem in probe(name, prompt, arguments=task.reward_args):
+            yield problem.replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
         return
     try:
-        component(name, arguments)
+        component(name, task.reward_args)
     except (TypeError, ValueError) as error:
-        yield str(error) if str(error).startswith("task.") else f"task.{key}: {error}"
+        yield str(error) if str(error).startswith("task.") else f"{key}: {error}"

@@ -1,0 +1,161 @@
+"""Reads a config.json of transformers 4 or 5: what trainer and generator cannot both run, and the rotary embedding."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, RopeType, why_unknown
+
+HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that transformers insists on
+    (
+        ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window"),
+        (bool,),
+        "true or false",
+    ),
+    (("bos_token_id", "pad_token_id", "pretraining_tp", "sliding_window", "max_window_layers"), (int,), "an integer"),
+    (("eos_token_id",), (int, list), "an integer or a list of them"),
+    (("attention_dropout", "initializer_range"), (int, float), "a number"),
+)
+SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # that must be there
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # that may be there
+MOST, MOST_LAYERS = 2**30, 1000  # far above every model
+HF_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers 5's `rope_parameters`, or build them from 4's `rope_theta` and `rope_scaling`."""
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0}
+    rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the keys of a supported scaling, as in config.json; None if there is none."""
+    kind: RopeType = rope["rope_type"]
+    optional = (*YARN_KEYS, "truncate") if kind == "yarn" else ()
+    found = {key: rope[key] for key in (*SCALING_KEYS[kind], *optional) if rope.get(key) is not None}
+    return {"rope_type": kind, **found} if kind != "default" else None
+
+
+def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is missing, and what trainer and generator cannot both run."""
+    model_type = str(config.get("model_type"))
+    if model_type not in BY_MODEL_TYPE:
+        known = ", ".join(list(BY_MODEL_TYPE)[:-1]) + f" or {list(BY_MODEL_TYPE)[-1]}"
+        yield refused("model_type", known, config.get("model_type")) + why_unknown(model_type)
+        return
+    parts = FAMILIES[BY_MODEL_TYPE[model_type]]
+    yield from _unsupported_heads(config, parts)
+    yield from _unsupported_sizes(config, parts)
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in (None, "auto", "float32", "bfloat16", "float16", "float64"):
+            yield refused(key, "float32, bfloat16, float16 or float64", config[key])
+    if config.get("hidden_act", "silu") != "silu":
+        yield refused("hidden_act", '"silu"', config["hidden_act"])
+    for key in parts.false_keys:
+        if config.get(key):
+            yield refused(key, "false", config[key])
+    for keys, types, expected in HF_TYPES:
+        for key in keys:
+            if config.get(key) is not None and type(config[key]) not in types:
+                yield refused(key, expected, config[key])
+    yield from _unsupported_windows(config, parts)
+    for key in ("num_experts", "num_local_experts"):
+        if config.get(key):
+            yield refused(key, "a dense model", config[key])
+    if config.get("quantization_config"):
+        yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
+    yield from _unsupported_rope(config, parts)
+
+
+def refused(key: str, expected: str, found: Any) -> str:
+    return f"{key}: expected {expected}, found {json.dumps(found, default=str)}"
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _unsupported_heads(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
+    known = list(parts.architectures.values())
+    if config.get("architectures") not in [[name] for name in known]:
+        yield refused("architectures", " or ".join(f'["{name}"]' for name in known), config.get("architectures"))
+    elif config["architectures"] == [parts.architectures["value"]]:
+        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))  # transformers' default is 2
+        if labels != 1:
+            yield refused("num_labels", "1, as a reward is one number", labels)
+
+
+def _unsupported_sizes(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
+    wrong = []
+    for key in HF_SIZES:
+        derived = key in parts.derived_sizes and config.get(key) is None
+        if not derived and (type(config.get(key)) is not int or config[key] < 1):
+            wrong.append(refused(key, "a positive integer", config.get(key)))
+        elif not derived and config[key] > (most := MOST_LAYERS if key == "num_hidden_layers" else MOST):
+            wrong.append(refused(key, f"at most {most}", config[key]))
+    yield from wrong
+    if not wrong and parts.heads_fill_dim and config.get("head_dim") is not None:
+        dim, heads = config["hidden_size"], config["num_attention_heads"]
+        if config["head_dim"] != dim // heads:
+            expected = f"hidden_size / num_attention_heads = {dim // heads}, as vLLM's {parts.architectures['lm']} has"
+            yield refused("head_dim", expected, config["head_dim"])
+    if not _positive(config.get("rms_norm_eps")) or config["rms_norm_eps"] >= 1:
+        yield refused("rms_norm_eps", "a number above 0 and below 1", config.get("rms_norm_eps"))
+
+
+def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
+    """Either all layers have the window, or none has one."""
+    window = config.get("sliding_window", parts.default_window) if parts.default_window else None
+    if parts.model_type == "llama" and config.get("sliding_window") is not None:  # vLLM has it, transformers does not
+        yield refused("sliding_window", "null, as transformers ignores it for Llama", config["sliding_window"])
+    if type(window) is int and not 0 < window <= MOST:
+        yield refused("sliding_window", f"null, or a positive integer of at most {MOST}", window)
+    kind = "sliding_attention" if window else "full_attention"
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != kind for layer in layers):
+        of_window = f", for sliding_window is {window}" if parts.default_window else ""
+        yield refused("layer_types", f"{kind.replace('_', ' ')} only{of_window}", config["layer_types"])
+
+
+def _unsupported_rope(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key) or {}, dict):
+            yield refused(key, "an object", config[key])
+            return
+    rope = rope_of(config)
+    if not _positive(rope["rope_theta"]):
+        yield refused("rope_theta", "a number above 0", rope["rope_theta"])
+    if rope["rope_type"] not in parts.rope_types or any(isinstance(value, dict) for value in rope.values()):
+        yield refused("rope_parameters", f"rope_type {' or '.join(parts.rope_types)} for all layers", rope)
+    elif not all(_positive(rope.get(name)) for name in SCALING_KEYS[rope["rope_type"]]):
+        yield refused("rope_parameters", f"numbers above 0 for {', '.join(SCALING_KEYS[rope['rope_type']])}", rope)
+    elif rope["rope_type"] == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        yield refused("rope_parameters", "a low_freq_factor below the high_freq_factor", rope)
+    elif rope["rope_type"] == "yarn":
+        yield from _unsupported_yarn(rope)
+    if (factor := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield refused("partial_rotary_factor", "1.0", factor)
+
+
+def _unsupported_yarn(rope: Mapping[str, Any]) -> Iterator[str]:
+    wrong = [key for key in YARN_KEYS if key in rope and not _positive(rope[key])]
+    if wrong:
+        yield refused("rope_parameters", f"{wrong[0]} of yarn above 0, or no such key", rope)
+    elif type(rope.get("truncate", True)) is not bool:
+        yield refused("rope_parameters", "truncate of yarn true or false", rope)
+    elif rope["factor"] < 1 or not float(rope["original_max_position_embeddings"]).is_integer():
+        yield refused("rope_parameters", "a factor of yarn of at least 1 and a whole original length", rope)
+    elif rope["original_max_position_embeddings"] * rope["factor"] > MOST:
+        yield refused("rope_parameters", f"a length of at most {MOST}", rope)
+    elif rope["rope_theta"] <= 1:
+        yield refused("rope_theta", "a number above 1, for yarn", rope["rope_theta"])
