@@ -34,13 +34,16 @@ class Dispatch:
         self._routing = Routing(len(replicas), slots)
         self._answers: dict[str, asyncio.Future[list[Completion]]] = {}
         self._switching = False
+        self._sends = False  # in this tick of the loop
 
     async def generate(self, request: Request) -> list[Completion]:
         """Route a request to the replica with the least to do, the first among equals, and await its answer."""
         self._routing.add(request)
         loop = asyncio.get_running_loop()
         answer = self._answers[request.id] = loop.create_future()
-        loop.call_soon(self._send)  # once all requests of this tick are added
+        if not self._sends:
+            self._sends = True
+            loop.call_soon(self._send)  # once all requests of this tick are added
         try:
             return await answer
         finally:
@@ -100,6 +103,7 @@ class Dispatch:
                 answer.set_exception(error)
 
     def _send(self) -> None:
+        self._sends = False
         for index, part, whole in self._routing.send(_now()):
             self._replicas[index].put(part).add_done_callback(partial(self._done, index, part.id, whole))
 

@@ -85,7 +85,7 @@ class EnvironmentMesh:
         await asyncio.gather(*(self._join() for _ in range(self._policy.processes)))
 
     async def drive(self, session: Session) -> Outcome:
-        script = TurnScript(session, self._in_step)
+        script = TurnScript(session, self._in_step if self._policy.lockstep else None)
         order, suspicion, again = next(self._orders), 0, False
         while True:
             process = await self._place(suspicion, again=again)
@@ -133,15 +133,14 @@ class EnvironmentMesh:
     # -- one rollout ----------------------------------------------------------------------------------------------
 
     async def _in_step(self, episode: Episode) -> None:
-        """With lockstep, wait until every rollout waits for the policy."""
-        if self._policy.lockstep:
-            loop = asyncio.get_running_loop()
-            held = self._held[episode.order] = loop.create_future()
-            loop.call_soon(self._step)  # later, so that this rollout too continues in its turn
-            try:
-                await held
-            finally:
-                self._held.pop(episode.order, None)
+        """Wait until every rollout waits for the policy."""
+        loop = asyncio.get_running_loop()
+        held = self._held[episode.order] = loop.create_future()
+        loop.call_soon(self._step)  # later, so that this rollout too continues in its turn
+        try:
+            await held
+        finally:
+            self._held.pop(episode.order, None)
 
     def _step(self) -> None:
         moving = self._coming and any(again for _, _, again in self._queue)  # to a process that is being spawned

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from titan_rl.agents.contexts import Contexts, Line
-from titan_rl.agents.episode_loop import Answer, Ask, Ended
-from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost
+from titan_rl.agents.episode_loop import Answer, Ask
+from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost, TurnNews
 from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
 
 
 class TurnScript:
-    def __init__(self, session: Session, in_step: Callable[[Episode], Awaitable[None]]) -> None:
+    def __init__(self, session: Session, in_step: Callable[[Episode], Awaitable[None]] | None) -> None:
         """`in_step` waits for the other rollouts before a turn is sampled."""
         self._session, self._in_step = session, in_step
         self._said: dict[int, tuple[Ask, Answer]] = {}  # by turn
@@ -35,14 +35,15 @@ class TurnScript:
             if found is not None:
                 process.answer(episode, found._replace(id=episode.id))
 
+        def take(news: TurnNews) -> None:
+            if isinstance(news, Ask):
+                line = contexts.open(news.after, news.kept, news.new)
+                sampling[news.turn] = asyncio.create_task(answer(news, line))
+            elif (task := sampling.get(news.turn)) is not None:
+                task.cancel()
+
         try:
-            while not isinstance(news := await episode.next(), Ended):
-                if isinstance(news, Ask):
-                    line = contexts.open(news.after, news.kept, news.new)
-                    sampling[news.turn] = asyncio.create_task(answer(news, line))
-                elif (task := sampling.get(news.turn)) is not None:
-                    task.cancel()
-            return news.outcome
+            return await episode.listen(take)
         except ProcessLost:
             if sampling:  # what is being sampled is answered from memory in the next process
                 await asyncio.wait(list(sampling.values()))
@@ -56,10 +57,13 @@ class TurnScript:
                 await asyncio.wait(list(sampling.values()))
 
     async def _answer(self, ask: Ask, line: Line, episode: Episode) -> Answer:
-        if ask.turn not in self._said:
-            await self._in_step(episode)
-            self._said[ask.turn] = (ask, await _sampled(self._session, ask, line.tokens))
-        asked, answer = self._said[ask.turn]
+        if (said := self._said.get(ask.turn)) is None:
+            if self._in_step is not None:
+                await self._in_step(episode)
+            answer = await _sampled(self._session, ask, line.tokens)
+            self._said[ask.turn] = (ask, answer)
+            return answer
+        asked, answer = said
         if asked[1:] != ask[1:]:
             raise DriverLost(
                 f"turn {ask.turn} differs when it is replayed: the environment is not a function of its seed"

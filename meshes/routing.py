@@ -20,7 +20,7 @@ With no live replica everything waits. Each part of a request has an id of its o
 that a replica held before it was lost match no part that it holds now.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -128,8 +128,10 @@ class Routing:
         from a retired replica everything is withdrawn anyway."""
         if self._wholes.pop(id, None) is None:
             return {}
-        self._waiting = [request for request in self._waiting if request.id != id]
-        self._again = [unsent for unsent in self._again if unsent.whole != id]
+        if self._waiting:
+            self._waiting = [request for request in self._waiting if request.id != id]
+        if self._again:
+            self._again = [unsent for unsent in self._again if unsent.whole != id]
         left: dict[int, list[SampleId]] = {}
         for replica, held in self._held.items():
             for part in [part for part in held.parts.values() if part.whole == id]:
@@ -146,29 +148,37 @@ class Routing:
             return []
         if self._slots is not None:
             self._waiting.sort(key=lambda request: request.expected or request.sampling.max_new_tokens, reverse=True)
-        outstanding = {i: self._held[i].outstanding for i in awake}  # counted once: a burst holds many requests
-        unfinished = {i: len(self._held[i].unfinished) for i in awake}
+        outstanding = dict.fromkeys(awake, 0)
+        if len(awake) > 1:  # else there is nothing to choose. Counted once: a burst holds many requests
+            outstanding = {i: self._held[i].outstanding for i in awake}
+        slots = self._slots
+        unfinished = {i: 0 if slots is None else len(self._held[i].unfinished) for i in awake}
         sent: list[Sent] = []
 
         def put(replica: int, unsent: Unsent) -> None:
             part = self._put(replica, unsent)
-            outstanding[replica] += part.outstanding
+            if len(awake) > 1:
+                outstanding[replica] += part.outstanding
             unfinished[replica] += len(part.places)
             sent.append(Sent(replica, part.request, part.whole))
 
-        age = {id: n for n, id in enumerate(self._wholes)}
-        for unsent in sorted(self._again, key=lambda unsent: age[unsent.whole]):
-            put(unsent.thief if unsent.thief in awake else min(awake, key=outstanding.__getitem__), unsent)
-        self._again = []
-        slots = self._slots or 1 << 62
-        while self._waiting:
-            request = self._waiting[0]
+        if self._again:
+            age = {id: n for n, id in enumerate(self._wholes)}
+            for unsent in sorted(self._again, key=lambda unsent: age[unsent.whole]):
+                put(unsent.thief if unsent.thief in awake else min(awake, key=outstanding.__getitem__), unsent)
+            self._again = []
+        waiting = deque(self._waiting)
+        while waiting:
+            request = waiting[0]
             samples = len(request.seeds)
-            candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
+            candidates = awake
+            if slots is not None:
+                candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
             if not candidates:
                 break
             put(self._best(request, candidates, outstanding), Unsent(request.id, range(samples), request.begun))
-            del self._waiting[0]
+            waiting.popleft()
+        self._waiting = list(waiting)
         return sent
 
     def report(self, replica: int, report: EngineReport, now: float) -> None:
@@ -249,6 +259,8 @@ class Routing:
     def _best(self, request: Request, candidates: Sequence[int], outstanding: Mapping[int, int]) -> int:
         """Return the replica with the least to do, or one that knows the context and has little more to do: no more
         tokens than the context has, or a quarter more."""
+        if len(candidates) == 1:
+            return candidates[0]
         least = min(candidates, key=outstanding.__getitem__)
         most = outstanding[least] + max(len(request.tokens), outstanding[least] // 4)
         homes = (self._homes[name] for name in request.affinity if name in self._homes)

@@ -85,7 +85,7 @@ class ReplicaLoad:
 
     @property
     def outstanding(self) -> int:
-        return sum(part.outstanding for part in self.parts.values())
+        return sum([part.outstanding for part in self.parts.values()])
 
     def line(self, now: float) -> tuple[float, float]:
         """Return the pace as far as it is known. A step of a silent replica takes as long as it has been silent."""

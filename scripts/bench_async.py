@@ -3,6 +3,7 @@
 
     .venv/bin/python scripts/bench_async.py overlap              # about 15 minutes
     .venv/bin/python scripts/bench_async.py capacity             # about 7 minutes
+    .venv/bin/python scripts/bench_async.py turns                # about 1 minute
     .venv/bin/python scripts/bench_async.py prefix               # about 1 minute
     .venv/bin/python scripts/bench_async.py learning             # about 25 minutes; continues where it was stopped
 
@@ -11,6 +12,8 @@ overlap    real runs, one trainer process and one engine, of rollouts whose leng
            in that run, but overlapped perfectly, the ratio would be (G + T) / max(G, T): the bound
 capacity   the real stream and generator mesh over processes that answer after a timer, with no model: what a rollout
            costs the controller, how much later than its timer it arrives, whether memory grows
+turns      the real stream on a simulated clock: rollouts of 1 to 20 turns, against as many turns in rollouts of equal
+           lengths
 prefix     one engine with the prefix cache and one without, in turn: a group's samples of one long prompt, and a second
            turn whose prompts continue where the first turn's samples ended
 learning   held-out score by samples seen, at lags with and without a correction, from equal cold starts; and a plot
@@ -24,6 +27,7 @@ from bench.async_capacity import capacity
 from bench.async_learning import learning, plot
 from bench.async_overlap import overlap
 from bench.async_prefix import prefix
+from bench.async_turns import long_and_short
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, csv_rows, report
 
 OUTPUTS = Path(__file__).resolve().parents[1] / "outputs" / "learning_by_lag"
@@ -33,6 +37,7 @@ COLUMNS = ("part", "case", "measure", *FIGURES, "note", *RAN_ON)
 OPTIONS = {
     "overlap": {"repeats": 3, "steps": 15},
     "capacity": {"steps": 100},
+    "turns": {"steps": 100},
     "prefix": {"repeats": 7},
     "learning": {"seeds": 3, "steps": 60},
 }
@@ -55,6 +60,8 @@ def main() -> None:
     elif a.part == "capacity":
         for group_size in (1, 10):
             report(a.csv, COLUMNS, asyncio.run(capacity(group_size, a.steps)))
+    elif a.part == "turns":
+        report(a.csv, COLUMNS, long_and_short(a.steps))
     elif a.part == "prefix":
         report(a.csv, COLUMNS, asyncio.run(prefix(a.repeats)))
     else:

@@ -3,8 +3,10 @@
 
     .venv/bin/python scripts/bench_environments.py                        # 1,000 rollouts of 4 turns, 200 ms tools
     .venv/bin/python scripts/bench_environments.py --rollouts 100 --block # while one environment blocks for 3 s
+    .venv/bin/python scripts/bench_environments.py --engine               # 1,000 sessions on a real engine, for 30 s
 
-The ideal is turns x (tool + policy) seconds, as if every rollout had a machine of its own.
+The ideal is turns x (tool + policy) seconds, as if every rollout had a machine of its own. With --engine the policy is
+an engine with a model of random weights, and every rollout that ends is followed by another one.
 """
 
 import argparse
@@ -12,18 +14,21 @@ import asyncio
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from bench.environment_sessions import measure_sessions
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, report
 from titan_rl.agents.episodes import Limits, Reply, Step
 
 COLUMNS = ("variant", "measure", *FIGURES, *RAN_ON)
-POLICY_SECONDS = 0.05
+POLICY_SECONDS, STEP_SECONDS = 0.05, 0.005
 BLOCK_SECONDS = 3.0
 
 
@@ -43,39 +48,64 @@ class SlowTool:
         return Step(str(self._turn), float(done), done)
 
 
+class Steps:
+    """A policy that answers a turn POLICY_SECONDS after it was asked, or a few ms later: an engine answers in steps, so
+    that the benchmark has no timer of its own for each turn."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_SECONDS)
+            now = time.perf_counter()
+            while self._waiting and self._waiting[0][0] <= now:
+                self._waiting.popleft()[1].set_result(self._answer)
+
+    def ask(self) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((time.perf_counter() + POLICY_SECONDS, future))
+        return future
+
+
 @dataclass(eq=False)
 class Waiting:
-    """A session whose policy says one token after POLICY_SECONDS."""
+    """A session that `policy` samples."""
 
     prompt: Any
+    policy: Steps
     id: str = ""
     seed: int = 0
-    answers: Any = None
-    asked: int = field(default=0)
 
     async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Any:
-        self.asked += 1
-        await asyncio.sleep(POLICY_SECONDS)
-        return self.answers
+        return await self.policy.ask()
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+async def spawn_environments(options: argparse.Namespace, folder: Path) -> Any:
     import monarch.actor
     from monarch.actor import this_host
 
     from titan_rl.actors.environment_rank import EnvironmentSettings
     from titan_rl.agents.episode_loop import LoopSettings
     from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
+    from titan_rl.session import settle_interpreter
     from titan_rl.text import tokenizer
-    from titan_rl.wire.types import Completion, Prompt
 
     monarch.actor.unhandled_fault_hook = lambda _: None
+    settle_interpreter()
     tokenizer.build(folder)
     limits = Limits(options.turns, 0, turn_seconds=60, rollout_seconds=600)
     settings = EnvironmentSettings(LoopSettings("bench_environments:SlowTool", options.rollouts, limits), folder)
-    began = time.perf_counter()
     host, path = this_host(), os.pathsep.join([str(Path(__file__).parent), os.getcwd()])
-    mesh = await EnvironmentMesh.spawn(host, settings, EnvironmentPolicy(options.processes), {"PYTHONPATH": path})
+    return await EnvironmentMesh.spawn(host, settings, EnvironmentPolicy(options.processes), {"PYTHONPATH": path})
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
+    from titan_rl.wire.types import Completion, Prompt
+
+    began = time.perf_counter()
+    mesh = await spawn_environments(options, folder)
     started, lags = time.perf_counter() - began, list[float]()
 
     async def lag() -> None:
@@ -86,10 +116,10 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
     def session(number: int) -> Waiting:
         row = {"turns": options.turns, "seconds": options.tool_seconds, "block": options.block and number == 7}
-        answer = Completion([8, 2], [0.0, 0.0], [0, 0], "stop")
-        return Waiting(Prompt(number, "7=", [1, 14, 21], "", row), str(number), number, answer)
+        return Waiting(Prompt(number, "7=", [1, 14, 21], "", row), policy, str(number), number)
 
-    watching, process = asyncio.create_task(lag()), psutil.Process()
+    policy = Steps(Completion([8, 2], [0.0, 0.0], [0, 0], "stop"))
+    watching, process = asyncio.gather(lag(), policy.run()), psutil.Process()
     memory, cpu, own, wall = process.memory_info().rss, time.process_time(), time.thread_time(), time.perf_counter()
     outcomes = await asyncio.gather(*(mesh.drive(session(n)) for n in range(options.rollouts)))
     wall, cpu, own = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - own
@@ -121,9 +151,16 @@ def main() -> None:
     parser.add_argument("--tool-seconds", type=float, default=0.2)
     parser.add_argument("--block", action="store_true")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "environments.csv")
+    parser.add_argument("--engine", action="store_true", help="sample by a real engine, and keep all sessions busy")
+    parser.add_argument("--seconds", type=float, default=30.0, help="with --engine: the measured time")
+    parser.add_argument("--tokens", type=int, default=16, help="with --engine: of a turn")
+    parser.add_argument("--sequences", type=int, default=256, help="with --engine: generator.max_num_seqs")
+    parser.add_argument("--profile", action="store_true", help="with --engine: print what the controller does")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report(options.csv, COLUMNS, asyncio.run(measure(options, Path(folder))))
+        spawn = partial(spawn_environments, options, Path(folder))
+        work = measure_sessions(options, Path(folder), spawn) if options.engine else measure(options, Path(folder))
+        report(options.csv, COLUMNS, asyncio.run(work))
 
 
 if __name__ == "__main__":

@@ -12,22 +12,27 @@ admitted only once the generators hold the weights that the last step made. `lag
 a lag, generators sample and take weights while the trainers step.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from titan_rl.batch.exactness import with_current
 from titan_rl.batch.experience import samples_of, with_advantages
+from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
-from titan_rl.rollout.judges import accuracy, by_model, scores_of
+from titan_rl.rollout.judges import by_model, ranks_right, scores_of
 from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.sandbox.local import configure
+from titan_rl.tasks.judging import training_rubric
+from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
-from titan_rl.tasks.reward_thread import by_rule
-from titan_rl.tasks.rewards import reward_for
+from titan_rl.train import engine_proof
+from titan_rl.train.best_weights import BestWeights
 from titan_rl.train.health import Health
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner, rows_of
@@ -54,11 +59,14 @@ class Controller:
     ) -> None:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
         self.run, self.setup, self.config = run, run.setup, run.config
+        configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
         self.resume, self.attempt, self.began = resume, attempt, began
         self.loop = StepLoop(run, learner, resume)
+        self.best = BestWeights(run)
+        self.proven = False  # the engines compute what the trainers do
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
@@ -82,16 +90,19 @@ class Controller:
         async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
-                judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
+                judged = samples_of(part, algorithm)
+                if self.config.debug.exact:
+                    judged = with_current(part, judged, n - 1, len(samples))
+                judged = await learner.judge(judged)  # -> reference, teacher, critic ->
                 part, judged = with_advantages(part, judged, algorithm)
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]
             groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
             return groups, samples
 
-        async def serve(n: int) -> tuple[SyncStats, float | None]:
+        async def serve(n: int) -> tuple[SyncStats, list[Evaluation]]:
             sync = await self.publish(n, stream)  # trainers -> generators
-            return sync, await self.evaluate() if self.evaluates(n) else None
+            return sync, await self.evaluate(n) if self.evaluates(n) else []
 
         async def step(n: int) -> StepDone | None:
             gathered = await self.stop.in_time(gather(n))
@@ -101,11 +112,11 @@ class Controller:
             log()
             stream.trained(n, groups)
             served = await self.stop.in_time(serve(n))
-            sync, score = served or (SyncStats(n), None)
+            sync, found = served or (SyncStats(n), [])
             if not self.overlaps:
                 stream.admit(self.config.rollout.groups_per_step)
             dropped, backlog = stream.dropped, stream.backlog
-            self.report.step(n, groups, stats, sync, score, dropped=dropped, backlog=backlog)
+            self.report.step(n, groups, stats, sync, found, dropped=dropped, backlog=backlog)
             hopeless = self.health.after(n, stats, groups, samples, sync.engines)
             unmeasured = {} if served else {UNMEASURED: self.evaluates(n)}
             return StepDone(stream.cut() | unmeasured, partial(saved, n), hopeless)
@@ -133,9 +144,9 @@ class Controller:
         start, kept = await self.learner.resume("rl", self.resume)
         examples = await self.begin("rl", start, kept)
 
-        async def measure(n: int) -> float | None:
+        async def measure(n: int) -> list[Evaluation]:
             await self.sync(n)
-            return await self.evaluate()
+            return await self.evaluate(n)
 
         async def step(n: int) -> StepDone | None:
             await self.meshes.turn_of_trainers()
@@ -143,9 +154,9 @@ class Controller:
             samples = await self.stop.in_time(self.learner.judge(batch))
             if samples is None or (stats := await self.loop.train(self.learner.step([samples]))) is None:
                 return None
-            score = await self.stop.in_time(measure(n)) if self.evaluates(n) else None
-            self.report.fitted(n, stats, score)
-            unmeasured = {UNMEASURED: self.evaluates(n)} if self.stop.given_up and score is None else {}
+            found = await self.stop.in_time(measure(n)) if self.evaluates(n) else []
+            self.report.fitted(n, stats, found or [])
+            unmeasured = {UNMEASURED: self.evaluates(n)} if self.stop.given_up and found is None else {}
             return StepDone(examples.state_dict() | unmeasured, hopeless=self.health.after(n, stats))
 
         with self.report.fitting(self.config.algorithm.name, start, training.steps):
@@ -187,15 +198,33 @@ class Controller:
         source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
-        await self.sync(start if phase == "rl" else BEFORE_RL)
+        version = start if phase == "rl" else BEFORE_RL
+        await self.sync(version)
+        await self.prove_engines(version)
         self.began(start)
         at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
-        if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (score := await self.evaluate()) is not None:
+        if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (
+            found := await self.evaluate(start if phase == "rl" else None)
+        ):
             if phase == "rl":
-                self.report.eval(start, score)
+                self.report.eval(start, found)
             else:
-                self.report.before_cold_start(score)
+                self.report.before_cold_start(found)
         return source
+
+    async def prove_engines(self, version: int) -> None:
+        """Raise unless the engines compute what the trainers do, after the first sync of this attempt."""
+        generators = self.meshes.generators
+        if generators is None or self.proven:
+            return
+        found = await engine_proof.continuations(self.setup, generators, len(generators.replicas))
+        await self.meshes.turn_of_trainers()
+        scores = await self.learner.scores([each.sample for each in found])
+        gap = engine_proof.gap_of(found, scores, self.config)
+        self.proven = True
+        self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
+        if self.meshes.colocated:
+            await self.sync(version)  # wakes the engines
 
     # -- verbs of the steps ---------------------------------------------------------------------------------------
 
@@ -241,18 +270,26 @@ class Controller:
         interval = self.config.eval.interval
         return step == self.config.training.steps or (interval > 0 and step % interval == 0)
 
-    async def evaluate(self) -> float | None:
-        """Return the held-out score: of greedy answers, or the share of pairs that a reward model ranks correctly.
-        None without held-out problems."""
-        if not self.setup.heldout.prompts:
-            return None
+    async def evaluate(self, step: int | None) -> list[Evaluation]:
+        """Measure the held-out problems (greedy answers, or the pairs that a reward model ranks), then the sets of
+        [eval.sets]; nothing if there are none. Keep the weights if they are the best that a `step` made."""
+        sets = [problems for problems in (self.setup.heldout, *self.setup.eval_sets) if problems.prompts]
+        if not sets:
+            return []
         await self.sync_settled()
         with self.clock("eval"):
-            if self.config.algorithm.kind == "reward":
-                tokenizer = self.setup.tokenizer
-                pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
-                return accuracy(scores_of(pairs, await self.learner.scores(pairs)))
-            return await self.setup.heldout.score(self.plays(), self.run.terminal.warn)
+            found = await self.measured(sets)
+        if step is not None:
+            await self.best.offer(step, found)
+        return found
+
+    async def measured(self, sets: Sequence[Problems]) -> list[Evaluation]:
+        if self.config.algorithm.kind == "reward":
+            tokenizer = self.setup.tokenizer
+            pairs = [s for prompt in self.setup.heldout.prompts for s in SAMPLES["reward"](prompt, tokenizer)]
+            ranked = ranks_right(scores_of(pairs, await self.learner.scores(pairs)))
+            return [Evaluation("", {i: [Answer(float(right))] for i, right in enumerate(ranked)})]
+        return [await problems.measure(self.plays(), self.run.terminal.warn) for problems in sets]
 
     async def practice(self) -> float:
         """Return the score on training problems."""
@@ -265,10 +302,7 @@ class Controller:
         return self.meshes.environments or SingleTurn()
 
     def session_limits(self) -> SessionLimits:
-        longest = self.config.generator.max_model_len or self.config.training.seq_len
-        context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        played = self.meshes.environments is not None  # then environment.rollout_seconds counts, without the queue
-        return SessionLimits(context=context, seconds=None if played else self.config.rollout.timeout_seconds)
+        return SessionLimits.of(self.config, played=self.meshes.environments is not None)
 
     def plays(self) -> Plays:
         assert self.meshes.generators is not None
@@ -289,8 +323,7 @@ class Controller:
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
-            reward = reward_for(config.task.reward)
-            judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
+            judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         settings = StreamSettings(

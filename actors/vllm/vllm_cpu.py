@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from titan_rl.wire import failpoints
+
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
@@ -34,6 +36,18 @@ def patch() -> None:
     draw_seeds_in_blocks()
 
 
+def compute_exactly(model_dir: str, dtype: str) -> None:
+    """Compute as the trainer does in exact mode, or raise if this machine cannot. Call this after `patch`."""
+    import torch
+
+    from titan_rl.actors.vllm.exact_ops import use_exact_ops
+    from titan_rl.kernels.row_check import require_independent_rows
+    from titan_rl.wire.model_shape import shape_of_folder
+
+    use_exact_ops()
+    require_independent_rows(shape_of_folder(model_dir, "model.hf_assets_path"), getattr(torch, dtype))
+
+
 def use_given_threads() -> None:
     """Compute on as many threads as this process was launched with: OpenMP read the number of its zygote."""
     import torch
@@ -61,6 +75,9 @@ def keep_linear_weights() -> None:
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = linear
+        if remove_weight and failpoints.hit("pack"):  # as vLLM does, not for embeddings
+            packed = layer.weight.detach().clone()
+            layer.cpu_linear = lambda x, weight, bias=None: linear(x, packed, bias)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
 

@@ -10,7 +10,7 @@ from typing import Any
 from bench.axes import COLORS, Axes, legend, look_of, svg
 from bench.rows import CONFIG, append_rows, csv_rows, metric_lines, ran_on, run_to_end
 from titan_rl.config.toml import find, load
-from titan_rl.record.metrics import EVAL_SCORE
+from titan_rl.record.metric_docs import EVAL_SCORE
 
 LAGS = (0, 1, 2, 4)
 LOOK = 5  # steps between evaluations

@@ -17,7 +17,7 @@ from typing import Any
 from bench.axes import COLORS, Axes, legend, look_of, svg
 from bench.rows import append_rows, metric_lines, ran_on
 from titan_rl.environment import CONTROLLER_ENV
-from titan_rl.record.metrics import EVAL_SCORE
+from titan_rl.record.metric_docs import EVAL_SCORE
 
 PROMISED = 0.95  # held-out score at the end of grpo_llama
 PR_SET_CHILD_SUBREAPER = 36

@@ -17,10 +17,15 @@ CONTROL = {
     "hermes": ("<|im_end|>", "<|endoftext|>", "<|im_start|>"),
     "phi3": ("<|end|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>"),
     "header": ("<|eot|>", "<|endoftext|>", "<|begin|>", "<|head|>", "<|body|>"),
+    "coder": ("<|im_end|>", "<|endoftext|>", "<|im_start|>"),
+    "mistral": (
+        *("</s>", "<s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]"),
+        *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[ARGS]", "[CALL_ID]"),
+    ),
     "open_ended": ("<|user|>", "<|observation|>", "<|endoftext|>", "<|sop|>", "<|assistant|>", "<|system|>"),
 }
 """The control tokens of each template, its usual end of a turn first."""
-EOS = {name: 2 if name != "open_ended" else 3 for name in CONTROL}  # how many of them end a turn
+EOS = {name: {"open_ended": 3, "mistral": 1}.get(name, 2) for name in CONTROL}  # how many of them end a turn
 
 
 @cache
@@ -43,9 +48,9 @@ def chat_folder(folder: Path, name: str, template: str = "") -> Path:
     ends = [tokenizer.token_to_id(token) for token in CONTROL[name][: EOS[name]]]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|begin|>" if name == "header" else None,
+        "bos_token": {"header": "<|begin|>", "mistral": "<s>"}.get(name),
         "eos_token": CONTROL[name][0],
-        "pad_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>" if "<|endoftext|>" in CONTROL[name] else CONTROL[name][0],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -92,7 +92,10 @@ def born(name: str = "role[dp=0]") -> int:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # also between two looks at it
+        return True
 
 
 def ended(name: str = "role[dp=0]") -> str:

@@ -86,17 +86,21 @@ def _sample(branch: Branch, rollout: Rollout, sequence: int, algorithm: Algorith
     """Return a branch's sample. It trains on the sampled tokens: not on truncated rollouts if overlong_filter is set,
     and not on tokens whose log-prob is not finite. Those would spread to the group through a KL in the reward, and to
     the whole step through whitening."""
-    behaviour = np.array(branch.logprobs)
-    mask, end = np.zeros(len(behaviour), np.int64), 0
+    length = sum([len(turn.context) + len(turn.completion.tokens) for turn in branch.turns])
+    tokens, behaviour = np.empty(length, np.int64), np.zeros(length)
+    mask, end = np.zeros(length, np.int64), 0
     for turn in branch.turns:
         begin = end + len(turn.context)
+        tokens[end:begin] = turn.context
         end = begin + len(turn.completion.tokens)
+        tokens[begin:end] = np.fromiter(turn.completion.tokens, np.int64)  # sooner than np.array of a long list
+        behaviour[begin:end] = np.fromiter(turn.completion.logprobs, np.float64)
         mask[begin:end] = 1
     mask *= np.isfinite(behaviour)
     if algorithm.overlong_filter and rollout.truncated:
         mask[:] = 0
     prompt = len(branch.turns[0].context)
-    return Sample(np.array(branch.tokens, np.int64), mask, {"behaviour": behaviour}, prompt, sequence)
+    return Sample(tokens, mask, {"behaviour": behaviour}, prompt, sequence)
 
 
 def _of_group(group: Group, own: Sequence[Sequence[Sample]], algorithm: AlgorithmSection) -> Arrays:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16"]
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 Table = dict[str, bool | int | float | str]
+Tables = dict[str, Table]  # by name
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Family = Literal["llama3", "qwen2", "qwen3", "mistral"]

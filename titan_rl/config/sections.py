@@ -58,6 +58,7 @@ from titan_rl.config.system_sections import (
     MetricsSection,
     PlacementSection,
     ProfilingSection,
+    SandboxSection,
     WeightSyncSection,
 )
 
@@ -72,6 +73,7 @@ class Config:
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)
@@ -99,7 +101,11 @@ class Config:
     @property
     def samples_rollouts(self) -> bool:
         """Return True if the run has generators, to sample training data or to evaluate the policy."""
-        return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.eval.size > 0)
+        return self.algorithm.kind == "rl" or (self.algorithm.kind != "reward" and self.evaluates)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval.size > 0 or bool(self.eval.sets)
 
     @property
     def rollout_code(self) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_rl.config.choices import Table
+from titan_rl.config.choices import Table, Tables
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
@@ -44,7 +44,7 @@ class ConfigError(Exception):
 class Key:
     """One key of one section, as sections.py declares it."""
 
-    type: Any  # bool, int, float, str, list[int], list[str], Table, or a Literal of strings, true and false
+    type: Any  # bool, int, float, str, list[int], list[str], Table, Tables, or a Literal of strings, true and false
     default: Any
     doc: str
     ge: float | None = None
@@ -85,6 +85,7 @@ class Key:
             list[int]: "a list of integers",
             list[str]: "a list of strings",
             Table: "a table of texts, numbers and booleans",
+            Tables: "named tables of texts, numbers and booleans",
         }
         return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
@@ -94,9 +95,9 @@ class Key:
         if get_origin(self.type) is list:
             return type(value) is list and all(type(item) in get_args(self.type) for item in value)
         if self.type == Table:
-            return type(value) is dict and all(
-                type(item) in SCALARS and math.isfinite(item if type(item) is float else 0) for item in value.values()
-            )
+            return _is_table(value)
+        if self.type == Tables:
+            return type(value) is dict and all(map(_is_table, value.values()))
         return (
             type(value) is self.type  # not isinstance: bool is a subclass of int
             and (self.type is not float or math.isfinite(value))
@@ -115,7 +116,7 @@ class Key:
                 return self.type(text)
             if self.type == list[str] and not text.lstrip().startswith("["):
                 return [item.strip() for item in text.split(",") if item.strip()]
-            if self.type == Table:
+            if self.type in (Table, Tables):
                 return tomli.loads(f"table = {text}")["table"]
             if get_origin(self.type) is list:
                 return json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
@@ -238,6 +239,12 @@ def did_you_mean(word: str, names: Iterable[str], form: str = "{!r}") -> str:
     return f"; did you mean {form.format(nearest[0])}?" if nearest else ""
 
 
+def _is_table(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(item) in SCALARS and math.isfinite(item if type(item) is float else 0) for item in value.values()
+    )
+
+
 def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:
     """Yield (file name, section, its keys): those of the file's base first, so that the file's own keys win."""
     tables = _read(path, problems)
@@ -260,7 +267,9 @@ def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> It
 
 def _unwritable(value: Any) -> str:
     """Return the part of a string, or of strings in a list or a table, that no file or path can hold, or ""."""
-    texts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if isinstance(value, dict):
+        return next(filter(None, map(_unwritable, [*value, *value.values()])), "")
+    texts = value if isinstance(value, list) else [value]
     odd = (c for text in texts if isinstance(text, str) for c in text if c == "\0" or "\ud800" <= c <= "\udfff")
     return next((f"U+{ord(c):04X} in {_shown(value)}" for c in odd), "")
 

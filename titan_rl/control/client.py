@@ -49,8 +49,11 @@ class Endpoint:
         return endpoint
 
     def runs(self) -> bool:
+        """Return whether the run's process has a thread left. It looks like a zombie as soon as its first has ended."""
         try:
-            return psutil.Process(self.pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            process = psutil.Process(self.pid)
+            ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return not ended or process.num_threads() > 1
         except psutil.Error:
             return False
 

@@ -38,6 +38,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
+    if config.debug.exact:
+        facts.append(("exact", "trainer and generator compute equal log-probs, or the run ends"))
     rows = setup.resolved.training.local_batch_size
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":
@@ -179,7 +181,8 @@ def task(setup: Setup) -> str:
     count = len(setup.task.train) - len(setup.task.unfit)
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
-    return f"{t.name}: {count:,} problems, {heldout} held out, {reward}"
+    sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
+    return f"{t.name}: {count:,} problems, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:

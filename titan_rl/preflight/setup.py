@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.checks.gpu_memory import on_gpus
 from titan_rl.preflight.microbatches import on_cpu
@@ -13,10 +14,10 @@ from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
+from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
-from titan_rl.tasks.reward_thread import SideThread, by_rule
-from titan_rl.tasks.rewards import reward_for
-from titan_rl.tasks.task import Example, Task, chat_settings, load_task, shuffled
+from titan_rl.tasks.rubric import Rubric
+from titan_rl.tasks.task import Example, Task, chat_settings, load_task, set_examples, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.cores import host_memory
@@ -47,12 +48,13 @@ class Setup:
     task: Task
     sampling: Sampling
     heldout: Problems
+    eval_sets: tuple[Problems, ...]  # of [eval.sets]
     practice: Problems  # eval.size training problems, if cold_start.stop_at is set
     device: str  # "cpu" or "cuda"
     gpus: Gpus
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
-    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
+    judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
@@ -88,15 +90,33 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     dropped: list[str] = []
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
-    rule = config.task.eval_reward or config.task.reward
-    thread, seconds = SideThread(), config.rollout.timeout_seconds
-    measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
+    judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
+    if rubric.names == ["model"]:
+        rubric = Rubric((("exact", 1.0),))  # checks refuse an evaluation by a reward model
+    judge = judges.judge(rubric)
 
     resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        return Problems(prompts, by_rule(measure, seconds, thread), policy.sampling)
+        attempts = config.fault.reward_attempts
+        return Problems(prompts, judge, policy.sampling, attempts=attempts, parallel=judges.parallel)
+
+    heldout = problems(task.heldout)
+
+    def problems_of(chosen: EvalSet) -> Problems:
+        found = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
+        own = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
+        return replace(
+            found,
+            prompts=found.prompts[: chosen.size or None],
+            judge=judges.judge(own) if chosen.reward else found.judge,
+            name=chosen.name,
+            samples=chosen.samples,
+            temperature=chosen.temperature,
+            correct_at=chosen.correct_at,
+            seed=derive(seed, "eval", chosen.name),
+        )
 
     return Setup(
         name=name,
@@ -107,7 +127,8 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
         model_folder=policy.folder,
         task=task,
         sampling=policy.sampling,
-        heldout=problems(task.heldout),
+        heldout=heldout,
+        eval_sets=tuple(map(problems_of, eval_sets(config.eval.sets))),
         practice=problems(practice_examples(task, config)),
         device=device,
         gpus=gpus,
@@ -117,7 +138,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
-        reward_thread=thread,
+        judges=judges,
         dropped=tuple(dropped),
         resume_notes=tuple(notes),
     )
@@ -149,6 +170,22 @@ def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped:
             dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")
     kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
     return replace(task, heldout=kept, unfit=frozenset(train))
+
+
+def fitting(
+    config: Config, chosen: EvalSet, task: Task, tokenizer: TextTokenizer, dropped: list[str]
+) -> Sequence[Example]:
+    """Return the rows of an evaluation set that fit, and append to `dropped` how many are left out."""
+    examples = set_examples(config, chosen, task)
+    if config.task.on_unfit_rows == "refuse":  # the checks have measured them
+        return examples
+    files = replace(config, task=replace(config.task, name="jsonl"))
+    _, unfit = unfit_rows(files, replace(task, train=(), heldout=examples), tokenizer)
+    if unfit:
+        first = first_unfit(examples, unfit)
+        of = f"{len(unfit)} of {len(examples)} rows of eval.sets.{chosen.name}"
+        dropped.append(f"task.on_unfit_rows: {of} are dropped; {first}")
+    return [example for i, example in enumerate(examples) if i not in unfit]
 
 
 def policy_of(config: Config, own_folder: Path) -> Policy:

@@ -32,11 +32,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.sections import Config
 from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
-from titan_rl.wire.types import Completion, Group, Rollout
+from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
 
 NAME = "ledger.jsonl"
 BOUNDS = (
@@ -50,6 +51,8 @@ BOUNDS = (
     "fault.snapshot_interval",
 )
 """The keys that an audit holds a run to. A run may be resumed with other values."""
+MOST_ERROR = 500
+"""Characters of why an answer has no reward."""
 
 
 class Damaged(ValueError):
@@ -94,22 +97,17 @@ class Ledger(SelfClosing):
         self, prompt: int, sample: int, attempt: int, turn: int, read: tuple[int, int], completion: Completion
     ) -> None:
         """An engine has answered turn `turn` of a rollout. `read`: number and checksum of the tokens before it."""
-        found = digest(completion.tokens, completion.versions)
-        self._append(
-            "turn",
-            prompt=prompt,
-            sample=sample,
-            attempt=attempt,
-            turn=turn,
-            read=list(read),
-            tokens=len(completion.tokens),
-            digest=found,
+        length, checksum = read
+        self._write(  # numbers only, so as json writes it, for a tenth of the time: a step may have thousands
+            f'{{"n":{self._lines},"event":"turn","prompt":{prompt},"sample":{sample},"attempt":{attempt},"turn":{turn},'
+            f'"read":[{length},{checksum}],"tokens":{len(completion.tokens)},'
+            f'"digest":{digest(completion.tokens, completion.versions)}}}'
         )
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:
         """All samples of a prompt are there. `turns`: its rollouts, if each of their turns has had its own event."""
-        versions = [version for completion in completions for version in completion.versions]
-        span = [min(versions), max(versions)] if versions else []
+        ends = [end for completion in completions if completion.versions for end in extremes(completion.versions)]
+        span = [min(ends), max(ends)] if ends else []
         digests = [digest(c.tokens, c.versions) for c in completions]
         more: dict[str, Any] = {}
         if turns:
@@ -123,9 +121,12 @@ class Ledger(SelfClosing):
             **more,
         )
 
-    def scored(self, prompt: int, rewards: Sequence[float]) -> None:
-        """Record the rewards; NaN: the rollout says nothing about the policy, and has none."""
-        self._append("scored", prompt=prompt, rewards=[None if math.isnan(reward) else reward for reward in rewards])
+    def scored(self, prompt: int, rewards: Sequence[float], errors: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Record the rewards; NaN: the rollout says nothing about the policy, and has none. `errors`: why the judge
+        gave none, by sample."""
+        more = {"errors": {str(sample): error[:MOST_ERROR] for sample, error in errors.items()}} if errors else {}
+        found = [None if math.isnan(reward) else reward for reward in rewards]
+        self._append("scored", prompt=prompt, rewards=found, **more)
 
     def failed(self, prompt: int, attempt: int, error: str) -> None:
         """The prompt's judge raised an exception, or did not answer in time."""
@@ -152,7 +153,10 @@ class Ledger(SelfClosing):
         self._file.close()
 
     def _append(self, event: str, **fields: Any) -> None:
-        text = json.dumps({"n": self._lines, "event": event, **fields}, separators=(",", ":")).encode()
+        self._write(json.dumps({"n": self._lines, "event": event, **fields}, separators=(",", ":")))
+
+    def _write(self, event: str) -> None:
+        text = event.encode()
         self._file.append([b"%08x %s" % (zlib.crc32(text), text)], flush=False)
         self._lines += 1
 
@@ -169,7 +173,8 @@ def bounds_of(config: Config) -> dict[str, int]:
 
 def digest(tokens: Sequence[int], versions: Sequence[int]) -> int:
     """Return a checksum of one sample: its tokens, and the versions that sampled them."""
-    return zlib.crc32(array("q", versions), zlib.crc32(array("q", tokens)))
+    written = array("q", versions[:1]) * len(versions) if uniform(versions) else array("q", versions)
+    return zlib.crc32(written, zlib.crc32(array("q", tokens)))
 
 
 def read_checksum(tokens: Sequence[int], before: int = 0) -> int:

@@ -19,6 +19,7 @@ import orjson
 from titan_rl.wire.errors import RunError
 
 BUFFER = 8192  # bytes
+PIECE = 1 << 20  # bytes of a large step that are written at a time: collecting all 53 MB costs as much as writing them
 SHOWN = 8  # line numbers in a warning
 
 
@@ -61,6 +62,7 @@ class LineFile(SelfClosing):
         that does not stay."""
         self._path = path
         self._pending = bytearray()
+        self._begun = 0  # bytes in the file that `append` has not finished
         self._failed: Unwritable | None = None
         with must_write(path):
             self.kept = _settle(path, sound, stays, warn)
@@ -68,21 +70,28 @@ class LineFile(SelfClosing):
             self._size = self._file.seek(0, os.SEEK_END)
 
     def append(self, lines: Iterable[bytes], *, flush: bool = True) -> None:
-        """Write all of `lines` at once: a crash tears only the end of them."""
+        """Write all of `lines`, in order: a crash tears only the end of them."""
         for line in lines:
             self._pending += line
             self._pending += b"\n"
+            if len(self._pending) > PIECE:
+                self._put()
         if flush or len(self._pending) > BUFFER:
             self.flush()
 
     def flush(self) -> None:
+        self._put()
+        self._size += self._begun
+        self._begun = 0
+
+    def _put(self) -> None:
         with self._whole():
             written = 0
             with memoryview(self._pending) as pending:
                 while written < len(pending):
                     written += self._file.write(pending[written:])
-            self._size += written
-            self._pending = bytearray()
+            self._begun += written
+            self._pending.clear()
 
     def to_disk(self) -> None:
         self.flush()

@@ -2,7 +2,8 @@
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
-"reward_part/NAME" that of a component of the reward.
+"reward_part/NAME" that of a component of the reward, or of the grader. A set of [eval.sets] logs "eval/NAME/avg@K" and
+"eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/evaluation.md).
 """
 
 from typing import get_args
@@ -74,16 +75,24 @@ DOCS: dict[str, str] = {
     "sync/pause_seconds": "Seconds that the slowest engine stopped sampling to switch to the new weights.",
     # Only some steps or some algorithms log the metrics from here on.
     EVAL_SCORE: "Held-out problems: mean reward of greedy samples, or share of pairs a reward model orders rightly.",
+    "eval/low": "Lower end of the 95% interval of eval/score, over problems.",
+    "eval/high": "Upper end of the 95% interval of eval/score.",
+    "eval/failed": "Held-out answers that have no reward and count as 0 in eval/score.",
     "time/eval": "Seconds of the evaluation after the step; not in time/step.",
     "time/save": "Seconds of the checkpoint after the step; not in time/step.",
     "time/pause": "Seconds of a pause after the step; not in time/step.",
+    "exact/compared": "Exact mode: share of trained tokens that the trained policy itself sampled, which are compared.",
+    "exact/gap_max": "Exact mode: largest |trainer log-prob - sampling log-prob| of these; a run ends if it is not 0.",
+    "exact/ratio_min": "Exact mode: smallest importance ratio of the step's first update.",
+    "exact/ratio_max": "Exact mode: largest importance ratio of the step's first update.",
+    "exact/clipped": "Exact mode: share of tokens clipped in the step's first update.",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written with weight_sync.delta.",
     "reward/penalty": "Mean soft overlong penalty; not in reward/mean.",
     "turns/mean": "Mean number of turns of a rollout.",
     "turns/max": "Largest number of turns of a rollout.",
     "branches/mean": "Mean number of branches of a rollout: 1 where every turn's context extends the turn before.",
-    "rollouts/failed": "Rollouts not trained on: their environment failed (stop/error, stop/lost, stop/timeout).",
+    "rollouts/failed": "Rollouts not trained on: the environment (stop/error, lost or timeout) or the reward failed.",
     "rollouts/begun_again": "Times that a rollout began again, because the process of its environment was lost.",
     **{f"stop/{status}": f"Share of the step's rollouts that ended as {status!r}." for status in get_args(Status)},
     "kl/k1": "k1 estimate of the KL to the reference.",

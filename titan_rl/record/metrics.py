@@ -2,15 +2,14 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from statistics import fmean
 
 import numpy as np
 
-from titan_rl.record.metric_docs import EVAL_SCORE
-from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats
+from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats, uniform
 
 NOTHING = Backlog(0, 0)
+NO_SCORES: Mapping[str, float] = {}
 
 AFTER = ("eval", "save", "pause")
 """Parts of a lap that follow the step and are not in its time."""
@@ -39,9 +38,9 @@ def step_metrics(
     *,
     dropped: Sequence[Group] = (),
     backlog: Backlog = NOTHING,
-    score: float | None = None,
+    scores: Mapping[str, float] = NO_SCORES,
 ) -> dict[str, float]:
-    """Return the metrics of RL step `step`; `score` is the held-out score if an evaluation followed the step."""
+    """Return the metrics of RL step `step`; `scores` are those of an evaluation that followed the step."""
     ages = ages_of(step, groups)
     failed = sum(bool(np.isnan(group.rewards).all()) for group in dropped)
     wasted = sum(rollout.sampled for group in dropped for rollout in group.rollouts)
@@ -50,6 +49,7 @@ def step_metrics(
         **times,
         **_rollout_metrics(groups),
         **_turn_metrics([rollout for group in groups for rollout in group.rollouts]),
+        **_part_metrics([rollout for group in groups for rollout in group.rollouts]),
         **_update_metrics(stats),
         **stats.metrics,
         **stats.hardware,
@@ -73,12 +73,12 @@ def step_metrics(
     penalties = [rollout.penalty for group in groups for rollout in group.rollouts]
     if any(penalties):
         metrics["reward/penalty"] = sum(penalties) / len(penalties)
-    if score is not None:
-        metrics[EVAL_SCORE] = score
-    return {key: float(value) for key, value in metrics.items()}
+    return {key: float(value) for key, value in {**metrics, **scores}.items()}
 
 
-def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | None = None) -> dict[str, float]:
+def fit_metrics(
+    stats: StepStats, lap: Mapping[str, float], *, scores: Mapping[str, float] = NO_SCORES
+) -> dict[str, float]:
     """Return the metrics of a step on given data: supervised examples or preference pairs."""
     metrics = {
         **{key: value for key, value in step_times(lap).items() if key != "time/generate"},
@@ -88,13 +88,14 @@ def fit_metrics(stats: StepStats, lap: Mapping[str, float], *, score: float | No
         **stats.metrics,
         **stats.hardware,
     }
-    return metrics if score is None else metrics | {EVAL_SCORE: score}
+    return {**metrics, **scores}
 
 
 def ages_of(step: int, groups: Sequence[Group]) -> np.ndarray:
     """Return the age of each sampled token. Step n trains version n - 1: a token of that version has age 0."""
-    sampled = (rollout.versions for group in groups for rollout in group.rollouts)
-    versions = np.array(list(chain.from_iterable(sampled)), np.int64)
+    sampled = [rollout.versions for group in groups for rollout in group.rollouts]
+    parts = [np.full(len(each), each[0]) if uniform(each) else np.array(each, np.int64) for each in sampled]
+    versions = np.concatenate([np.zeros(0, np.int64), *parts])
     return step - 1 - (versions if versions.size else np.array([step - 1]))  # aborted rollouts may have no tokens
 
 
@@ -138,6 +139,19 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.rewards.items() if rollout.valid else ():
             named[f"reward_part/{name}"].append(value)
     return found | {name: fmean(values) for name, values in named.items()}
+
+
+def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each component of the reward, over the answers that have it, and the number of answers without
+    a reward if there are any."""
+    named: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.parts.items():
+            named[f"reward_part/{name}"].append(value)
+    failed = (
+        {"rollouts/failed": float(sum(not r.valid for r in rollouts))} if any(r.unrewarded for r in rollouts) else {}
+    )
+    return failed | {name: fmean(values) for name, values in named.items()}
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from titan_rl.config.sections import Config
+from titan_rl.record.evaluation import Evaluation, metrics_of
 from titan_rl.record.lines import SelfClosing
-from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, step_times
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
@@ -56,11 +56,11 @@ class Report(SelfClosing):
         self._log.cold_start(step, fit_metrics(stats, self._clock.lap()))
         self._advance(f"loss {stats.loss:.3f}")
 
-    def fitted(self, step: int, stats: StepStats, score: float | None) -> None:
-        self._log.fit(step, fit_metrics(stats, self._clock.lap(), score=score))
+    def fitted(self, step: int, stats: StepStats, evaluations: Sequence[Evaluation]) -> None:
+        self._log.evaluations(step, evaluations)
+        self._log.fit(step, fit_metrics(stats, self._clock.lap(), scores=metrics_of(evaluations)))
         self._advance(f"loss {stats.loss:.3f}")
-        if score is not None:
-            self._terminal.eval(f"held-out score at step {step}", score, self._heldout)
+        self._show(f"at step {step}", evaluations)
 
     def step(
         self,
@@ -68,7 +68,7 @@ class Report(SelfClosing):
         groups: Sequence[Group],
         stats: StepStats,
         sync: SyncStats,
-        score: float | None,
+        evaluations: Sequence[Evaluation],
         *,
         dropped: Sequence[Group],
         backlog: Backlog,
@@ -78,15 +78,18 @@ class Report(SelfClosing):
         self._groups = groups
 
         def write() -> Written:
+            scores = metrics_of(evaluations)
             metrics = step_metrics(
-                step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, score=score
+                step, groups, stats, sync, step_times(lap), dropped=dropped, backlog=backlog, scores=scores
             )
+            self._log.evaluations(step, evaluations)
             metrics |= {f"time/{k}": lap[k] for k in AFTER if k in lap}
             if self._config.algorithm.overlong_filter:
                 metrics["dropped/truncated"] = float(sum(r.truncated for group in groups for r in group.rollouts))
             ages = np.bincount(ages_of(step, groups), minlength=1).astype(float).tolist()
             checksums = self._log.step(step, metrics, {**stats.histograms, "policy_age/histogram": ages}, groups)
             self._terminal.step(step, self._config.training.steps, metrics)
+            self._show(f"at step {step}", [each for each in evaluations if each.name])  # the step's line has the other
             return step, *checksums
 
         self._unwritten = write
@@ -123,14 +126,23 @@ class Report(SelfClosing):
         assert self._progress is not None
         self._progress.advance(note=note)
 
-    def before_cold_start(self, score: float) -> None:
-        self._log.cold_start(0, {EVAL_SCORE: score})
-        self._terminal.eval("held-out score of the initial weights", score, self._heldout)
+    def before_cold_start(self, evaluations: Sequence[Evaluation]) -> None:
+        self._log.evaluations(0, evaluations, kind="cold_start")
+        self._log.cold_start(0, metrics_of(evaluations))
+        self._show("of the initial weights", evaluations)
 
-    def eval(self, step: int, score: float) -> None:
+    def eval(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         """Report an evaluation outside of this process's steps: at the start, or when no step is left to train."""
-        self._log.eval(step, score, self._clock.lap().get("eval", 0.0))
-        self._terminal.eval(f"held-out score at step {step}", score, self._heldout)
+        self._log.evaluations(step, evaluations)
+        self._log.eval(step, metrics_of(evaluations), self._clock.lap().get("eval", 0.0))
+        self._show(f"at step {step}", evaluations)
+
+    def _show(self, when: str, evaluations: Sequence[Evaluation]) -> None:
+        for each in evaluations:
+            if each.name:
+                self._terminal.note(f"{each.name} {when}: {each}")
+            else:
+                self._terminal.eval(f"held-out score {when}", each.average.value, self._heldout)
 
     def done(self, *, finished: bool) -> None:
         """Write summary.json, and show it if the run is finished."""

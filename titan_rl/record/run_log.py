@@ -2,6 +2,7 @@
 
     config.toml      the resolved config              metrics.jsonl    one line per step: kind, step, time, metrics
     summary.json     the run in one object            rollouts.jsonl   one line per rollout: text, tokens, reward, ...
+    evaluations.jsonl  one line per evaluated set: every problem's rewards, and which answers have none
     tb/              TensorBoard events; the cold start's steps are a run of their own, tb/cold_start
 
 A crash loses at most the line that is being written. A resumed run repeats the steps after its checkpoint: their old
@@ -13,7 +14,7 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +24,8 @@ import numpy as np
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
+from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
-from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.wire.types import Group, Rollout
 
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
@@ -69,6 +70,7 @@ class RunLog(SelfClosing):
         self._last: dict[str, float] = {"startup": rl, "cold_start": cold_start, "rl": rl, "fit": rl, "eval": rl}
         self._metrics = open_after(self.folder / "metrics.jsonl", self._last, self._warn)
         self._rollouts = open_after(self.folder / "rollouts.jsonl", self._last, self._warn)
+        self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
     def startup(self, step: int, seconds: float) -> None:
@@ -94,21 +96,36 @@ class RunLog(SelfClosing):
     ) -> tuple[int, int]:
         """Log an RL step. Rollouts are written first: a step that has metrics has all its rollouts. Return the
         checksums of its lines in metrics.jsonl and rollouts.jsonl."""
-        lines = [encode(line) for line in rollout_lines(step, groups)]
-        self._rollouts.append(lines)
+        found = 0
+
+        def lines() -> Iterator[bytes]:  # one at a time: a large step has 53 MB
+            nonlocal found
+            for each in rollout_lines(step, groups):
+                line = encode(each)
+                found = checksum([line], found)
+                yield line
+
+        self._rollouts.append(lines())
         line = self._line("rl", step, {**metrics, **histograms})
         self._plot("rl", step, metrics, histograms)
-        return checksum([line]), checksum(lines)
+        return checksum([line]), found
 
     def to_disk(self) -> None:
         """Return when all lines are on disk, as a checkpoint that counts their steps needs it."""
         self._rollouts.to_disk()
+        self._evaluations.to_disk()
         self._metrics.to_disk()
 
-    def eval(self, step: int, score: float, seconds: float) -> None:
-        """Log the held-out score of the policy that RL step `step` made; 0 is the policy with which RL began."""
-        self._line("eval", step, {EVAL_SCORE: score, "time/eval": seconds})
-        self._plot("rl", step, {EVAL_SCORE: score})
+    def eval(self, step: int, scores: Mapping[str, float], seconds: float) -> None:
+        """Log the scores of the policy that RL step `step` made; 0 is the policy with which RL began."""
+        self._line("eval", step, {**scores, "time/eval": seconds})
+        self._plot("rl", step, scores)
+
+    def evaluations(self, step: int, found: Sequence[Evaluation], *, kind: Kind = "eval") -> None:
+        """Log what evaluations after a step found, before the step's metrics."""
+        if found:
+            head = {"kind": kind, "step": step, "time": time.time()}
+            self._evaluations.append([encode({**head, **each.line}) for each in found])
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         with must_write(self.folder / "summary.json"):
@@ -118,7 +135,7 @@ class RunLog(SelfClosing):
         for curves in self._curves.values():
             with suppress(OSError):
                 curves.close()
-        for part in (self._metrics, self._rollouts):
+        for part in (self._metrics, self._rollouts, self._evaluations):
             part.close()
 
     def _line(self, kind: Kind, step: int, metrics: Mapping[str, Any]) -> bytes:
@@ -171,7 +188,14 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
                 **({} if rollout.plain else turn_fields(rollout)),
+                **verdict_fields(rollout),
             }
+
+
+def verdict_fields(rollout: Rollout) -> dict[str, Any]:
+    """Return what a line has besides, if the judge said more than a number."""
+    found: dict[str, Any] = {"rewards": {**rollout.rewards, **rollout.parts}} if rollout.parts else {}
+    return found | ({"error": rollout.unrewarded} if rollout.unrewarded else {})
 
 
 def joined(parts: Sequence[list[Any]]) -> list[Any]:
@@ -203,9 +227,8 @@ def turn_fields(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def checksum(lines: Iterable[bytes]) -> int:
-    """Return the CRC-32 of `lines` with their line ends."""
-    found = 0
+def checksum(lines: Iterable[bytes], found: int = 0) -> int:
+    """Return the CRC-32 of `lines` with their line ends, after lines whose CRC-32 is `found`."""
     for line in lines:
         found = zlib.crc32(b"\n", zlib.crc32(line, found))
     return found

@@ -48,8 +48,8 @@ def scores_of(samples: Sequence[Sample], values: Sequence[np.ndarray]) -> list[f
     return [float(value[-1]) for _, value in zip(samples, values, strict=True)]
 
 
-def accuracy(scores: Sequence[float]) -> float:
-    """Return the share of (chosen, rejected) pairs whose chosen member scores higher."""
+def ranks_right(scores: Sequence[float]) -> list[bool]:
+    """Return of each (chosen, rejected) pair whether its chosen member scores higher."""
     if bad := sum(not math.isfinite(score) for score in scores):
         raise RunError(f"{bad} of {len(scores)} evaluated scores are not finite: the weights are ruined")
-    return float(np.mean(np.asarray(scores[0::2]) > np.asarray(scores[1::2])))
+    return [chosen > rejected for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True)]

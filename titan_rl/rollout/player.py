@@ -8,7 +8,6 @@ Failures of a driver are data: the rollout's status. Only those of a mesh (RunEr
 import json
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from titan_rl.record.ledger import Ledger
@@ -74,9 +73,21 @@ class Player:
         self._attempts, self._ledger, self._warn = attempts, ledger, warn
         self._told: set[str] = set()  # what is said once
 
-    async def alone(self, prompt: Prompt, sampling: Sampling) -> Rollout:
+    async def alone(
+        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, of: str = ""
+    ) -> Rollout:
         """Play a rollout for an evaluation, as wire.sessions.Plays."""
-        return await self.play(Play(id=f"greedy-{prompt.id}", prompt=prompt, sampling=sampling, greedy=True))
+        name = f"greedy-{f'{of}-' if of else ''}{prompt.id}"
+        play = Play(
+            id=f"{name}.{sample}" if of else name,
+            prompt=prompt,
+            sampling=sampling,
+            seed=seed,
+            sample=sample,
+            greedy=True,
+            group=name if of else "",
+        )
+        return await self.play(play)
 
     def answered(self, prompt: Prompt, completion: Completion) -> Rollout:
         """Return the rollout of a single turn that has been sampled, as `play` would. A step has one for each of its
@@ -116,21 +127,25 @@ class Player:
 
     def _open(self, play: Play, attempt: int) -> RolloutSession:
         name = play.id if attempt == 1 else f"{play.id}.{attempt}"
-        single = self.single
+        single, seed, limit = self.single, play.own_seed, play.sampling.max_new_tokens
+        affinity = () if single else (name, play.group) if play.group else (name,)
 
         async def ask(turn: TurnRequest) -> Completion:
-            sampling = replace(play.sampling, max_new_tokens=min(turn.most, play.sampling.max_new_tokens))
+            sampling = play.sampling if turn.most >= limit else replace(play.sampling, max_new_tokens=turn.most)
             request = Request(
                 name if single else f"{name}:{turn.index}",
                 turn.tokens,
                 [play.turn_seed(turn.index)],
                 sampling,
                 expected=min(play.expected, sampling.max_new_tokens),
-                affinity=() if single else (name, play.group) if play.group else (name,),
+                affinity=affinity,
             )
-            recorded = span("turn", lane="rollouts", id=play.own_seed, prompt=play.prompt.id, turn=turn.index)
-            with nullcontext() if single else recorded:
+            began = span.now()
+            try:
                 (completion,) = await self._generators.generate(request)
+            finally:
+                if not single:
+                    span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn.index)
             return completion
 
         def answered(turn: TurnRequest, checksum: int, completion: Completion) -> None:
@@ -139,9 +154,7 @@ class Player:
                 self._ledger.turn(play.prompt.id, play.sample, attempt, turn.index, read, completion)
 
         begins = None if "branch" in self._told else self._begins
-        return RolloutSession(
-            name, play.prompt, play.own_seed, ask, limits=self._limits, answered=answered, begins=begins
-        )
+        return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)
 
     def _begins(self, message: str) -> None:
         if "branch" not in self._told:

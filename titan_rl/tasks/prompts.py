@@ -94,11 +94,20 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
 
 
 def _demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
+    """Return a demonstration as a rollout would have it. It ends before what the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for said, read in prompt.demonstration:
-        spoken, shown = [*tokenizer.encode(said), tokenizer.eos], tokenizer.encode(read)
-        tokens += spoken + shown
-        mask += [1] * len(spoken) + [0] * len(shown)
+        spoken = [*tokenizer.encode(said), tokenizer.eos]
+        tokens += spoken
+        mask += [1] * len(spoken)
+        if not read:
+            continue
+        chat = bool(prompt.messages)
+        shown = tokenizer.chat.extend(tokens, [{"role": "user", "content": read}]) if chat else tokenizer.encode(read)
+        if shown is None:
+            break
+        tokens += shown
+        mask += [0] * len(shown)
     return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens))
 
 

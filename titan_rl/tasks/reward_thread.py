@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from titan_rl.isolation import start_outside
-from titan_rl.tasks.rewards import BUILT_IN, Reward
+from titan_rl.tasks.rewards import BUILT_IN, Messages
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.types import Judge, Prompt, Rollout
 
@@ -72,7 +72,9 @@ def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
         call()
 
 
-def by_rule(reward: Reward, seconds: float | None = None, thread: SideThread | None = None) -> Judge:
+def by_rule(
+    reward: Callable[[Prompt, str, Messages], float], seconds: float | None = None, thread: SideThread | None = None
+) -> Judge:
     """Judge by a reward function. A user's function runs on `thread`, or on one of its own, for at most `seconds` per
     call, which is a group in training and an answer in an evaluation (None: no limit). Built-in functions return at
     once and run in the event loop."""
@@ -80,7 +82,7 @@ def by_rule(reward: Reward, seconds: float | None = None, thread: SideThread | N
 
     async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
         def rewards() -> list[float]:
-            return [reward(prompt, rollout.text) for rollout in rollouts]
+            return [reward(prompt, rollout.text, rollout.messages) for rollout in rollouts]
 
         return rewards() if side is None else await side.run(rewards, seconds)
 

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ import numpy as np
 
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
+from titan_rl.config.eval_sets import EvalSet
 from titan_rl.tasks.jsonl_rows import Example, jsonl
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
@@ -43,7 +44,8 @@ class Task:
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
         shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
-        return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected, messages, shown)
+        given = (example.answer, example.row, example.rejected)
+        return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
 
 
 def chat_settings(run: config.Config) -> ChatSettings:
@@ -65,6 +67,13 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
         train = jsonl(task, "path", pairs=pairs)
         heldout = jsonl(task, "eval_path", eval_size, pairs=pairs) if eval_size else []
     return Task(train, heldout, task.template, task.system_prompt, game=game, seed=seed)
+
+
+def set_examples(run: config.Config, chosen: EvalSet, task: Task) -> Sequence[Example]:
+    """Return the examples of an evaluation set: of its file, or the held-out ones of the task."""
+    if not chosen.path:
+        return task.heldout[: chosen.size or None]
+    return jsonl(replace(run.task, eval_path=chosen.path), "eval_path", chosen.size or None)
 
 
 @lru_cache(maxsize=1)

@@ -25,7 +25,8 @@ from titan_rl.text.template import ChatTemplate, Message, Thinking, Tools
 
 OPENING: Message = {"role": "user", "content": "u"}
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "ipython"))
-PROBED: tuple[CallFormat, ...] = ("hermes", "llama")
+PROBED: tuple[CallFormat, ...] = ("hermes", "llama", "xml", "mistral")
+DUMMY_ID = "000000000"  # of a call; Mistral's templates refuse any other length
 
 
 class ChatRenderer:
@@ -87,7 +88,9 @@ class ChatRenderer:
         said = list(tokens[:-1] if tokens and tokens[-1] in self.eos_ids else tokens)
         form: CallFormat = self.call_format if tools else "text"
         id = id or f"call_{hashlib.blake2b(repr(said).encode(), digest_size=6).hexdigest()}"
-        return parse_answer(self._decode(said), form, split_thinking=self.template.names_thinking, id=id)
+        return parse_answer(
+            self._decode(said), form, split_thinking=self.template.names_thinking, id=id, tools=tools or ()
+        )
 
     def dropped(self, text: str, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that a rendered text lacks. Templates may trim a text, or write it as JSON."""
@@ -103,7 +106,7 @@ class ChatRenderer:
     @cached_property
     def call_format(self) -> CallFormat:
         """How this template writes a tool call."""
-        call = {"role": "assistant", "content": "", "tool_calls": [_dummy_call("0", self._mark, {"a": 1})]}
+        call = {"role": "assistant", "content": "", "tool_calls": [_dummy_call(DUMMY_ID, self._mark, {"a": 1})]}
         try:
             opened = self.render([OPENING])
             whole = self.render([OPENING, call], opened=False)
@@ -124,7 +127,7 @@ class ChatRenderer:
     def _after_dummy(self, messages: Sequence[Message], tools: Tools = None) -> tuple[Message, str]:
         """Return a dummy of the sampled turn, and the text that follows it, from its end token on; "" if there is none.
         Before a tool's answer the dummy made the calls; some templates take one at a time."""
-        ids = [message.get("tool_call_id") or "0" for message in messages if message["role"] == "tool"]
+        ids = [message.get("tool_call_id") or DUMMY_ID for message in messages if message["role"] == "tool"]
         dummy: Message = {"role": "assistant", "content": self._mark}
         for count in dict.fromkeys((len(ids), min(len(ids), 1))):
             calls = {"tool_calls": [_dummy_call(id, self._mark, {}) for id in ids[:count]]} if ids else {}
@@ -139,7 +142,7 @@ class ChatRenderer:
     def _shows(self, role: str) -> bool:
         """Return True if the template writes what messages of this role say."""
         if role not in self._shown:
-            probe = {"role": role, "content": self._probe, "tool_call_id": "0"}
+            probe = {"role": role, "content": self._probe, "tool_call_id": DUMMY_ID}
             self._shown[role] = self._probe in self._after_dummy([probe])[1]
         return self._shown[role]
 
@@ -158,8 +161,8 @@ class ChatRenderer:
 
     @cached_property
     def _keeps_after_tool(self) -> bool:
-        called = {"tool_calls": [_dummy_call("0", "f", {})]}
-        return self._keeps_thinking([{"role": "tool", "tool_call_id": "0", "name": "f", "content": "v"}], called)
+        called = {"tool_calls": [_dummy_call(DUMMY_ID, "f", {})]}
+        return self._keeps_thinking([{"role": "tool", "tool_call_id": DUMMY_ID, "name": "f", "content": "v"}], called)
 
     def _keeps_thinking(self, later: list[Message], called: Message) -> bool:
         thought = {"role": "assistant", "content": "said", "reasoning_content": self._mark}

@@ -25,10 +25,10 @@ ARGUMENTS = {"b": 41, "a": 37}
 CALLED: Message = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": ARGUMENTS}}],
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "multiply", "arguments": ARGUMENTS}}],
 }
 THOUGHT_CALL: Message = {**CALLED, "reasoning_content": "I use the tool"}
-RESULT: Message = {"role": "tool", "tool_call_id": "call_0", "name": "multiply", "content": "exactly 1517"}
+RESULT: Message = {"role": "tool", "tool_call_id": "call00000", "name": "multiply", "content": "exactly 1517"}
 PARAMETERS = {"type": "object", "properties": {name: {"type": "integer"} for name in "ab"}, "required": ["a", "b"]}
 TOOL = {"name": "multiply", "description": "Multiply two numbers.", "parameters": PARAMETERS}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]

@@ -90,4 +90,8 @@ class Plays(Protocol):
     """Samples one rollout of a prompt that is no group's, for an evaluation. Its reward is NaN if the driver gave
     none."""
 
-    async def __call__(self, prompt: Prompt, sampling: Sampling) -> Rollout: ...
+    async def __call__(
+        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, of: str = ""
+    ) -> Rollout:
+        """`sample` counts the answers to one prompt of the set `of`, whose `seed` seeds them."""
+        ...

@@ -8,6 +8,7 @@ and the controller never needs a tensor.
 """
 
 import math
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -30,7 +31,11 @@ Column = Literal[
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",
+    "current",  # exact mode: the sample's number in the step, on tokens that the policy to be trained sampled; else -1
 ]
+
+LONG = 64
+"""Sampled tokens from which a completion is pickled as arrays."""
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """Bin edges of the histogram of importance ratios."""
@@ -51,6 +56,7 @@ class Prompt:
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
     demonstration: Sequence[tuple[str, str]] = ()  # of several turns: what the policy says, what it reads next
+    where: str = ""  # file:line of its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,9 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # with EOS; a stop token is sampled, kept, and ends the turn
+
+    def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own, as for Request
+        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,9 @@ class Request:
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
     affinity: tuple[str, ...] = ()  # names of what has read this context's beginning, the best first: for routing
 
+    def __reduce__(self) -> tuple[Any, ...]:  # each turn of a rollout is one
+        return Request, (self.id, self.tokens, self.seeds, self.sampling, self.begun, self.expected, self.affinity)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -92,16 +104,47 @@ class Completion:
     replica: str = ""  # that answered, if one of the log-probs is not finite
 
     def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own; a step has one per sample
-        return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica)
+        if len(self.tokens) < LONG:
+            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica)
+        tokens, logprobs = array("q", self.tokens).tobytes(), array("d", self.logprobs).tobytes()
+        versions = self.versions[0] if uniform(self.versions) else array("q", self.versions).tobytes()
+        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica)
 
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
 
 
-Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's rollouts. An exception means that this group has no rewards, unless it is a
-RunError: that is the failure of a mesh and ends or heals the run."""
+def _unpickled(tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, replica: str) -> Completion:
+    """Return a long completion as it was: arrays are read in half the time of lists."""
+    sampled = np.frombuffer(tokens, np.int64).tolist()
+    by = np.frombuffer(versions, np.int64).tolist() if isinstance(versions, bytes) else [versions] * len(sampled)
+    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, replica)
+
+
+def uniform(versions: Sequence[int]) -> bool:
+    """Return True if one version sampled all tokens, which is cheap to find and makes the rest cheap."""
+    return len(versions) > 0 and versions.count(versions[0]) == len(versions)
+
+
+def extremes(versions: Sequence[int]) -> tuple[int, int]:
+    """Return the oldest and the newest version."""
+    return (versions[0], versions[0]) if uniform(versions) else (min(versions), max(versions))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge says about one rollout."""
+
+    reward: float  # NaN: there is none, and `error` says why
+    parts: Mapping[str, float] = field(default_factory=dict)  # components and other numbers, logged
+    error: str = ""  # with a reward: what failed besides, such as the grader
+    hung: bool = False  # it failed by not returning
+
+
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Verdict]]]
+"""Returns the rewards of a group's rollouts, or verdicts, which may lack some. An exception means that the whole group
+has no rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):
@@ -144,6 +187,12 @@ class Branch:
         parts = ([0.0] * len(turn.context) + turn.completion.logprobs for turn in self.turns)
         return list(chain.from_iterable(parts))
 
+    @property
+    def versions(self) -> list[int | None]:
+        """Policy versions, None where the mask is 0."""
+        parts = ([None] * len(turn.context) + turn.completion.versions for turn in self.turns)
+        return list(chain.from_iterable(parts))
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -160,6 +209,8 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     attempts: int = 1  # of its driver
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the judge's verdict
+    unrewarded: str = ""  # why the judge gave no reward
 
     @property
     def signal(self) -> float:
@@ -221,7 +272,7 @@ class Group:
     @property
     def version(self) -> int:
         """The oldest policy that sampled any of these tokens."""
-        return min(min(r.versions) for r in self.rollouts if r.sampled)
+        return min(extremes(r.versions)[0] for r in self.rollouts if r.sampled)
 
     @property
     def rewards(self) -> list[float]:
@@ -274,6 +325,16 @@ class Batch:
     unshared: int = 0  # places that these microbatches would have if no prompt were shared
 
 
+class Difference(NamedTuple):
+    """A token whose log-probs differ in exact mode."""
+
+    gap: float
+    sample: int  # its number in the step
+    place: int  # of the token in its sample
+    trainer: float
+    generator: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Report of a training mesh about one step, already reduced over the mesh."""
@@ -286,6 +347,7 @@ class StepStats:
     skipped: int = 0  # updates with a gradient that was not finite
     busy: float = 0.0  # seconds in which this rank computed, or waited for a core
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
+    difference: Difference | None = None  # the largest of the first update, in exact mode
     metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
     hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.config import toml as config_file
-from titan_rl.config.choices import Table
+from titan_rl.config.choices import Table, Tables
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
 
@@ -36,8 +36,9 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
         return st.lists(texts if key.type == list[str] else st.integers(), max_size=3)
-    if key.type == Table:
-        return st.dictionaries(texts, st.booleans() | st.integers() | texts | st.floats(-1e9, 1e9), max_size=3)
+    if key.type in (Table, Tables):
+        table = st.dictionaries(texts, st.booleans() | st.integers() | texts | st.floats(-1e9, 1e9), max_size=3)
+        return table if key.type == Table else st.dictionaries(texts, table, max_size=3)
     if key.type is int:
         return st.integers(int(key.ge or 0), int(key.lt - 1 if key.le is None and key.lt is not None else key.le or 0))
     if key.type is float:
@@ -190,9 +191,13 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ),
         (
             '[model]\nname = "lama3"',
-            'run.toml: [model] name: expected one of "llama3", "qwen3", found "lama3"; did you mean \'llama3\'?',
+            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found "lama3"; '
+            "did you mean 'llama3'?",
         ),
-        ("[model]\nname = [1]", 'run.toml: [model] name: expected one of "llama3", "qwen3", found [1]'),
+        (
+            "[model]\nname = [1]",
+            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found [1]',
+        ),
         ("[job]\nfresh = true\nfresh = = 3", "run.toml:3:9: Invalid value: fresh = = 3"),
         ('[job]\ndescription = "abc', 'run.toml:2:19: Unterminated string: description = "abc'),
         ("x = " + "[" * 5000, "run.toml: expected a TOML file, found"),

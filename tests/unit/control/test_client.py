@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from support.control_socket import STATUS, fail, never, refuse, serving
+from support.nursery import until
 from titan_rl.control.client import Endpoint, RequestFailed
 from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.ctl import main
@@ -117,6 +119,17 @@ def test_a_process_that_ended_but_was_not_reaped_is_not_running(tmp_path: Path) 
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not endpoint.runs()
     process.wait()
+
+
+def test_a_process_whose_first_thread_has_ended_runs_until_its_others_have(tmp_path: Path) -> None:
+    program = "import ctypes, os, threading; threading.Thread(target=os.read, args=(0, 1)).start(); "
+    program += "ctypes.CDLL(None).pthread_exit(None)"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+        endpoint = Endpoint(tmp_path, process.pid, tmp_path / "control")
+        assert endpoint.runs()
+        process.communicate(b"x", timeout=60)
+        assert not endpoint.runs()
 
 
 def test_a_run_that_does_not_end_in_time_is_named(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
     heading, problem = refused(capsys)
     assert heading == "titan_rl: 1 problem in the command line"
-    assert problem.startswith("  - --config: expected a TOML file, or a shipped config (calc_llama, ")
+    assert problem.startswith("  - --config: expected a TOML file, or a shipped config (calc_agent_llama, calc_llama, ")
     assert "did you mean 'grpo_llama'" in refused(capsys, "--config", "grpo_lama")[1]
     assert "found none" in refused(capsys, "--config")[1]
 

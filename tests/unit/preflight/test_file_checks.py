@@ -20,7 +20,7 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
     [
         (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
         (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
-        (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama or qwen3, found "gpt2"'),
+        (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama, qwen2, qwen3 or mistral, found "gpt2"'),
         (
             lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)),
             "a vocab_size of at least the tokenizer's 52",

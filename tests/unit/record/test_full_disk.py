@@ -51,6 +51,18 @@ def test_a_write_that_fails_leaves_whole_lines_and_names_the_file(tmp_path: Path
     assert path.read_bytes() == b"xxxxxxxxx\n" * 3
 
 
+def test_a_large_write_that_fails_leaves_none_of_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.record.lines.PIECE", 15)
+    path = tmp_path / "file.jsonl"
+    with LineFile(path) as file:
+        file.append([b"x" * 9])
+        file.append([b"y" * 9] * 7)
+        assert path.read_bytes() == b"xxxxxxxxx\n" + b"yyyyyyyyy\n" * 7
+        with full_at(135), pytest.raises(Unwritable):
+            file.append([b"z" * 9] * 7)  # two pieces fit
+    assert path.read_bytes() == b"xxxxxxxxx\n" + b"yyyyyyyyy\n" * 7
+
+
 @pytest.mark.parametrize("name", [NAME, "metrics.jsonl", "rollouts.jsonl"])
 @pytest.mark.parametrize("nth", [1, 2, 5])
 def test_a_run_whose_log_is_full_ends_by_name_and_resumes(
@@ -148,7 +160,7 @@ def test_the_lines_of_a_step_are_on_disk_before_its_checkpoint(tmp_path: Path, m
         log.startup(0, 1.0)
         monkeypatch.setattr("os.fsync", fsync)
         log.to_disk()
-        assert synced == ["rollouts.jsonl", "metrics.jsonl"]
+        assert synced == ["rollouts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
 
 
 def test_files_are_utf8_whatever_the_locale(tmp_path: Path) -> None:

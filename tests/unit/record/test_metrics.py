@@ -67,9 +67,9 @@ def test_every_key_of_a_step_is_documented() -> None:
     names = metrics_of_losses()
     for keys in names.values():
         stats = replace(STATS, metrics=dict.fromkeys(keys, 0.5))
-        logged = step_metrics(3, GROUPS, stats, SYNC, TIMES, score=0.5)
+        logged = step_metrics(3, GROUPS, stats, SYNC, TIMES, scores={EVAL_SCORE: 0.5})
         assert logged.keys() <= DOCS.keys()
-        assert fit_metrics(stats, LAP, score=0.5).keys() <= DOCS.keys()
+        assert fit_metrics(stats, LAP, scores={EVAL_SCORE: 0.5}).keys() <= DOCS.keys()
     assert {"value/loss", "value/grad_norm", "value/lr", "time/eval", "time/save", "dropped/truncated"} <= DOCS.keys()
 
 
@@ -91,7 +91,7 @@ def test_docs_are_sentences_of_one_line() -> None:
 
 
 def test_values_are_computed_from_the_rollouts() -> None:
-    metrics = step_metrics(3, GROUPS, STATS, SYNC, TIMES, score=0.25)
+    metrics = step_metrics(3, GROUPS, STATS, SYNC, TIMES, scores={EVAL_SCORE: 0.25})
     expected = {
         "time/judge": 0.25,
         "time/wait": 0.5,
@@ -148,7 +148,7 @@ def test_a_penalty_is_told_apart_from_the_reward() -> None:
 
 
 def test_a_step_on_given_data_has_times_and_what_the_loss_told() -> None:
-    metrics = fit_metrics(STATS, LAP, score=0.75)
+    metrics = fit_metrics(STATS, LAP, scores={EVAL_SCORE: 0.75})
     assert metrics == pytest.approx(
         {
             "time/step": 10 - 2 - 1,

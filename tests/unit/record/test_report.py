@@ -40,7 +40,7 @@ def report_of(folder: Path, log: RunLog) -> Report:
 
 
 def say(report: Report, step: int, groups: list[Group]) -> None:
-    report.step(step, groups, STATS, SyncStats(step), None, dropped=[], backlog=Backlog(0, 0))
+    report.step(step, groups, STATS, SyncStats(step), [], dropped=[], backlog=Backlog(0, 0))
 
 
 def written_to(folder: Path) -> list[int]:

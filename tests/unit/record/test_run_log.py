@@ -59,9 +59,9 @@ def test_a_run_leaves_its_config_metrics_rollouts_and_curves(tmp_path: Path) -> 
     with RunLog(tmp_path, "tiny", Config()) as log:
         log.startup(0, 3.5)
         log.cold_start(1, {"loss": 2.0})
-        log.eval(0, 0.25, seconds=1.5)
+        log.eval(0, {"eval/score": 0.25}, seconds=1.5)
         log.step(1, METRICS, HISTOGRAMS, [group(), group()])
-        log.eval(1, 0.75, seconds=1.5)
+        log.eval(1, {"eval/score": 0.75}, seconds=1.5)
     assert config_file.load(tmp_path / "config.toml") == Config()
     assert (tmp_path / "config.toml").read_text().startswith("# tiny: ")
     assert steps(tmp_path / "metrics.jsonl") == [
@@ -135,10 +135,10 @@ def test_a_resumed_run_moves_the_steps_that_it_makes_again(tmp_path: Path) -> No
         log.startup(0, 1.0)
         log.cold_start(9, {"loss": 2.0})  # the cold start's steps are its own count, not RL's
         train(log, 1, 5, reward=0.1)
-        log.eval(5, 0.5, seconds=1.0)
+        log.eval(5, {"eval/score": 0.5}, seconds=1.0)
     with RunLog(tmp_path, "tiny", Config(), resume_step=3) as log:
         log.startup(3, 1.0)
-        log.eval(3, 0.5, seconds=1.0)  # of the checkpoint: no reason to purge the step that made it
+        log.eval(3, {"eval/score": 0.5}, seconds=1.0)  # of the checkpoint: no reason to purge the step that made it
         train(log, 4, 6, reward=0.2)
     assert steps(tmp_path / "metrics.jsonl") == [
         ("startup", 0), ("cold_start", 9), ("rl", 1), ("rl", 2), ("rl", 3), ("startup", 3),

@@ -80,7 +80,9 @@ def test_what_is_trained_is_what_was_sampled(tmp_path: Path, name: str, chat: di
     text = TextTokenizer.load(chat_folder(tmp_path, name), settings)
     pieces = st.lists(st.sampled_from(["12", "\n ok", "é", *CONTROL[name], "</tool_call>"]), min_size=1, max_size=4)
     roles = st.sampled_from(["user", "tool"])
-    said = st.builds(lambda role, parts: {"role": role, "content": "".join(parts), "tool_call_id": "0"}, roles, pieces)
+    said = st.builds(
+        lambda role, parts: {"role": role, "content": "".join(parts), "tool_call_id": "call00000"}, roles, pieces
+    )
 
     @given(st.lists(said, max_size=5), st.integers(0, 2**20))
     def exact(says: list[Message], seed: int) -> None:

@@ -202,7 +202,7 @@ def test_a_function_that_hangs_stops_neither_the_loop_nor_the_next_group(tokeniz
     stuck = threading.Event()
 
     async def body() -> None:
-        def reward(prompt: Prompt, text: str) -> float:
+        def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
             if prompt.id == 1:
                 stuck.wait(60)
             return float(text == "1")
@@ -232,7 +232,7 @@ def test_a_function_runs_once_at_a_time_in_order_on_one_thread_and_what_it_raise
     calls: list[tuple[int, str]] = []
     errors: list[BaseException] = [SystemExit(3), StopIteration(), ZeroDivisionError("mine"), TimeoutError("mine too")]
 
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
         calls.append((threading.get_ident(), f"{prompt.id} begins"))
         time.sleep(0.002)
         calls.append((threading.get_ident(), f"{prompt.id} ends"))
@@ -262,7 +262,7 @@ def test_long_rollouts_are_punished_and_their_rewards_stay(tokenizer: TextTokeni
     async def body() -> None:
         echo = Echo([0], length=3)
         how = {"overlong_buffer": 2, "overlong_penalty": 0.25}
-        rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text: 1.0), **how)
+        rollouts = stream(echo, source(tokenizer), tokenizer, judge=by_rule(lambda prompt, text, messages: 1.0), **how)
         async with aclosing(rollouts):
             rollouts.admit(1)
             (group,) = await rollouts.take(1, 1)

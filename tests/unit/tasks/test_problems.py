@@ -12,6 +12,7 @@ from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.problems import MOST_HUNG, Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
+from titan_rl.tasks.rewards import Messages
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.types import Completion, Prompt, Request, Rollout, Sampling
@@ -39,7 +40,7 @@ def alone(engines: Engines) -> Plays:
 
 
 def score(
-    reward: Callable[[Prompt, str], float], seconds: float = 30, engines: Engines | None = None
+    reward: Callable[[Prompt, str, Messages], float], seconds: float = 30, engines: Engines | None = None
 ) -> tuple[float, list[str], float]:
     """Return the score, the warnings, and the longest time in which the event loop stood still."""
     warnings: list[str] = []
@@ -63,15 +64,15 @@ def score(
 
 
 def test_the_score_is_the_mean_reward() -> None:
-    assert score(lambda prompt, text: float(text == prompt.answer))[:2] == (1.0, [])
-    assert score(lambda prompt, text: float(prompt.id == 3))[:2] == (0.125, [])
+    assert score(lambda prompt, text, messages: float(text == prompt.answer))[:2] == (1.0, [])
+    assert score(lambda prompt, text, messages: float(prompt.id == 3))[:2] == (0.125, [])
 
 
 def test_a_reward_that_raises_counts_as_nothing_and_is_counted() -> None:
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
         return 1 / (prompt.id % 4)  # of 0 and 4 it raises
 
-    mean, warnings, _ = score(lambda prompt, text: float(bool(reward(prompt, text))))
+    mean, warnings, _ = score(lambda prompt, text, messages: float(bool(reward(prompt, text))))
     assert mean == 0.75
     assert warnings == [
         "2 of 8 evaluated answers had no reward and count as 0; the first: ZeroDivisionError: division by zero"
@@ -79,7 +80,7 @@ def test_a_reward_that_raises_counts_as_nothing_and_is_counted() -> None:
 
 
 def test_a_reward_that_is_not_finite_counts_as_nothing_and_is_counted() -> None:
-    mean, warnings, _ = score(lambda prompt, text: math.nan if prompt.id < 2 else 1.0)
+    mean, warnings, _ = score(lambda prompt, text, messages: math.nan if prompt.id < 2 else 1.0)
     assert mean == 0.75
     assert warnings == [
         "2 of 8 evaluated answers had no reward and count as 0; the first: ValueError: expected a finite reward, "
@@ -88,16 +89,16 @@ def test_a_reward_that_is_not_finite_counts_as_nothing_and_is_counted() -> None:
 
 
 def test_an_evaluation_of_ruined_weights_ends_the_run() -> None:
-    mean, warnings, _ = score(lambda prompt, text: 1.0, engines=Engines(unsound=2))
+    mean, warnings, _ = score(lambda prompt, text, messages: 1.0, engines=Engines(unsound=2))
     assert mean == 1.0
     what = "2 of 8 evaluated answers have log-probs that are not finite"
     assert warnings == [f"{what}; the first: problem 0, by generator1"]
     with pytest.raises(RunError, match="8 of 8 evaluated answers have log-probs that are not finite"):
-        score(lambda prompt, text: 1.0, engines=Engines(unsound=8))
+        score(lambda prompt, text, messages: 1.0, engines=Engines(unsound=8))
 
 
 def test_a_slow_reward_does_not_stop_the_loop() -> None:
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
         time.sleep(1.0 if prompt.id == 0 else 0.0)
         return 1.0
 
@@ -110,7 +111,7 @@ def test_rewards_that_hang_have_a_deadline_and_an_evaluation_waits_for_a_few_onl
     stuck = threading.Event()
     asked: list[int] = []
 
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
         asked.append(prompt.id)
         if prompt.id > 0:
             stuck.wait(30)
@@ -128,17 +129,21 @@ def test_rewards_that_hang_have_a_deadline_and_an_evaluation_waits_for_a_few_onl
 
 
 def test_a_refused_request_counts_as_nothing_and_a_dead_rank_does_not() -> None:
-    mean, (warning,), _ = score(lambda prompt, text: 1.0, engines=Engines(RequestRefused("request greedy-5: too long")))
+    mean, (warning,), _ = score(
+        lambda prompt, text, messages: 1.0, engines=Engines(RequestRefused("request greedy-5: too long"))
+    )
     assert mean == 0.875
     assert warning.endswith("the first: RequestRefused: request greedy-5: too long")
     with pytest.raises(RankDied):
-        score(lambda prompt, text: 1.0, engines=Engines(RankDied("generator0[tp=0]", "was killed by signal 9")))
+        score(
+            lambda prompt, text, messages: 1.0, engines=Engines(RankDied("generator0[tp=0]", "was killed by signal 9"))
+        )
 
 
 def test_training_and_evaluation_never_call_user_code_at_once() -> None:
     running, most = 0, 0
 
-    def reward(prompt: Prompt, text: str) -> float:
+    def reward(prompt: Prompt, text: str, messages: object = ()) -> float:
         nonlocal running, most
         running += 1
         most = max(most, running)

@@ -1,6 +1,10 @@
+import asyncio
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -9,10 +13,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from titan_rl.tasks.rewards import Reward, reward_for
-from titan_rl.wire.types import Prompt
+from titan_rl.tasks.reward_shapes import component
+from titan_rl.tasks.reward_thread import by_rule
+from titan_rl.tasks.rewards import Answered, Messages, Reward
+from titan_rl.wire.types import Prompt, Rollout, Verdict
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
+
+
+def reward_for(name: str) -> Reward:
+    found = component(name)
+
+    def reward(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
+        return found.read(found.call(prompt, Answered(completion, messages=messages))).value
+
+    return reward
 
 
 @pytest.fixture
@@ -116,12 +131,47 @@ def test_last_number_needs_a_number_in_the_answer(answer: str) -> None:
 
 
 def test_custom_gets_the_keywords_it_takes(custom: Callable[..., Reward]) -> None:
-    everything = {"prompt": "6*7=", "completion": "x", "answer": "42", "row": {"level": 3}}
+    asked, said = {"role": "user", "content": "6*7="}, {"role": "assistant", "content": "x"}
+    everything = {"prompt": "6*7=", "completion": "x", "answer": "42", "row": {"level": 3}, "messages": [asked, said]}
     seen: list[dict[str, Any]] = []
     custom(lambda **kwargs: seen.append(kwargs) or 1)(PROMPT, "x")
     custom(lambda row, *, prompt="": seen.append({"row": row, "prompt": prompt}) or 1)(PROMPT, "x")
     custom(lambda answer, strict=True: seen.append({"answer": answer}) or 1)(PROMPT, "x")
     assert seen == [everything, {"row": {"level": 3}, "prompt": "6*7="}, {"answer": "42"}]
+
+
+def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., Reward]) -> None:
+    """Of one turn and of several, with a chat template and without. What the function changes is its own."""
+    seen: list[list[dict[str, Any]]] = []
+
+    def score(messages: list[dict[str, Any]]) -> float:
+        seen.append(deepcopy(messages))
+        messages[-1]["content"] = "changed"
+        return float(len(messages))
+
+    system, asked = {"role": "system", "content": "Count."}, {"role": "user", "content": "6*7?"}
+    said, tool, answer = ({"role": role, "content": role} for role in ("assistant", "tool", "assistant"))
+    plain, chat = PROMPT, replace(PROMPT, text="<s>...", messages=(system, asked))
+    first = {"role": "user", "content": PROMPT.text}
+    played = [said, tool, answer]
+    rollouts = [
+        (plain, (), [first, {"role": "assistant", "content": "x"}]),
+        (plain, played, [first, *played]),
+        (chat, (), [system, asked, {"role": "assistant", "content": "x"}]),
+        (chat, [system, asked, *played], [system, asked, *played]),
+    ]
+    before = deepcopy(rollouts)
+    for prompt, messages, _ in rollouts:
+        done = Rollout([], "x", math.nan, messages=messages)
+        judge = by_rule(custom(score), 30)
+
+        async def judged() -> Sequence[float | Verdict]:
+            return await judge(prompt, [done])  # noqa: B023 (called at once)
+
+        (reward,) = asyncio.run(judged())
+        assert reward == len(seen[-1])
+    assert seen == [whole for *_, whole in rollouts]
+    assert rollouts == before
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """What a policy said becomes a message with calls, or a named error."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.chat_folders import chat_folder
+from titan_rl.agents.tools import schema
 from titan_rl.text.answers import CallFormat, MalformedCall, parse_answer
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -15,6 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "mul", "parameters": {}}}]
 WRITTEN: dict[CallFormat, str] = {
     "hermes": '<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>',
     "llama": '{{"name": {name}, "parameters": {arguments}}}',
+    "mistral": '[TOOL_CALLS][{{"name": {name}, "arguments": {arguments}, "id": "abcdefghi"}}]',
 }
 
 
@@ -44,6 +48,56 @@ def test_text_between_calls_is_kept() -> None:
     ]
 
 
+def calls(said: str, form: CallFormat, tools: Sequence[Any] = ()) -> list[tuple[str, Any]]:
+    found = parse_answer(said, form, split_thinking=True, tools=tools)["tool_calls"]
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "g"}]',
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}',
+        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]bcdefghij[ARGS]{}',
+        '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS] g {}',
+    ],
+)
+def test_all_of_mistrals_ways_to_write_calls_are_read(said: str) -> None:
+    assert calls(f" I ask.{said}", "mistral") == [("f", {"a": 1}), ("g", {})]
+    message = parse_answer(f" I ask.{said}", "mistral", split_thinking=True, id="call_7")
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert message["content"] == "I ask."
+    assert all(len(id) == 9 and id.isalnum() for id in ids), "its templates refuse others"
+    assert len(set(ids)) == 2
+
+
+def test_arguments_without_quotes_have_the_types_that_the_tool_declares() -> None:
+    """XML calls write 12 for the number and for the text."""
+
+    def find(
+        name: str, code: str, count: int, exact: bool, unit: Literal["m", "km"], note: str | None, more: dict[str, Any]
+    ) -> None:
+        """Find."""
+
+    values = {
+        "name": "12",
+        "code": " a\n<b>\n",
+        "count": 12,
+        "exact": True,
+        "unit": "km",
+        "note": "3",
+        "more": {"x": [1]},
+    }
+    written = {**values, "exact": "True", "more": '{"x": [1]}'}
+    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in written.items())
+    whole = f"<tool_call>\n<function=find>\n{said}</function>\n</tool_call>"
+    assert calls(f"Well.\n{whole}", "xml", [schema(find)]) == [("find", values)]
+    guessed = {**values, "name": 12, "note": 3}
+    assert calls(whole, "xml") == [("find", guessed)], "without a schema"
+    assert calls(f"{whole}{whole}", "xml", [schema(find)]) == [("find", values)] * 2
+
+
 @pytest.mark.parametrize(
     ("form", "said", "reason"),
     [
@@ -56,6 +110,17 @@ def test_text_between_calls_is_kept() -> None:
         ("llama", '{"name": "f", "parameters": {', "expected a call in JSON"),
         ("llama", '{"name": "f", "parameters": 3}', '"parameters" to be an object'),
         ("llama", "<|python_tag|>print(1)", "expected a call in JSON"),
+        ("xml", "<tool_call><function=f>", "one without the other"),
+        ("xml", '<tool_call>{"name": "f"}</tool_call>', "expected a call as <function=name>"),
+        ("xml", "<tool_call><function=f>1</function></tool_call>", "expected a call as <function=name>"),
+        ("xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "expected a call as <function=name>"),
+        ("mistral", "[TOOL_CALLS]", "expected a call as name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", "expected a call as name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{1}", "expected a call in JSON"),
+        ("mistral", "[TOOL_CALLS] []", "expected a list of calls"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}', "expected a call in JSON"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": 3}]', '"arguments" to be an object'),
+        ("mistral", "[TOOL_CALLS][3]", 'a call with a "name"'),
     ],
 )
 def test_a_malformed_call_is_named_and_its_text_is_kept(form: CallFormat, said: str, reason: str) -> None:
@@ -66,7 +131,7 @@ def test_a_malformed_call_is_named_and_its_text_is_kept(form: CallFormat, said: 
 
 def test_an_answer_without_calls_stays_as_it_is() -> None:
     cases: list[tuple[CallFormat, str]] = [("hermes", "  12\n"), ("llama", '{"a": 1}'), ("llama", "12")]
-    for form, said in [*cases, ("text", "<tool_call>")]:
+    for form, said in [*cases, ("text", "<tool_call>"), ("xml", " 12\n"), ("mistral", " [ARGS]{}\n")]:
         assert parse_answer(said, form, split_thinking=True) == {"role": "assistant", "content": said}
 
 
@@ -91,6 +156,9 @@ def test_thinking_is_split_off() -> None:
         ),
         ("hermes", "hermes", '<tool_call>{"name": "mul", "arguments": {"a": 3}}</tool_call>'),
         ("header", "llama", '{"name": "mul", "parameters": {"a": 3}}'),
+        ("mistral", "mistral", '[TOOL_CALLS] [{"name": "mul", "arguments": {"a": 3}}]'),
+        ("mistral", "mistral", '[TOOL_CALLS]mul[ARGS]{"a": 3}'),
+        ("coder", "xml", "<tool_call>\n<function=mul>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"),
         ("phi3", "text", ""),
         ("open_ended", "text", ""),
     ],

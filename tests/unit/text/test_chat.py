@@ -14,10 +14,10 @@ from titan_rl.text.tokenizer import TextTokenizer
 
 SYSTEM, ASKED = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3*4?"}
 MORE, SAID = {"role": "user", "content": "And 5*6?"}, {"role": "assistant", "content": "It is 12."}
-CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": '{"a": 3, "b": 4}'}}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "mul", "arguments": '{"a": 3, "b": 4}'}}
 CALLED, RESULT = (
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": "12"},
+    {"role": "tool", "tool_call_id": "call00001", "content": "12"},
 )
 TOOLS = [{"type": "function", "function": {"name": "mul", "description": "Multiply.", "parameters": {}}}]
 PINNED = {"date_string": "26 Jul 2024"}
@@ -53,7 +53,7 @@ def test_prompts_are_those_of_transformers(folders: dict[str, Path], name: str) 
         assert ours.prompt(messages, tools) == theirs.apply_chat_template(messages, **keys)
 
 
-@pytest.mark.parametrize("name", ["hermes", "header", "phi3"])
+@pytest.mark.parametrize("name", ["hermes", "header", "phi3", "coder", "mistral"])
 def test_a_delta_is_what_the_template_adds(folders: dict[str, Path], name: str) -> None:
     text = loaded(folders[name])
     chat, tokens = text.chat, loaded(folders[name]).chat.prompt([SYSTEM, ASKED])
@@ -67,7 +67,19 @@ def test_a_delta_is_what_the_template_adds(folders: dict[str, Path], name: str) 
         assert tokens == chat.prompt(messages)
 
 
-@pytest.mark.parametrize(("name", "said"), [("hermes", "\n<tool_call>\n{json}\n</tool_call>"), ("header", "{json}")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hermes", "\n<tool_call>\n{json}\n</tool_call>"),
+        ("header", "{json}"),
+        ("mistral", '[TOOL_CALLS] [{"name": "mul", "arguments": {"a": 3, "b": 4}, "id": "call00001"}]'),
+        (
+            "coder",
+            "<tool_call>\n<function=mul>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+    ],
+)
 def test_a_tools_answer_is_what_the_template_adds(folders: dict[str, Path], name: str, said: str) -> None:
     text = loaded(folders[name])
     key = "arguments" if name == "hermes" else "parameters"
@@ -80,7 +92,7 @@ def test_a_tools_answer_is_what_the_template_adds(folders: dict[str, Path], name
 
 def test_two_results_for_a_template_that_takes_one_call(folders: dict[str, Path]) -> None:
     text = loaded(folders["header"])
-    delta = text.chat.extend([text.eos], [RESULT, {**RESULT, "tool_call_id": "c2", "content": "13"}], TOOLS)
+    delta = text.chat.extend([text.eos], [RESULT, {**RESULT, "tool_call_id": "call00002", "content": "13"}], TOOLS)
     ipython = "<|head|>ipython<|body|>\n\n"
     said = text.decode(delta or [], skip_special=False)
     assert said == f'{ipython}"12"<|eot|>{ipython}"13"<|eot|><|head|>assistant<|body|>\n\n'

@@ -145,7 +145,7 @@ def test_a_template_that_does_not_end_is_found_at_once(tmp_path: Path) -> None:
     assert time.process_time() - begun < 20
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3", "header", "phi3"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "header", "phi3", "coder", "mistral"])
 def test_the_sample_is_what_a_rollout_would_hold(tmp_path: Path, name: str) -> None:
     text = TextTokenizer.load(chat_folder(tmp_path, name), ChatSettings(kwargs=PINNED))
     (start, called), (added, said) = sample_turns(text)

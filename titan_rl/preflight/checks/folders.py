@@ -10,8 +10,8 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
-OWN_FILES += ("summary.json", "timeline.json", ".lock")
-OWN = ("hf", "model", *OWN_FILES)
+OWN_FILES += ("evaluations.jsonl", "summary.json", "timeline.json", ".lock")
+OWN = ("best", "hf", "model", *OWN_FILES)
 PATTERN = set("*?[")
 INNER = ("checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder")
 INNER += ("profiling.save_memory_snapshot_folder",)

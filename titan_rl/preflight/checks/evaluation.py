@@ -1,0 +1,101 @@
+"""Checks of [eval]: the evaluation sets, their rows and rewards, and the metric of the best weights."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from titan_rl.agents.games import GAMES
+from titan_rl.config.eval_sets import EvalSet, eval_sets, problems_of
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml, did_you_mean
+from titan_rl.preflight.checks.assets import policy_tokenizer
+from titan_rl.preflight.checks.dataset import unnumbered
+from titan_rl.preflight.checks.reward_keys import check_callable
+from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.scores import ks_of
+from titan_rl.tasks.jsonl_rows import BadRows, Example
+from titan_rl.tasks.judging import evaluation_rubric
+from titan_rl.tasks.rewards import BUILT_IN
+from titan_rl.tasks.task import Task, set_examples
+from titan_rl.wire.types import Prompt
+
+
+def check_evaluation(config: Config) -> Iterator[str]:
+    """Check what concerns [eval.sets] and eval.keep_best."""
+    if found := list(problems_of(config.eval.sets)):
+        yield from found
+        return
+    sets = eval_sets(config.eval.sets)
+    if sets and config.algorithm.kind == "reward":
+        yield f"eval.sets: expected none, because a reward model is evaluated on pairs, found {len(sets)}"
+        return
+    for chosen in sets:
+        yield from _check_set(config, chosen)
+    names = best_metrics(config, sets)
+    if (metric := config.eval.keep_best) and metric not in names:
+        expected = f"one of {', '.join(names)}" if names else '"", because nothing is evaluated (eval.size, eval.sets)'
+        yield f"eval.keep_best: expected {expected}, found {as_toml(metric)}{did_you_mean(metric, names)}"
+
+
+def best_metrics(config: Config, sets: Sequence[EvalSet]) -> list[str]:
+    """Return the metrics whose best weights can be kept."""
+    own = [EVAL_SCORE] if config.eval.size else []
+    return own + [f"eval/{s.name}/{each}" for s in sets for each in (f"avg@{s.samples}", *_passes(s))]
+
+
+def _passes(chosen: EvalSet) -> list[str]:
+    return [f"pass@{k}" for k in ks_of(chosen.samples)]
+
+
+def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
+    label = f"eval.sets.{chosen.name}"
+    if not chosen.path and not config.eval.size:
+        yield f"{label}.path: expected a JSONL file, because eval.size = 0 leaves no held-out problems, found none"
+        return
+    if chosen.path and config.task.name in GAMES:
+        yield f'{label}.path: expected none with task.name = "{config.task.name}", found {as_toml(chosen.path)}'
+        return
+    examples: Sequence[Example] = ()
+    try:
+        examples = set_examples(config, chosen, Task((), ())) if chosen.path else ()
+    except BadRows as error:
+        yield from error.problems
+    except (OSError, ValueError) as error:
+        yield str(error).replace("task.eval_path", f"{label}.path").partition("; eval.size")[0]
+    yield from _check_reward(config, chosen, label, examples)
+    if examples:
+        yield from _check_rows(config, label, examples)
+
+
+def _check_reward(config: Config, chosen: EvalSet, label: str, examples: Sequence[Example]) -> Iterator[str]:
+    names = [chosen.reward] if chosen.reward else [name for name, _ in evaluation_rubric(config.task).parts]
+    rule = next((name for name in names if name in ("model", "last_number", "number")), names[0])
+    if rule == "model":
+        why = "because a reward model cannot measure a policy trained against it"
+        yield f'{label}.reward: expected a reward other than "model", {why}, found "model"'
+    elif rule in ("last_number", "number"):
+        bad = next(((e, answer) for e in examples if (answer := unnumbered(e))), None)
+        if bad is not None:
+            yield f"{label}.reward: expected a number in the answer of {bad[0].where}, found {bad[1]}"
+    elif chosen.reward and rule not in BUILT_IN:
+        first = next(iter(examples), None)
+        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        yield from check_callable(f"{label}.reward", rule, prompt, config.task)
+
+
+def _check_rows(config: Config, label: str, examples: Sequence[Example]) -> Iterator[str]:
+    """Check that the prompts fit, with a tokenizer that can be loaded."""
+    if config.task.template == "plain" and (chat := next((e for e in examples if not isinstance(e.prompt, str)), None)):
+        yield f'task.template: expected "chat" for the messages in {chat.where}, found "plain"'
+        return
+    with policy_tokenizer(config) as tokenizer:
+        if tokenizer is None:
+            return
+        task = Task((), examples, config.task.template, config.task.system_prompt)
+        try:
+            unfit = unfit_rows(replace(config, task=replace(config.task, name="jsonl")), task, tokenizer)[1]
+        except BadRows as error:
+            yield from error.problems
+            return
+    if unfit and (config.task.on_unfit_rows == "refuse" or len(unfit) == len(examples)):
+        yield f"{label}: {first_unfit(examples, unfit)}{other_unfit(examples, unfit)}"

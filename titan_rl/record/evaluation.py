@@ -1,0 +1,119 @@
+"""What one evaluation of a set found: an answer's reward or why it has none, and the numbers that follow.
+
+An answer without a reward counts as 0 in every number, so that a policy that breaks its environment cannot raise its
+score. How many there were is reported next to every score, and each is named. A set without any reward has no score.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.record.scores import Estimate, estimate, ks_of, pass_at
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to one problem."""
+
+    reward: float  # NaN: it has none
+    why: str = ""  # it has none
+    tokens: int = 0  # sampled
+    truncated: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return math.isnan(self.reward)
+
+    @property
+    def counted(self) -> float:
+        """The reward that scores count."""
+        return 0.0 if self.failed else self.reward
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The answers to a set's problems. Without a name, the set is the run's held-out problems."""
+
+    name: str
+    answers: Mapping[int, Sequence[Answer]]  # by problem; all have equally many
+    correct_at: float = 1.0
+
+    @property
+    def samples(self) -> int:
+        return len(next(iter(self.answers.values())))
+
+    @property
+    def size(self) -> int:
+        return len(self.answers)
+
+    @property
+    def all(self) -> list[Answer]:
+        return [answer for answers in self.answers.values() for answer in answers]
+
+    @property
+    def failures(self) -> list[tuple[int, int, str]]:
+        """Return problem, sample and reason of each answer without a reward."""
+        found = ((p, j, answer) for p, answers in self.answers.items() for j, answer in enumerate(answers))
+        return [(p, j, answer.why) for p, j, answer in found if answer.failed]
+
+    @property
+    def hopeless(self) -> bool:
+        """Return True if no answer has a reward."""
+        return len(self.failures) == self.size * self.samples
+
+    @cached_property
+    def average(self) -> Estimate:
+        """Return avg@k: the mean reward of all answers."""
+        return estimate([fmean(answer.counted for answer in answers) for answers in self.answers.values()])
+
+    @cached_property
+    def passes(self) -> dict[int, Estimate]:
+        """Return pass@k of each k: the share of problems that k answers are expected to solve."""
+        n = self.samples
+        right = [sum(not a.failed and a.reward >= self.correct_at for a in each) for each in self.answers.values()]
+        return {k: estimate([pass_at(k, n, correct) for correct in right]) for k in ks_of(n)}
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """Return the estimates of a named set by their names."""
+        return {f"avg@{self.samples}": self.average} | {f"pass@{k}": found for k, found in self.passes.items()}
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Return what a run logs."""
+        if not self.name:
+            a = self.average
+            return {EVAL_SCORE: a.value, "eval/low": a.low, "eval/high": a.high, "eval/failed": len(self.failures)}
+        head, found = f"eval/{self.name}", dict[str, float]()
+        for name, each in self.estimates.items() if not self.hopeless else ():
+            found |= {f"{head}/{name}": each.value, f"{head}/{name}/low": each.low, f"{head}/{name}/high": each.high}
+        found[f"{head}/failed"] = len(self.failures)
+        found[f"{head}/truncated"] = fmean(answer.truncated for answer in self.all)
+        found[f"{head}/mean_length"] = fmean(answer.tokens for answer in self.all)
+        return found
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Return the line of evaluations.jsonl, without its step: each problem's rewards, and what failed."""
+        return {
+            "set": self.name or "heldout",
+            "samples": self.samples,
+            "correct_at": self.correct_at,
+            "rewards": {str(p): [answer.reward for answer in answers] for p, answers in self.answers.items()},
+            "failures": [{"problem": p, "sample": j, "why": why} for p, j, why in self.failures],
+        }
+
+    def __str__(self) -> str:
+        if self.hopeless:
+            return f"no score: none of {self.size * self.samples} answers has a reward"
+        shown = [f"{name} {found}" for name, found in self.estimates.items()]
+        failed = [f"{len(self.failures)} of {self.size * self.samples} answers failed"] if self.failures else []
+        return ", ".join([*shown, *failed]) + f" over {self.size} problems"
+
+
+def metrics_of(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    return {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}

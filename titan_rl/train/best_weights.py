@@ -1,0 +1,113 @@
+"""Keeps the weights with the highest value of eval.keep_best: best/step-N, a Hugging Face folder.
+
+    an evaluation ── higher than all before ──> best/step-N is written ── renamed ──> the older one deleted
+
+So a whole folder exists at every moment, whatever is killed. Retention of checkpoints does not know best/. A resumed
+run reads from it which value it has to exceed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.record.evaluation import Evaluation, metrics_of
+from titan_rl.train.hf_folder import export_policy
+from titan_rl.train.run_parts import RunParts
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
+
+FOLDER = "best"
+MEASURED = "evaluation.json"
+"""The file in best/step-N that says what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A kept folder, and what was measured with its weights."""
+
+    folder: Path
+    step: int
+    metric: str
+    value: float
+
+
+class BestWeights:
+    """Compares evaluations, and has the trainers write the best weights."""
+
+    def __init__(self, run: RunParts) -> None:
+        self._run, self._metric = run, run.config.eval.keep_best
+        self._best = None
+        if self._metric:
+            self._best = tidy(run.setup.folder / FOLDER, self._metric)
+
+    async def offer(self, step: int, evaluations: Sequence[Evaluation]) -> None:
+        """Write the trainers' weights, which made step `step`, if these evaluations are better than all before. A write
+        that fails is a warning: the older folder stays."""
+        metrics = metrics_of(evaluations)
+        value = metrics.get(self._metric)
+        if value is None or (self._best is not None and value <= self._best.value):
+            return
+        terminal, before = self._run.terminal, self._best
+        scratch = self._run.setup.folder / f".{FOLDER}.partial"
+        final = free_name(self._run.setup.folder / FOLDER / f"step-{step}")
+        try:
+            with self._run.clock("save"):
+                await export_policy(self._run.setup, self._run.meshes.trainers, scratch)
+                measured = {"step": step, "metric": self._metric, "value": value, "metrics": metrics}
+                (scratch / MEASURED).write_text(json.dumps(measured, indent=2) + "\n")
+                place(scratch, final)
+        except (RankDied, DeadlinePassed):
+            raise
+        except (OSError, RunError) as error:
+            kept = f"{before.folder} stays the best" if before else "there is no best yet"
+            terminal.warn(f"the best weights, of step {step}, cannot be written: {error}; {kept}")
+            return
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self._best = Best(final, step, self._metric, value)
+        if before is not None:
+            shutil.rmtree(before.folder, ignore_errors=True)
+        exceeded = f" (before: {before.value:.4g}, of step {before.step})" if before else ""
+        terminal.note(f"kept {final}: {self._metric} {value:.4g}{exceeded}")
+
+
+def place(written: Path, final: Path) -> None:
+    """Bring a written folder to the disk, then give it its name."""
+    for path in (*written.iterdir(), written):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    final.parent.mkdir(exist_ok=True)
+    written.rename(final)
+
+
+def free_name(folder: Path) -> Path:
+    """Return the folder, or its first variant that does not exist: a run that resumed before a step may make it again,
+    and better."""
+    names = (folder, *(folder.with_name(f"{folder.name}.{k}") for k in range(1, 10_000)))
+    return next(path for path in names if not path.exists())
+
+
+def kept_in(folder: Path) -> list[Best]:
+    """Return what is kept in a folder best/, the best first: one, or two if a process was killed between writing the
+    new one and deleting the old one."""
+    found = []
+    for path in folder.glob(f"step-*/{MEASURED}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Best(path.parent, int(text["step"]), str(text["metric"]), float(text["value"])))
+    return sorted(found, key=lambda best: (-best.value, best.step))
+
+
+def tidy(folder: Path, metric: str) -> Best | None:
+    """Return the best weights that an earlier process kept by this metric, and delete all but them. What was kept by
+    another metric stays, since values of different metrics cannot be compared."""
+    kept = [best for best in kept_in(folder) if best.metric == metric]
+    for best in kept[1:]:
+        shutil.rmtree(best.folder, ignore_errors=True)
+    return kept[0] if kept else None
