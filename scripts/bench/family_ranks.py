@@ -32,8 +32,8 @@ def sample_with_vllm(folder: Path, names: list[str], exact: bool) -> dict[str, A
     for name in names:
         path = folder / name
         shape = shape_of_folder(str(path), "conformance")
-        memory = {"max_model_len": SEQ_LEN, "kv_cache_memory_mb": 32}
-        engine = Engine(EngineSettings(model_dir=str(path), load_format="auto", exact=exact, **memory))
+        settings = EngineSettings(model_dir=str(path), max_model_len=SEQ_LEN, kv_cache_memory_mb=32, load_format="auto")
+        engine = Engine(replace(settings, exact=exact))
         live = engine.params()
         verify_complete({key: tuple(p.shape) for key, p in live.items()}, shape, 1)
         tensors = load_file(path / "model.safetensors")
