@@ -67,6 +67,8 @@ class LocalSandbox:
             server = self._idle.get()
             if server is not None:
                 server.end()
+        for _ in range(self.section.workers):
+            self._idle.put(None)  # a call that waits for one finds the sandbox closed
         self._threads.shutdown(wait=False)
 
     async def _on_thread(self, call: "_Call") -> Execution:
@@ -79,6 +81,8 @@ class LocalSandbox:
     def _execute(self, call: "_Call") -> Execution:
         server = self._idle.get()
         try:
+            if self._closed:
+                raise SandboxRefused("the sandbox is closed")
             if server is None or not server.lives:
                 if server is not None:
                     server.end()

@@ -176,6 +176,14 @@ def is_server(pid: int) -> bool:
         return False
 
 
+def test_a_closed_sandbox_runs_nothing() -> None:
+    sandbox = LocalSandbox(replace(SECTION, workers=1))
+    assert sandbox.run_here("print(1)").stdout == "1\n"
+    sandbox.close()
+    with pytest.raises(SandboxRefused, match="the sandbox is closed"):
+        sandbox.run_here("print(1)")
+
+
 def test_limits_of_one_call(sandbox: LocalSandbox) -> None:
     async def run() -> Execution:
         return await sandbox.run("import time; time.sleep(9)", limits=replace(sandbox.limits, wall_seconds=0.3))
