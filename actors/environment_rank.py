@@ -7,7 +7,7 @@ The endpoints stay responsive while user code blocks. The process needs neither 
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from monarch.actor import Actor, concurrent_endpoint
 from titan_rl.actors.endpoint import fallible
 from titan_rl.agents.conversation import ChatText, PlainText
 from titan_rl.agents.episode_loop import Answer, Begin, Blocked, EpisodeLoop, LoopSettings, News
+from titan_rl.config.system_sections import SandboxSection
+from titan_rl.sandbox.local import configure
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.spans import Recorded
@@ -27,6 +29,7 @@ class EnvironmentSettings:
     tokenizer: Path  # folder
     ends: tuple[int, ...] = ()  # tokens that end a turn; empty: the tokenizer's
     chat: ChatSettings | None = None  # None: conversations are plain text
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
 
 
 class Taken(NamedTuple):
@@ -50,6 +53,7 @@ class EnvironmentRank(Actor):
             main.call_soon_threadsafe(self._wake.set)
 
         settings = self._settings
+        configure(settings.sandbox)
         if settings.chat is None:
             renderer = PlainText(TextTokenizer.load(settings.tokenizer), settings.ends)
         else:

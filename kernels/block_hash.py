@@ -19,7 +19,7 @@ KEY, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB 
 
 
 def reference_block_hash(windows: Sequence[Tensor]) -> int:
-    """Hash one block, of which each window holds one copy's elements.  # [blocks, rows, cols] each, of any strides"""
+    """Hash one block, of which each window holds one copy's elements.  # [rows, cols] each, of any strides"""
     total, position = 0, 1
     for window in windows:
         octets = window.contiguous().view(-1).view(torch.uint8)

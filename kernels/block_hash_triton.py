@@ -1,6 +1,6 @@
 """`block_hash.py` for a GPU: the blocks of a run in one launch.
 
-    table [segments, 8], tasks [programs, 2] -> sums [blocks]
+    table [segments, 6], tasks [programs, 2] -> sums [blocks]
 
 A segment is a copy's window. A program mixes up to STEPS tiles of its words, and adds their sum to its block's. Both
 tables are built once: neither a reader's parameters nor the memory of a trainer ever move.
@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_rl.kernels.block_hash import FIRST, KEY, SECOND, WORD
 
 TILE, STEPS = 1024, 8  # words: a program reads up to 64 KB
-COLUMNS = tl.constexpr(8)
+COLUMNS = tl.constexpr(6)
 KEY_, FIRST_, SECOND_ = tl.constexpr(KEY), tl.constexpr(FIRST), tl.constexpr(SECOND)
 
 
@@ -40,11 +40,9 @@ def block_hash_kernel(
     row = table_ptr + tl.load(task).to(tl.int64) * COLUMNS
     source = base_ptr + tl.load(row)
     lanes = tl.load(row + 1).to(tl.int32)
-    cols = tl.load(row + 2).to(tl.int32)  # in lanes, like the strides
-    rows = tl.load(row + 3).to(tl.int32)
-    row_stride = tl.load(row + 4)
-    block_stride = tl.load(row + 5)
-    position = tl.load(row + 6)
+    cols = tl.load(row + 2).to(tl.int32)  # in lanes, like the stride
+    row_stride = tl.load(row + 3)
+    position = tl.load(row + 4)
     per_word: tl.constexpr = 8 // lane
     if lane == 8:
         places = source.to(tl.pointer_type(tl.uint64))
@@ -61,18 +59,14 @@ def block_hash_kernel(
         word = tl.zeros([tile], tl.uint64)
         for i in tl.static_range(per_word):
             at = words * per_word + i
-            if flat:
-                offset = at
-            else:
-                row_of = at // cols
-                offset = (row_of // rows) * block_stride + (row_of % rows) * row_stride + at % cols
+            offset = at if flat else at // cols * row_stride + at % cols
             value = tl.load(places + offset, mask=at < lanes, other=0)
             word |= value.to(tl.uint64) << (8 * lane * i)
         x = word ^ ((position + words).to(tl.uint64) * KEY_)
         x = (x ^ (x >> 30)) * FIRST_
         x = (x ^ (x >> 27)) * SECOND_
         total += tl.where(words * per_word < lanes, x ^ (x >> 31), 0)
-    tl.atomic_add(sums_ptr + tl.load(row + 7), tl.sum(total, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(sums_ptr + tl.load(row + 5), tl.sum(total, 0).to(tl.int64), sem="relaxed")
 
 
 class HashTable:
@@ -87,12 +81,12 @@ class HashTable:
                 position += -(-window.nbytes // WORD)
         self._count, self._blocks = count, [shape[-1] for shape in shapes]
         self._base = _octets(blocks[0][0]) if count else torch.empty(0, dtype=torch.uint8)
-        self.lane = math.gcd(WORD, *(size for s in shapes for size in (s[0], s[2], s[4], s[5])))
+        self.lane = math.gcd(WORD, *(size for s in shapes for size in (s[0], s[2], s[3])))
         self.flat = all(s[1] == s[2] for s in shapes)
         start, lane = self._base.data_ptr(), self.lane
         rows = [
-            (at - start, size // lane, cols // lane, rows, row // lane, block // lane, position, number)
-            for at, size, cols, rows, row, block, position, number in shapes
+            (at - start, size // lane, cols // lane, row // lane, position, number)
+            for at, size, cols, row, position, number in shapes
         ]
         parts = [triton.cdiv(shape[1], WORD * TILE * STEPS) for shape in shapes]
         self._tasks = torch.tensor([(i, part) for i, n in enumerate(parts) for part in range(n)], dtype=torch.int32)
@@ -117,22 +111,14 @@ class HashTable:
         return [found[i] % 2**64 for i in wanted]
 
 
-def _shape(window: Tensor) -> tuple[int, int, int, int, int]:
-    """Return (size, cols, rows, row stride, block stride), in bytes but for rows, with contiguous rows merged."""
-    blocks, rows, cols = window.shape
-    block_stride, row_stride, col_stride = window.stride()
+def _shape(window: Tensor) -> tuple[int, int, int]:
+    """Return (size, cols, row stride), in bytes, with contiguous rows merged."""
+    (rows, cols), (row_stride, col_stride) = window.shape, window.stride()
     if cols > 1 and col_stride != 1:
         raise ValueError(f"expected rows of contiguous elements, found a stride of {col_stride}")
-    if rows == 1:
-        rows, row_stride, blocks = blocks, block_stride, 1
-    if row_stride == cols:
-        rows, cols = 1, rows * cols
-    if rows == 1 and (blocks == 1 or block_stride == cols):
-        blocks, cols, row_stride, block_stride = 1, blocks * cols, 0, 0
-    elif blocks == 1:
-        block_stride = 0
-    size = window.element_size()
-    return window.nbytes, cols * size, rows, row_stride * size, block_stride * size
+    if rows == 1 or row_stride == cols:
+        cols, row_stride = rows * cols, 0
+    return window.nbytes, cols * window.element_size(), row_stride * window.element_size()
 
 
 def _octets(window: Tensor) -> Tensor:

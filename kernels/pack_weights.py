@@ -1,11 +1,10 @@
-"""Pack a trainer rank's shards into one reader's run: cast, undo the rotary order, concatenate in the plan's order.
+"""Pack a trainer rank's shards into one reader's run: cast, and concatenate in the plan's order.
 
     params {name: [rows, cols]}, copies -> run [elements]
 
-A copy takes rows src_row0 + b * block_stride + i * src_step of a shard: with a step of two rows, one strided copy
-undoes the rotary order of all heads. On a CPU each of the plan's copies is one strided `copy_`, which casts, and which
-torch spreads over its threads. A GPU would launch hundreds of such kernels for a few megabytes each, so there
-`pack_weights_triton.py` makes all of a run's copies in one launch, directly into pinned memory if the run is there.
+On a CPU each of the plan's copies is one strided `copy_`, which casts, and which torch spreads over its threads. A GPU
+would launch hundreds of such kernels for a few megabytes each, so there `pack_weights_triton.py` makes all of a run's
+copies in one launch, directly into pinned memory if the run is there.
 """
 
 from collections import Counter
@@ -23,8 +22,7 @@ def reference_pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Te
     """Pack by indices, row by row: the reference that tests and benchmarks compare with."""
     packed = [run.new_empty(0)]
     for c in copies:
-        blocks, rows = torch.arange(c.blocks)[:, None], torch.arange(c.rows)
-        index = (c.src_row0 + blocks * c.block_stride + rows * c.src_step).flatten().to(params[c.name].device)
+        index = (c.src_row0 + torch.arange(c.rows)).to(params[c.name].device)
         table = params[c.name].reshape(len(params[c.name]), -1)
         packed.append(table[index, c.src_col0 : c.src_col0 + c.cols].flatten().to(run.device, run.dtype))
     run.copy_(torch.cat(packed))
@@ -41,7 +39,7 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
         return
     start = 0
     for copy in copies:
-        source = window(params[copy.name], copy, copy.src_row0, copy.src_col0, copy.src_step)
+        source = window(params[copy.name], copy, copy.src_row0, copy.src_col0)
         part = run[start : start + copy.elements].view(source.shape)
         part.copy_(source)
         start += copy.elements
@@ -49,7 +47,7 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
 
 def broken(params: Mapping[str, Tensor], copies: Iterable[Copy], dtype: torch.dtype) -> set[str]:
     """Return the parameters to cast as a whole before copying: those of another dtype than `dtype` that `copies` (all
-    copies of this rank) take most of, by parts of rows or by every second row.
+    copies of this rank) take most of, by parts of rows.
 
     Such a copy reads memory at a third of the rate of a stream, because the prefetchers lose it at every row (1.1 to
     1.7 against 4.7 G elements/s, fp32 to bf16 on an EPYC). It is faster to cast the whole parameter once, and to copy
@@ -59,7 +57,7 @@ def broken(params: Mapping[str, Tensor], copies: Iterable[Copy], dtype: torch.dt
     taken, names = Counter[str](), set[str]()
     for copy in copies:
         taken[copy.name] += copy.elements
-        if copy.src_step > 1 or copy.cols < params[copy.name][:1].numel():
+        if copy.cols < params[copy.name][:1].numel():
             names.add(copy.name)
     return {name for name in names if params[name].dtype != dtype and 3 * taken[name] > 2 * params[name].numel()}
 
@@ -89,15 +87,10 @@ class Cast(Mapping[str, Tensor]):
         return len(self._params)
 
 
-def window(tensor: Tensor, copy: Copy, row0: int, col0: int, step: int) -> Tensor:
-    """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [blocks, rows, cols]"""
+def window(tensor: Tensor, copy: Copy, row0: int, col0: int) -> Tensor:
+    """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [rows, cols]"""
     table = tensor if tensor.dim() == 2 else tensor[:, None]
-    row, col = table.stride()
-    return table.as_strided(
-        (copy.blocks, copy.rows, copy.cols),
-        (copy.block_stride * row, step * row, col),
-        table.storage_offset() + row0 * row + col0 * col,
-    )
+    return table[row0 : row0 + copy.rows, col0 : col0 + copy.cols]
 
 
 def _triton(params: Mapping[str, Tensor], copies: Sequence[Copy]) -> Any:

@@ -1,6 +1,6 @@
 """`pack_weights.py` for a GPU: all copies of a run in one launch.
 
-    table [copies, 9], owner [tiles] -> run [elements]
+    table [copies, 7], owner [tiles] -> run [elements]
 
 A program writes one tile of the run: BLOCK elements of one copy. It reads from the table which copy, and where its
 source is. Addresses are looked up at every pack, because FSDP may have moved the shards.
@@ -26,7 +26,7 @@ from titan_rl.wire.weight_plan import Copy
 
 BLOCK = 4096  # elements: 8 KB of bf16, a few writes per thread
 GROUP = 8  # elements: 16 bytes of bf16
-COLUMNS = tl.constexpr(9)
+COLUMNS = tl.constexpr(7)
 
 
 @triton.jit
@@ -41,23 +41,17 @@ def pack_kernel(
     tile = tl.program_id(0)
     row = table_ptr + tl.load(owner_ptr + tile).to(tl.int64) * COLUMNS
     source = tl.multiple_of(tl.load(row).to(like_ptr.dtype), 2 * group)  # bytes, for elements of 2 or more
-    row_stride = tl.load(row + 1)
+    row_stride = tl.load(row + 1)  # in elements, like the other stride
     col_stride = tl.load(row + 2)
-    block_stride = tl.load(row + 3)  # in elements, like the other strides
-    rows = tl.load(row + 4).to(tl.int32)
-    cols = tl.load(row + 5).to(tl.int32)
-    elements = tl.multiple_of(tl.load(row + 6), group)
-    target = tl.multiple_of(tl.load(row + 7), group)
-    first = (tile - tl.load(row + 8)) * block  # of the copy's elements; in 64 bits
+    cols = tl.load(row + 3).to(tl.int32)
+    elements = tl.multiple_of(tl.load(row + 4), group)
+    target = tl.multiple_of(tl.load(row + 5), group)
+    first = (tile - tl.load(row + 6)) * block  # of the copy's elements; in 64 bits
     # Vectors are divided in 32 bits: they count from the row in which the tile begins.
     begins = tl.arange(0, block // group) * group  # [groups]
     place = (first % cols).to(tl.int32) + begins
     row_of = (first // cols).to(tl.int32) + place // cols
-    offset = (
-        (row_of // rows).to(tl.int64) * block_stride
-        + (row_of % rows).to(tl.int64) * row_stride
-        + (place % cols).to(tl.int64) * col_stride
-    )
+    offset = row_of.to(tl.int64) * row_stride + (place % cols).to(tl.int64) * col_stride
     within = tl.arange(0, group)[None, :]
     element = first + begins[:, None] + within  # [groups, group]
     inside = element < elements
@@ -87,25 +81,20 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
         torch.cuda.synchronize(like.device)  # else the host could read pinned memory before the kernel has written it
 
 
-def _source(param: Tensor, c: Copy) -> tuple[int, int, int, int, int, int]:
-    """Return (address, row stride, column stride, block stride, rows, columns), with contiguous rows taken as one."""
+def _source(param: Tensor, c: Copy) -> tuple[int, int, int, int]:
+    """Return (address, row stride, column stride, columns), with contiguous rows taken as one."""
     row, col = param.stride() if param.dim() == 2 else (param.stride(0), 1)
     address = param.data_ptr() + (c.src_row0 * row + c.src_col0 * col) * param.element_size()
-    step, block, rows, cols = c.src_step * row, c.block_stride * row, c.rows, c.cols
-    if step == cols and (cols == 1 or col == 1) and rows * cols < 2**30:
-        step, col, rows, cols = 0, 1, 1, rows * cols
-    return address, step, col, block, rows, cols
+    if row == c.cols and (c.cols == 1 or col == 1) and c.elements < 2**30:
+        return address, 0, 1, c.elements
+    return address, row, col, c.cols
 
 
 def _group(rows: Sequence[tuple[int, ...]], size: int, run: int) -> int:
     """Return how many elements, at most GROUP, can be moved together in all copies."""
-    if run % 16 or any(address % size or (col != 1 and cols > 1) for address, _, col, _, _, cols, *_ in rows):
+    if run % 16 or any(address % size or (col != 1 and cols > 1) for address, _, col, cols, *_ in rows):
         return 1
     return math.gcd(
         GROUP,
-        *(
-            number
-            for address, row, _, block, _, cols, _, target, _ in rows
-            for number in (address // size, row, block, cols, target)
-        ),
+        *(number for address, row, _, cols, _, target, _ in rows for number in (address // size, row, cols, target)),
     )

@@ -1,7 +1,8 @@
 """Statistics of a loss, as sums that microbatches and ranks can add up, and sums over a microbatch's sequences.
 
 Every loss returns `Statistics`. Sums over tokens are divided by the batch's trained tokens, sums over sequences by its
-trained sequences, both fixed at packing; maxima and minima are reduced as such; counts (histograms) are added.
+trained sequences, both fixed at packing; maxima and minima are reduced as such; counts (histograms) are added. Of
+records, one is kept.
 
 `sequence_T` holds each token's sequence index within the packed microbatch, -1 for padding.
 """
@@ -21,6 +22,7 @@ class Statistics:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     minima: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
+    records: dict[str, torch.Tensor] = field(default_factory=dict)  # vectors: that with the largest first entry counts
 
 
 def masked_sum(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:

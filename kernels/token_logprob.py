@@ -127,7 +127,7 @@ def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
     return torch.where(inside_T, targets_T, 0).unsqueeze(1), inside_T.unsqueeze(1)
 
 
-def _softmax_sums(
+def softmax_sums(
     tile: "Tile | FusedTile", hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
 ) -> SoftmaxSums:
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
@@ -183,7 +183,7 @@ class _TokenLogprob(torch.autograd.Function):
         float32_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tile = _tile(hidden_TD, weight_VD, temperature, float32_logits)
-        sums = _softmax_sums(tile, hidden_TD, weight_VD, targets_T)
+        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T)
         if group is not None:
             sums = sums.over_group(group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T

@@ -6,6 +6,8 @@ begin ── begin, answer, cancel ──> process ── take ──> the await
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from monarch.actor import ProcMesh
@@ -18,6 +20,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded
 
+TurnNews = Ask | Dropped
 LONGEST_POLL = 1.0  # seconds between two signs of life
 
 
@@ -45,13 +48,16 @@ class Episode:
         self.thinking = True  # the user's code runs; else it is the policy's turn
         self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
         self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._take: Callable[[Ask | Dropped], None] | None = None
+        self._take: Callable[[TurnNews], None] | None = None
 
-    async def listen(self, take: Callable[[Ask | Dropped], None]) -> Outcome:
+    async def listen(self, take: Callable[[TurnNews], None]) -> Outcome:
         """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, once it is heard:
         a thousand rollouts are heard in one message, and a task that waits for each turn costs as much as the rest."""
         self._take = take
-        return await self._outcome
+        try:
+            return await self._outcome
+        finally:
+            self._take = None  # it knows this rollout: a cycle would keep all its tokens for a long time
 
     def hear(self, news: News) -> None:
         self.thinking = False
@@ -89,7 +95,8 @@ class EnvironmentProcess:
         self.rank = label(name, {"env": 0})
         actors: Any = procs.spawn(name, EnvironmentRank, settings)
         self._actor = actors.slice(env=0)
-        self._outbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._outbox: list[tuple[str, Any]] = []  # verb and what it is about, in order
+        self._filled = asyncio.Event()  # set while the outbox is not empty
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
@@ -113,17 +120,17 @@ class EnvironmentProcess:
             episode.thinking = False
             raise ProcessLost(self.error)
         self.open[begin.id] = episode
-        self._outbox.put_nowait(("begin", begin))
+        self._put("begin", begin)
 
     def answer(self, episode: Episode, answer: Answer) -> None:
         episode.thinking = True
-        self._outbox.put_nowait(("answer", answer))
+        self._put("answer", answer)
 
     def leave(self, episode: Episode, *, ended: bool) -> None:
         """Forget a rollout; cancel it in its process unless it has ended."""
         self.open.pop(episode.id, None)
         if not ended and not self.error:
-            self._outbox.put_nowait(("cancel", episode.id))
+            self._put("cancel", episode.id)
 
     def fail(self, error: str) -> None:
         """Take no more rollouts, and lose the open ones."""
@@ -151,20 +158,18 @@ class EnvironmentProcess:
         call = getattr(self._actor, verb).call_one(*arguments)
         return await ask(call, actor=self.rank, verb=verb, seconds=seconds or self._hang_seconds)
 
+    def _put(self, verb: str, item: Any) -> None:
+        self._outbox.append((verb, item))
+        self._filled.set()
+
     async def _send(self) -> None:
         """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
         while True:
-            verb, item = await self._outbox.get()
-            batch = [item]
-            waiting: list[tuple[str, Any]] = []
-            while not self._outbox.empty():
-                waiting.append(self._outbox.get_nowait())
-            for other, item in waiting:
-                if other != verb:
-                    await self._ask(verb, batch)
-                    verb, batch = other, []
-                batch.append(item)
-            await self._ask(verb, batch)
+            await self._filled.wait()
+            waiting, self._outbox = self._outbox, []
+            self._filled.clear()
+            for verb, run in groupby(waiting, key=itemgetter(0)):
+                await self._ask(verb, [item for _, item in run])
 
     async def _receive(self, heard: Callable[[Taken], None]) -> None:
         within = min(LONGEST_POLL, self._settings.loop.limits.turn_seconds / 4)

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from titan_rl.agents.contexts import Contexts, Line
-from titan_rl.agents.episode_loop import Answer, Ask, Dropped
-from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost
+from titan_rl.agents.episode_loop import Answer, Ask
+from titan_rl.meshes.environment_process import EnvironmentProcess, Episode, ProcessLost, TurnNews
 from titan_rl.wire.sessions import DriverLost, LimitReached, Outcome, Session
 
 
@@ -35,7 +35,7 @@ class TurnScript:
             if found is not None:
                 process.answer(episode, found._replace(id=episode.id))
 
-        def take(news: Ask | Dropped) -> None:
+        def take(news: TurnNews) -> None:
             if isinstance(news, Ask):
                 line = contexts.open(news.after, news.kept, news.new)
                 sampling[news.turn] = asyncio.create_task(answer(news, line))

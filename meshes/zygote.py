@@ -35,7 +35,7 @@ PRELOAD = {
     "model": """
         numpy torch torch.distributed.fsdp torch.distributed.tensor torch.distributed.checkpoint.hf_storage
         torch._subclasses.schema_check_mode safetensors.torch xxhash
-        torchtitan.models.llama3.sharding torchtitan.models.qwen3.sharding torchtitan.components.checkpoint
+        torchtitan.models.qwen3.sharding torchtitan.components.checkpoint
         torchtitan.components.optimizer.utils torchtitan.distributed.activation_checkpoint torchtitan.tools.profiler
         """,
     "generator": """

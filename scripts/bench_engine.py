@@ -22,9 +22,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.engine_requests import engine_shape
+from bench.engine_requests import LENGTHS, engine_shape
 from bench.rows import BENCHMARKS, FIGURES, Row, in_turn, report
-from bench.step_shapes import SHAPES
 from bench.step_ways import ENV, SCRIPTS, write_model
 
 BEFORE, OURS, VLLM, TRANSFORMERS = "before", "titan_rl", "vLLM", "transformers"
@@ -104,7 +103,7 @@ def rows_of(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], metavar="shape", help=", ".join(SHAPES))
+    parser.add_argument("shapes", nargs="*", choices=[*LENGTHS, []], metavar="shape", help=", ".join(LENGTHS))
     parser.add_argument("--sequences", nargs="+", type=int, default=[128, 256])
     parser.add_argument("--threads", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=20)
@@ -113,7 +112,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "engine.csv")
     a = parser.parse_args()
     ways = [BEFORE, *a.ways] if a.before else a.ways
-    for shape in a.shapes or SHAPES:
+    for shape in a.shapes or LENGTHS:
         for sequences in a.sequences:
             for threads in a.threads:
                 report(a.csv, COLUMNS, measure(shape, sequences, threads, ways, a.rounds, a.before))

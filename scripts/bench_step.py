@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a step next to its floor and to TRL, interleaved, on the same batch. Appends a row per way and round.
 
-    .venv/bin/python scripts/bench_step.py                          # both shapes, 3 rounds, without TRL
+    .venv/bin/python scripts/bench_step.py                          # all shapes, 3 rounds, without TRL
     .venv/bin/python scripts/bench_step.py grpo_llama --trl /tmp/trl/bin/python
     .venv/bin/python scripts/bench_step.py --plot                   # only print and plot the CSV
 
@@ -9,6 +9,9 @@ torch            forward, log-probs, backward and fused AdamW on padded batches 
 vLLM             its offline engine on the same requests, all threads. The floor of a step is torch + vLLM
 titan_rl         a whole run of grpo_llama with the shape's model and batch; "lag 1": as grpo_llama_async
 TRL              GRPO in one process, all threads, sampling by transformers' generate
+
+The shape calc has two turns and a tool between them, for which TRL has no counterpart here. Its environments run in
+processes of their own.
 
 TRL runs in an environment of its own, which needs no titan_rl:
 
@@ -42,7 +45,7 @@ def main() -> None:
     if not a.plot:
         ways = [way for way in a.ways if way != TRL or a.trl]
         for shape in a.shapes or SHAPES:
-            measure(a.csv, shape, ways, a.rounds, a.trl)
+            measure(a.csv, shape, [way for way in ways if way != TRL or not SHAPES[shape].read], a.rounds, a.trl)
     rows = csv_rows(a.csv)
     every = {shape: steps_of(rows, shape) for shape in dict.fromkeys(row["shape"] for row in rows)}
     for shape, steps in every.items():

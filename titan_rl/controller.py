@@ -17,6 +17,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from titan_rl.batch.exactness import with_current
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
@@ -26,6 +27,7 @@ from titan_rl.rollout.player import Player, SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.sandbox.local import configure
 from titan_rl.tasks.judging import training_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
@@ -57,6 +59,7 @@ class Controller:
     ) -> None:
         """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
         self.run, self.setup, self.config = run, run.setup, run.config
+        configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
@@ -87,7 +90,10 @@ class Controller:
         async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
-                judged = await learner.judge(samples_of(part, algorithm))  # -> reference, teacher, critic ->
+                judged = samples_of(part, algorithm)
+                if self.config.debug.exact:
+                    judged = with_current(part, judged, n - 1, len(samples))
+                judged = await learner.judge(judged)  # -> reference, teacher, critic ->
                 part, judged = with_advantages(part, judged, algorithm)
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]
@@ -296,10 +302,7 @@ class Controller:
         return self.meshes.environments or SingleTurn()
 
     def session_limits(self) -> SessionLimits:
-        longest = self.config.generator.max_model_len or self.config.training.seq_len
-        context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        played = self.meshes.environments is not None  # then environment.rollout_seconds counts, without the queue
-        return SessionLimits(context=context, seconds=None if played else self.config.rollout.timeout_seconds)
+        return SessionLimits.of(self.config, played=self.meshes.environments is not None)
 
     def plays(self) -> Plays:
         assert self.meshes.generators is not None

@@ -48,9 +48,9 @@ def checksums_of(blocks: Sequence[Sequence[Tensor]], gpu: torch.device | None) -
 
 
 def parts_of(run: Tensor, block: Block) -> list[Tensor]:
-    """Return a view of each of a block's copies in the run.  # [blocks, rows, cols] each"""
+    """Return a view of each of a block's copies in the run.  # [rows, cols] each"""
     parts = run[block.start : block.start + block.elements].split([copy.elements for copy in block.copies])
-    return [part.view(copy.blocks, copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
+    return [part.view(copy.rows, copy.cols) for part, copy in zip(parts, block.copies, strict=True)]
 
 
 def _xxh3(blocks: Sequence[Sequence[Tensor]], wanted: Sequence[int]) -> list[int]:

@@ -245,7 +245,7 @@ class _Run:
 
 
 def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tensor]:
-    return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0, step=1) for copy in copies]
+    return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0) for copy in copies]
 
 
 def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
@@ -259,7 +259,7 @@ def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
         if copy.param not in params:
             raise ValueError(f"{copy.param}: expected in the live model, which has no such parameter")
         param = params[copy.param]
-        rows = copy.dst_row0 + (copy.blocks - 1) * copy.block_stride + copy.rows
+        rows = copy.dst_row0 + copy.rows
         cols = copy.dst_col0 + copy.cols
         height, width = param.shape if param.dim() == 2 else (*param.shape, 1)
         if rows > height or cols > width:

@@ -36,12 +36,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import document_attention, flash_attention, heads, private, titan_cpu
+from titan_rl.actors.titan import document_attention, exact_parts, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
 from titan_rl.kernels import cpu_matmul
+from titan_rl.kernels.row_check import require_independent_rows
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
@@ -100,6 +101,8 @@ class TitanModel:
         dist_utils.set_spmd_backend(self.titan.parallelism.spmd_backend)
         self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
+        if config.debug.exact:
+            require_independent_rows(shape, getattr(torch, config.training.mixed_precision_param))
         self.spec = self._spec()
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
@@ -114,11 +117,15 @@ class TitanModel:
         return sum(local(p).nbytes for p in self.model.parameters())
 
     def _spec(self) -> ModelSpec:
-        spec = build_spec(self.shape, seq_len=self.config.training.seq_len)
+        seq_len, exact = (
+            self.config.training.seq_len,
+            self.config.debug.exact and self.dims.tp == 1,
+        )  # a role may have tp
+        spec = build_spec(self.shape, seq_len=exact_parts.whole_vectors(seq_len) if exact else seq_len)
         with private.trainer_not_imported():
             spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
         attention = document_attention.overrides(self.device.type, self.config.training.mixed_precision_param)
-        own = [heads.OVERRIDES[self.shape.head], *attention]
+        own = exact_parts.exact_overrides(self.shape.head) if exact else [heads.OVERRIDES[self.shape.head], *attention]
         apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
         return spec
 

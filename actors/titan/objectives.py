@@ -53,7 +53,10 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
         )
-        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
+        loss, statistics = policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
+        if "current" in rows.columns:
+            add_comparison(statistics, logprob.detach(), rows)
+        return loss, statistics
 
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
@@ -81,6 +84,18 @@ class Objectives:
             weight_T=rows.weights,
             clip=self.config.critic.value_clip,
         )
+
+
+def add_comparison(statistics: Statistics, logprob_BL: torch.Tensor, rows: DeviceRows) -> None:
+    """Compare the log-probs of tokens that the trained policy itself has sampled, for exact mode."""
+    current_BL, behaviour_BL = rows.columns["current"], rows.columns["behaviour"]
+    compared_BL = (rows.mask > 0) & (current_BL >= 0)
+    gap_BL = (logprob_BL - behaviour_BL).abs().nan_to_num(nan=torch.inf)
+    gap_BL = torch.where(compared_BL, gap_BL, torch.zeros_like(gap_BL))
+    at = int(gap_BL.argmax())
+    columns = gap_BL, current_BL, rows.positions + 1, logprob_BL, behaviour_BL
+    statistics.records["exact"] = torch.stack([column.flatten()[at].double() for column in columns])
+    statistics.tokens["exact/compared"] = compared_BL.sum()
 
 
 def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:

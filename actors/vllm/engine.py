@@ -46,6 +46,7 @@ class EngineSettings(GeneratorSection):
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
     head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
+    exact: bool = False  # debug.exact
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 
@@ -113,6 +114,8 @@ class Engine:
             if on_cpu:
                 vllm_cpu.use_given_threads()
                 vllm_cpu.patch()
+            if settings.exact:
+                vllm_cpu.compute_exactly(settings.model_dir, settings.dtype)
             _import_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
@@ -217,9 +220,10 @@ class Engine:
             self._end(id)
         return withdrawn
 
-    def report(self) -> EngineReport:
-        lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
-        return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
+    def report(self, *, lengths: bool = True) -> EngineReport:
+        open = self._open.items() if lengths else ()
+        unfinished = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in open}
+        return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, unfinished)
 
     @property
     def _model(self) -> Any:

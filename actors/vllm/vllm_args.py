@@ -9,7 +9,7 @@ from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype"}
+NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "exact"}
 
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:

@@ -36,6 +36,18 @@ def patch() -> None:
     draw_seeds_in_blocks()
 
 
+def compute_exactly(model_dir: str, dtype: str) -> None:
+    """Compute as the trainer does in exact mode, or raise if this machine cannot. Call this after `patch`."""
+    import torch
+
+    from titan_rl.actors.vllm.exact_ops import use_exact_ops
+    from titan_rl.kernels.row_check import require_independent_rows
+    from titan_rl.wire.model_shape import shape_of_folder
+
+    use_exact_ops()
+    require_independent_rows(shape_of_folder(model_dir, "model.hf_assets_path"), getattr(torch, dtype))
+
+
 def use_given_threads() -> None:
     """Compute on as many threads as this process was launched with: OpenMP read the number of its zygote."""
     import torch

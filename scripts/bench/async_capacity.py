@@ -71,7 +71,7 @@ class Timer(Actor):
             task.add_done_callback(self._running.discard)
 
     @concurrent_endpoint
-    async def take(self, within: float | None = None) -> News:
+    async def take(self, within: float | None = None, lengths: bool = False) -> News:
         return News(await drain(self._done, within), EngineReport())
 
     @concurrent_endpoint

@@ -26,21 +26,24 @@ def lengths_of(shape: Shape, step: int) -> list[int]:
 
 
 def requests_of(request: Request, shape: Shape) -> list[Request]:
-    """Return a group's request with set lengths: one request per sample unless all have the same length."""
+    """Return a group's request with set lengths: one request per sample unless all have the same length. A
+    rollout of two turns has a request for each of them."""
+    if shape.read:
+        turn = int(request.id.rpartition(":")[2])  # "prompt-7.3:0"
+        return [set_length(request, shape.second if turn else shape.longest)]
     number = int(request.id.split("-")[1])  # "prompt-7"
     step, group = divmod(number, shape.groups)
     lengths = lengths_of(shape, step)[group * shape.group_size :][: shape.group_size]
     if len(set(lengths)) == 1:
-        return [replace(request, sampling=replace(request.sampling, max_new_tokens=lengths[0], stop_token_ids=()))]
+        return [set_length(request, lengths[0])]
     return [
-        replace(
-            request,
-            id=f"{request.id}/{k}",
-            seeds=[seed],
-            sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()),
-        )
+        set_length(replace(request, id=f"{request.id}/{k}", seeds=[seed]), length)
         for k, (seed, length) in enumerate(zip(request.seeds, lengths, strict=True))
     ]
+
+
+def set_length(request: Request, length: int) -> Request:
+    return replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()))
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

@@ -4,9 +4,14 @@ The weights are random and the lengths of answers are set, not sampled, so every
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titan_rl.agents.episodes import Reply
 
 PROMPT_TOKENS = 7  # BOS and "47+38="
+TOOL_SAYS = "299114="
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,8 @@ class Shape:
     lr: float
     warm_up: int  # steps that are not measured
     steps: int  # measured in each round
+    read: int = 0  # tokens of a tool's answer, after which a second turn follows; 0: there is one turn
+    second: int = 0  # tokens of the second turn
 
     @property
     def samples(self) -> int:
@@ -34,17 +41,22 @@ class Shape:
     @property
     def tokens(self) -> int:
         """Tokens of a step, prompts included once per sample. Every step has as many."""
-        return self.samples * PROMPT_TOKENS + sum(self.lengths(0))
+        return self.samples * (PROMPT_TOKENS + self.read) + self.sampled
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that a step samples."""
+        return self.samples * self.second + sum(self.lengths(0))
 
     def lengths(self, step: int) -> list[int]:
-        """Return the length of each sample's answer, group by group: evenly spaced, and shuffled for each step."""
+        """Return the length of each sample's first turn, group by group: evenly spaced, and shuffled for each step."""
         span = (self.longest - self.shortest) / max(1, self.samples - 1)
         lengths = [self.shortest + round(span * i) for i in range(self.samples)]
         random.Random(step).shuffle(lengths)
         return lengths
 
 
-SHAPES = {  # a shape of several turns belongs here, once rollouts have them: with lengths per turn
+SHAPES = {
     "grpo_llama": Shape(
         dim=128,
         n_layers=4,
@@ -80,6 +92,20 @@ SHAPES = {  # a shape of several turns belongs here, once rollouts have them: wi
         steps=2,
     ),
 }
+SHAPES["calc"] = replace(SHAPES["grpo_llama"], shortest=8, longest=8, read=8, second=7)
+"""A call such as "?347*862", the end token and the calculator's "299114=", the product and its end: as calc_llama."""
+
+
+class Tool:
+    """Answers the first turn as the calculator does, and ends after the second."""
+
+    async def reset(self) -> None:
+        self._turns = 0
+
+    async def step(self, reply: "Reply") -> tuple[str, float, bool, dict[str, float]]:
+        self._turns += 1
+        done = self._turns == 2
+        return "" if done else TOOL_SAYS, share_of_digits(reply.text) * done, done, {}
 
 
 def share_of_digits(completion: str) -> float:

@@ -25,18 +25,18 @@ def main() -> None:
         chunks = list(padded(shape, step))
         advantages = torch.randn(shape.samples).split(shape.samples // shape.chunks)
         began, cpu = time.perf_counter(), time.process_time()
-        for (tokens, mask), advantage in zip(chunks, advantages, strict=True):
+        for (tokens, filled, mask), advantage in zip(chunks, advantages, strict=True):
             answers = mask.shape[1]
-            padding = torch.cat([torch.ones(len(mask), PROMPT_TOKENS), mask], dim=1)
+            padding = torch.cat([torch.ones(len(filled), PROMPT_TOKENS), filled], dim=1)
             # A batch without padding needs no mask, and SDPA is faster without one.
-            attended = None if bool(mask.all()) else padding
+            attended = None if bool(filled.all()) else padding
             logits = model(tokens, attention_mask=attended, logits_to_keep=answers + 1, use_cache=False).logits[:, :-1]
             targets = tokens[:, -answers:, None]
             logprobs = torch.log_softmax(logits, dim=-1).gather(2, targets)[..., 0]  # [B, answers]
             ratio = torch.exp(logprobs - logprobs.detach())
             clipped = ratio.clamp(0.8, 1.28)
             objective = torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
-            (-(objective * mask).sum() / sum(shape.lengths(step))).backward()
+            (-(objective * mask).sum() / shape.sampled).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - began
@@ -44,13 +44,16 @@ def main() -> None:
             print(json.dumps({"step": seconds, "training": seconds, "cpu": time.process_time() - cpu}), flush=True)
 
 
-def padded(shape: Shape, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tokens [B, prompt + longest] and the mask of the answers [B, longest], sorted by length."""
+def padded(shape: Shape, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield tokens [B, prompt + longest], and of what follows the prompt [B, longest] the places that are filled and
+    those that are sampled; sorted by length."""
     lengths = torch.tensor(sorted(shape.lengths(step)))
     for chunk in lengths.split(shape.samples // shape.chunks):
-        longest = int(chunk.max())
+        longest = int(chunk.max()) + shape.read + shape.second
         tokens = torch.randint(shape.vocab_size, (len(chunk), PROMPT_TOKENS + longest))
-        yield tokens, (torch.arange(longest) < chunk[:, None]).float()
+        place, first = torch.arange(longest), chunk[:, None]
+        filled = place < first + shape.read + shape.second
+        yield tokens, filled.float(), (filled & ((place < first) | (place >= first + shape.read))).float()
 
 
 if __name__ == "__main__":

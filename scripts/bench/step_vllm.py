@@ -14,6 +14,17 @@ from vllm.sampling_params import RequestOutputKind
 from bench.step_shapes import PROMPT_TOKENS, SHAPES
 
 
+def sampling_of(length: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=length,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 def main() -> None:
     shape, folder = SHAPES[sys.argv[1]], sys.argv[2]
     llm = LLM(
@@ -34,19 +45,13 @@ def main() -> None:
     for step in range(shape.warm_up + shape.steps):
         contexts = [draw.choices(range(shape.vocab_size), k=PROMPT_TOKENS) for _ in range(shape.groups)]
         prompts = [{"prompt_token_ids": context} for context in contexts for _ in range(shape.group_size)]
-        sampling = [
-            SamplingParams(
-                max_tokens=length,
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for length in shape.lengths(step)
-        ]
+        read = draw.choices(range(shape.vocab_size), k=shape.read)
         began, cpu = time.perf_counter(), time.process_time()
-        llm.generate(prompts, sampling, use_tqdm=False)  # pyright: ignore[reportArgumentType]
+        found = llm.generate(prompts, list(map(sampling_of, shape.lengths(step))), use_tqdm=False)  # pyright: ignore[reportArgumentType]
+        if shape.read:
+            begun = [[*one.prompt_token_ids, *one.outputs[0].token_ids, *read] for one in found]  # pyright: ignore
+            prompts = [{"prompt_token_ids": context} for context in begun]
+            llm.generate(prompts, [sampling_of(shape.second)] * len(prompts), use_tqdm=False)  # pyright: ignore[reportArgumentType]
         seconds = time.perf_counter() - began
         if step >= shape.warm_up:
             print(json.dumps({"step": seconds, "generation": seconds, "cpu": time.process_time() - cpu}), flush=True)

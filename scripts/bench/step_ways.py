@@ -53,8 +53,8 @@ def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
         run_to_end({**run_keys(shape, folder), **keys, "job.dump_folder": dump}, program=program)
         lines = metric_lines(Path(dump), "rl")[shape.warm_up - 1 : -AFTER]
     tokens = {line["tokens/trained"] for line in lines}
-    if tokens != {sum(shape.lengths(0))}:
-        raise ValueError(f"expected {sum(shape.lengths(0))} trained tokens in each step, found {sorted(tokens)}")
+    if tokens != {shape.sampled}:
+        raise ValueError(f"expected {shape.sampled} trained tokens in each step, found {sorted(tokens)}")
     return medians(
         {
             "step": line["time/step"],
@@ -86,6 +86,7 @@ def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
         "lr_scheduler.decay_ratio": 0,
         "eval.size": 0,
         "checkpoint.enable": "false",
+        **({} if not shape.read else {"environment.name": "bench.step_shapes:Tool", "environment.concurrency": 128}),
     }
 
 

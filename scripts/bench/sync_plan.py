@@ -53,8 +53,7 @@ def shards(shape: ModelShape, rank: int, *, fsdp: int, tp: int = 1) -> list[Shar
         elif p.cols > 1:
             row = chunk(*row, tp, rank % tp)
         row = chunk(*row, fsdp, rank // tp % fsdp)
-        rotary = shape.family == "llama3" and any(name in p.name for name in ("q_proj", "k_proj"))
-        held.append(Shard(p.name, *row, *col, shape.head_dim if rotary else 0))
+        held.append(Shard(p.name, *row, *col))
     return held
 
 

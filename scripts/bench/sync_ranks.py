@@ -244,7 +244,7 @@ class Reader(Rank):
         for t, run in self.mapped.items():
             parts = run.split([c.elements for c in self.copies[t]])
             for part, c in zip(parts, self.copies[t], strict=True):
-                target = window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1)
+                target = window(self.params[c.param], c, c.dst_row0, c.dst_col0)
                 target.copy_(part.view(target.shape))
         return time.thread_time() - began
 
@@ -272,8 +272,8 @@ class Reader(Rank):
     def _write(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
         for t, copies in self.copies.items():
             for c in copies:
-                source = window(state[t][c.name], c, c.src_row0, c.src_col0, c.src_step)
-                window(self.params[c.param], c, c.dst_row0, c.dst_col0, 1).copy_(source)
+                source = window(state[t][c.name], c, c.src_row0, c.src_col0)
+                window(self.params[c.param], c, c.dst_row0, c.dst_col0).copy_(source)
 
     @endpoint
     async def take_broadcast(self) -> None:
@@ -288,13 +288,7 @@ class Reader(Rank):
             dist.broadcast(padded, 0)
             tensor = padded[: whole.rows * whole.cols].view(whole.rows, whole.cols)
             for p in wanted.get(whole.name, ()):
-                part = hf_rows(tensor, whole.name, self.shape)[p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
+                part = tensor[p.row0 : p.row0 + p.rows, p.col0 : p.col0 + p.cols]
                 param = self.params[p.param]
                 table = param if param.dim() == 2 else param[:, None]
                 table[p.dst_row0 : p.dst_row0 + p.rows, p.dst_col0 : p.dst_col0 + p.cols] = part
-
-
-def hf_rows(tensor: Tensor, name: str, shape: ModelShape) -> Tensor:
-    if shape.family == "llama3" and any(part in name for part in ("q_proj", "k_proj")):
-        return tensor.view(-1, shape.head_dim // 2, 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-    return tensor

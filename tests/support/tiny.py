@@ -26,3 +26,15 @@ def perturbed(model: Any) -> Any:
         for parameter in changed.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return changed
+
+
+def tiny_model(model_type: str, **overrides: Any) -> Any:
+    """Return a model of any family of transformers with random weights, some of which are 0."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = AutoConfig.for_model(model_type, **{**size, **heads, "initializer_range": 0.1, **overrides})
+    return AutoModelForCausalLM.from_config(config).eval()

@@ -27,7 +27,7 @@ BY_COLS = ("o_proj", "down_proj")
 def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Return the size of every tensor of a Hugging Face checkpoint; vectors have one column."""
     q, kv, dim = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.dim
-    sizes = {"model.embed_tokens": (shape.vocab_size, dim), "model.norm": (dim, 1)}
+    sizes = {"model.embed_tokens.weight": (shape.vocab_size, dim), "model.norm.weight": (dim, 1)}
     for i in range(shape.n_layers):
         layer = {
             "self_attn.q_proj": (q, dim),
@@ -42,10 +42,13 @@ def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
         }
         if shape.family == "qwen3":
             layer |= {"self_attn.q_norm": (shape.head_dim, 1), "self_attn.k_norm": (shape.head_dim, 1)}
-        sizes |= {f"model.layers.{i}.{name}": size for name, size in layer.items()}
+        sizes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
+        if shape.family == "qwen2":
+            biases = {"q": q, "k": kv, "v": kv}
+            sizes |= {f"model.layers.{i}.self_attn.{x}_proj.bias": (rows, 1) for x, rows in biases.items()}
     if not shape.tied:
-        sizes["lm_head"] = (shape.vocab_size, dim)
-    return {f"{name}.weight": size for name, size in sizes.items()}
+        sizes["lm_head.weight"] = (shape.vocab_size, dim)
+    return sizes
 
 
 def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
@@ -55,19 +58,6 @@ def numbered(sizes: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
         tensors[name] = np.arange(start, start + rows * cols).reshape(rows, cols)
         start += rows * cols
     return tensors
-
-
-def interleaved(name: str, shape: ModelShape) -> bool:
-    return shape.family == "llama3" and name.endswith(("q_proj.weight", "k_proj.weight"))
-
-
-def titan_order(tensors: dict[str, np.ndarray], shape: ModelShape) -> dict[str, np.ndarray]:
-    """Reorder a Hugging Face checkpoint as TorchTitan's adapter does (Llama3StateDictAdapter._reverse_permute)."""
-    half = shape.head_dim // 2
-    return {
-        name: w.reshape(-1, 2, half, shape.dim).swapaxes(1, 2).reshape(w.shape) if interleaved(name, shape) else w
-        for name, w in tensors.items()
-    }
 
 
 def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
@@ -91,7 +81,7 @@ def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1)
                     if any(part in name for part in BY_COLS):
                         col = chunk(*col, tp, t)
                     row = chunk(*row, fsdp, f)
-                    shards.append(Shard(name, *row, *col, shape.head_dim if interleaved(name, shape) else 0))
+                    shards.append(Shard(name, *row, *col))
                 ranks.append(shards)
     return ranks
 
@@ -101,8 +91,8 @@ def execute(plan: WeightPlan, held: list[dict[str, np.ndarray]], live: list[dict
     for (rank, reader), copies in plan.copies.items():
         run = []
         for c in copies:
-            rows = [c.src_row0 + b * c.block_stride + i * c.src_step for b in range(c.blocks) for i in range(c.rows)]
+            rows = slice(c.src_row0, c.src_row0 + c.rows)
             run.append(held[rank][c.name][rows, c.src_col0 : c.src_col0 + c.cols])
         for c, values in zip(copies, run, strict=True):
-            rows = [c.dst_row0 + b * c.block_stride + i for b in range(c.blocks) for i in range(c.rows)]
+            rows = slice(c.dst_row0, c.dst_row0 + c.rows)
             live[reader][c.param][rows, c.dst_col0 : c.dst_col0 + c.cols] += values

@@ -6,7 +6,7 @@ import torch
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import document_attention, heads
+from titan_rl.actors.titan import document_attention, exact_parts, heads
 from titan_rl.actors.titan.model import TitanModel
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, Dtype
@@ -17,7 +17,8 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     """Return a TitanModel whose weights are random, and whose attention is that of `device`, on the CPU."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
     attention = document_attention.overrides(device, compute)
-    apply_overrides(OverrideConfig(imports=[heads.OVERRIDES[shape.head], *attention]), spec.model)
+    exact = exact_parts.exact_overrides(shape.head) if config.debug.exact else []
+    apply_overrides(OverrideConfig(imports=[*(exact or [heads.OVERRIDES[shape.head], *attention])]), spec.model)
     made = TitanModel.__new__(TitanModel)
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()

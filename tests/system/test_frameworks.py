@@ -27,8 +27,8 @@ def test_an_agent_of_smolagents_is_trained_unchanged(
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", *FRAMEWORK], check=True)
     monkeypatch.setenv("FRAMEWORK_PYTHON", str(python))
     model = chat_folder(tmp_path / "model", "hermes")
-    size = TextTokenizer.load(model).size
-    tiny_llama(vocab_size=-(-size // 64) * 64, max_position_embeddings=8192).save_pretrained(model)
+    text = TextTokenizer.load(model)
+    tiny_llama(vocab_size=-(-text.size // 64) * 64, max_position_embeddings=8192).save_pretrained(model)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "What is {a}*7?", "answer": "{7 * a}"}}\n' for a in range(8)))
     run = runs.finish(
@@ -56,7 +56,8 @@ def test_an_agent_of_smolagents_is_trained_unchanged(
     for line in rollouts:
         assert len(line["turns"]) >= 2, "it asked again after an answer without a call"
         assert sum(line["mask"]) == sum(turn["sampled"] for turn in line["turns"])
-        assert any("multiply" in json.dumps(message) for message in line["messages"])
+        assert "multiply" in text.decode(line["tokens"]), "smolagents tells the policy of its tool"
+        assert "*7?" in json.dumps(line["messages"])
     (step,) = run.lines("metrics.jsonl")
     assert step["tokens/trained"] == sum(sum(line["mask"]) for line in rollouts) > 0
     assert step["environment/requests"] >= 2

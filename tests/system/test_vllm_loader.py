@@ -22,9 +22,9 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
-    for family in ("llama3", "qwen3"):
+    for family in ("llama3", "qwen2", "qwen3", "mistral"):
         for tied in (False, True):
-            shape = replace(TINY, family=family, tied=tied)
+            shape = replace(TINY, family=family, tied=tied, dim=128 if family == "qwen2" else TINY.dim)
             folder = tmp_path / "models" / f"{family}-{'tied' if tied else 'untied'}"
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
@@ -56,7 +56,7 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
     for process in ranks:
         output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
-        assert "4 models equal" in output
+        assert "8 models equal" in output
 
 
 def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:

@@ -23,6 +23,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_rl.agents.user_code import call_user
+from titan_rl.sandbox.execution import SandboxRefused
 
 Schema = dict[str, Any]
 Tool = Callable[..., Any]
@@ -75,6 +76,8 @@ class Toolbox:
                 raise ToolFailed(f"{name}: {'; '.join(problems)}")
             try:
                 found = await call_user(self._tools[name], **call.arguments)
+            except SandboxRefused:
+                raise  # no fault of the policy
             except Exception as error:
                 raise ToolFailed(f"{name}: {type(error).__name__}: {error}") from error
             return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)

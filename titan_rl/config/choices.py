@@ -10,6 +10,7 @@ Tables = dict[str, Table]  # by name
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Family = Literal["llama3", "qwen2", "qwen3", "mistral"]
+FamilyChoice = Literal["auto", Family]
 Level = Literal["token", "sequence"]
 Clip = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]

@@ -4,13 +4,14 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, Dtype, Family, HeadDtype, Switch, bounds
+from titan_rl.config.choices import MOST_RANKS, Dtype, FamilyChoice, HeadDtype, Switch, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    name: Family = "llama3"
-    """Model family."""
+    name: FamilyChoice = "auto"
+    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3 or mistral. "auto": that of the Hugging Face
+    folder; without one, llama3."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""

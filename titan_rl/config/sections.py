@@ -58,6 +58,7 @@ from titan_rl.config.system_sections import (
     MetricsSection,
     PlacementSection,
     ProfilingSection,
+    SandboxSection,
     WeightSyncSection,
 )
 
@@ -72,6 +73,7 @@ class Config:
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)

@@ -38,6 +38,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
+    if config.debug.exact:
+        facts.append(("exact", "trainer and generator compute equal log-probs, or the run ends"))
     rows = setup.resolved.training.local_batch_size
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":

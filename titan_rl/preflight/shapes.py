@@ -8,17 +8,17 @@ def shape_of(model: ModelSection) -> ModelShape:
     """Return the shape that [model] describes. A ValueError names the key to change."""
     if model.hf_assets_path:
         shape = shape_of_folder(model.hf_assets_path, "model.hf_assets_path")
-        if shape.family != model.name:
-            raise ValueError(
-                f'model.name: expected "{shape.family}", the family of {model.hf_assets_path}, found "{model.name}"'
-            )
+        if model.name not in ("auto", shape.family):
+            expected = f'expected "{shape.family}" or "auto", the family of {model.hf_assets_path}'
+            raise ValueError(f'model.name: {expected}, found "{model.name}"')
         return shape
+    family = "llama3" if model.name == "auto" else model.name
     if model.flavor:
         from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan, which takes seconds
 
-        return shape_of_flavor(model.name, model.flavor)
+        return shape_of_flavor(family, model.flavor)
     return ModelShape(
-        family=model.name,
+        family=family,
         vocab_size=model.vocab_size,
         dim=model.dim,
         n_layers=model.n_layers,

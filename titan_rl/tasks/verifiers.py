@@ -151,12 +151,20 @@ def length(arguments: Arguments) -> Verify:
     return lambda prompt, answer: max(0.0, min(1.0, 2.0 - len(answer.tokens) / longest))
 
 
+def code_tests(arguments: Arguments) -> Verify:
+    """1.0 if the program in the answer passes the tests of its row, in the sandbox."""
+    from titan_rl.sandbox import code_tests as sandboxed
+
+    return lambda prompt, answer: sandboxed.code_tests(answer.text, prompt.answer, prompt.row)
+
+
 VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     **{name: by_text(reward) for name, reward in BUILT_IN.items()},
     "number": near_number,
     "regex": pattern,
     "json_schema": json_schema,
     "math": math,
+    "code_tests": code_tests,
     "format": tagged,
     "length": length,
     "judge": lambda arguments: LlmJudge(arguments, argument),

@@ -21,6 +21,7 @@ from titan_rl.wire.types import Completion, Generates, Request, Sample, Sampling
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference, by dtype. Sound engines: below 1e-5 in float32, 3e-3 to 3e-2 in 16 bits."""
+REMEDY = "If this is rounding, raise weight_sync.gap_tolerance."
 MOST_READ = 64  # tokens of the prompt
 SAMPLES, SAMPLED = 4, 8  # of each replica; tokens of each. Short, because a step of an engine has a fixed cost
 
@@ -38,7 +39,9 @@ class Continuation(NamedTuple):
 
 
 def tolerance_of(config: Config) -> float:
-    """Return the largest mean difference that is rounding, by the coarsest dtype of both sides."""
+    """Return the largest mean difference that is rounding, by the coarsest dtype of both sides; exact mode has none."""
+    if config.debug.exact:
+        return 0.0
     dtypes = config.generator.dtype, config.training.dtype, config.training.mixed_precision_param
     return config.weight_sync.gap_tolerance or max(TOLERANCES[dtype] for dtype in dtypes)
 
@@ -79,5 +82,5 @@ def gap_of(found: Sequence[Continuation], scores: Sequence[np.ndarray], config: 
         f"(largest {gaps.max():.3g}), with generator.dtype = {config.generator.dtype}, training.dtype = "
         f"{training.dtype}, training.mixed_precision_param = {training.mixed_precision_param}. Both hold the same "
         "bytes, so the engine packs, transposes or derives weights when it loads them, or computes another model. "
-        "Nothing was trained. If this is rounding, raise weight_sync.gap_tolerance.",
+        "Nothing was trained. " + ("debug.exact expects equal bits." if config.debug.exact else REMEDY),
     )

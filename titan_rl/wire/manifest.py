@@ -90,19 +90,11 @@ def layout(copies: Sequence[Copy], dtype: str, block_bytes: int, kind: HashKind 
 
 
 def _cut(copy: Copy, most: int) -> Iterator[Copy]:
-    """Cut a copy into parts of whole rows, in the order of the run: several heads, or several rows of one head."""
+    """Cut a copy into parts of whole rows, in the order of the run."""
     rows = max(1, most // copy.cols)
-    heads = rows // copy.rows
-    for first in range(0, copy.blocks, heads or 1):
-        down = first * copy.block_stride
-        for row in range(0, copy.rows, copy.rows if heads else rows):
-            yield replace(
-                copy,
-                src_row0=copy.src_row0 + down + row * copy.src_step,
-                dst_row0=copy.dst_row0 + down + row,
-                rows=copy.rows if heads else min(rows, copy.rows - row),
-                blocks=min(heads or 1, copy.blocks - first),
-            )
+    for row in range(0, copy.rows, rows):
+        down = {"src_row0": copy.src_row0 + row, "dst_row0": copy.dst_row0 + row}
+        yield replace(copy, **down, rows=min(rows, copy.rows - row))
 
 
 def _digest(version: int, serial: int, slot: int, layout: int, checksums: tuple[int, ...]) -> int:

@@ -31,6 +31,7 @@ Column = Literal[
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",
+    "current",  # exact mode: the sample's number in the step, on tokens that the policy to be trained sampled; else -1
 ]
 
 LONG = 64
@@ -132,7 +133,7 @@ def extremes(versions: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """What a judge says about one rollout."""
 
     reward: float  # NaN: there is none, and `error` says why
@@ -141,7 +142,7 @@ class Verdict:
     hung: bool = False  # it failed by not returning
 
 
-Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Verdict]]]
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Judgement]]]
 """Returns the rewards of a group's rollouts, or verdicts, which may lack some. An exception means that the whole group
 has no rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
@@ -184,6 +185,12 @@ class Branch:
     def logprobs(self) -> list[float]:
         """Sampling log-probs, 0.0 where the mask is 0."""
         parts = ([0.0] * len(turn.context) + turn.completion.logprobs for turn in self.turns)
+        return list(chain.from_iterable(parts))
+
+    @property
+    def versions(self) -> list[int | None]:
+        """Policy versions, None where the mask is 0."""
+        parts = ([None] * len(turn.context) + turn.completion.versions for turn in self.turns)
         return list(chain.from_iterable(parts))
 
 
@@ -318,6 +325,16 @@ class Batch:
     unshared: int = 0  # places that these microbatches would have if no prompt were shared
 
 
+class Difference(NamedTuple):
+    """A token whose log-probs differ in exact mode."""
+
+    gap: float
+    sample: int  # its number in the step
+    place: int  # of the token in its sample
+    trainer: float
+    generator: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Report of a training mesh about one step, already reduced over the mesh."""
@@ -330,6 +347,7 @@ class StepStats:
     skipped: int = 0  # updates with a gradient that was not finite
     busy: float = 0.0  # seconds in which this rank computed, or waited for a core
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
+    difference: Difference | None = None  # the largest of the first update, in exact mode
     metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
     hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh

@@ -1,7 +1,7 @@
 """Plan a weight sync as data: which rows of which shard fill which rows of which live parameter.
 
     trainer ranks               plan                    readers (tensor-parallel ranks of the generators)
-    shards, RoPE interleaved -> copies per pair      -> pieces of vLLM's fused, padded, sharded parameters
+    shards                   -> copies per pair      -> pieces of vLLM's fused, padded, sharded parameters
                                 of (rank, reader)       (vllm_params.py)
 
 No tensor is ever whole: each (trainer rank, reader) pair owns a run of bytes, its copies laid end to end in the plan's
@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -24,18 +23,13 @@ ROUTING_SLACK = 0.01  # a rank may send this share of an even load more than its
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rectangle of the Hugging Face tensor `name` that a trainer rank holds. 1-D tensors have one column.
-
-    With `head_dim` the rows are in TorchTitan's rotary order: within a head of D rows, Hugging Face's row
-    j * D/2 + i is row 2 * i + j here (j = 0, 1), and row0 counts in that order.
-    """
+    """The rectangle of the Hugging Face tensor `name` that a trainer rank holds. 1-D tensors have one column."""
 
     name: str
     row0: int
     rows: int
     col0: int
     cols: int
-    head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy blocks x rows x cols elements from a rank's shard of `name` into a reader's `param`.
-
-    Row i of block b is row src_row0 + b * block_stride + i * src_step of the shard, and row
-    dst_row0 + b * block_stride + i of the parameter. Blocks are rotary heads: two copies move any number of heads.
-    """
+    """Copy rows x cols elements from a rank's shard of `name` into a reader's `param`."""
 
     name: str
     src_row0: int
@@ -68,13 +58,10 @@ class Copy:
     param: str
     dst_row0: int
     dst_col0: int
-    src_step: int = 1
-    blocks: int = 1
-    block_stride: int = 0
 
     @property
     def elements(self) -> int:
-        return self.blocks * self.rows * self.cols
+        return self.rows * self.cols
 
 
 _values = attrgetter(*(field.name for field in fields(Copy)))
@@ -143,13 +130,13 @@ def plan(trainer: Sequence[Sequence[Shard]], readers: Sequence[Sequence[Piece]])
     for reader, wanted in enumerate(readers):
         for piece in wanted:
             near = grids[piece.name].near(piece) if piece.name in grids else ()
-            found = [_Move(reader, holders[shard], copies) for shard in near if (copies := _intersect(shard, piece))]
+            found = [_Move(reader, holders[shard], copy) for shard in near if (copy := _intersect(shard, piece))]
             _check_filled(piece, found)
             moves += found
     sources = _routed(moves, len(trainer))
     runs: dict[tuple[int, int], list[Copy]] = {(t, r): [] for t in range(len(trainer)) for r in range(len(readers))}
     for rank, move in zip(sources, moves, strict=True):
-        runs[rank, move.reader] += move.copies
+        runs[rank, move.reader].append(move.copy)
     return WeightPlan(len(trainer), len(readers), {pair: Run(copies) for pair, copies in runs.items()})
 
 
@@ -176,15 +163,15 @@ def _routed(moves: Sequence["_Move"], ranks: int) -> list[int]:
 
 
 class _Move:
-    """The copies from one shard to one piece. A single holder of the shard sends them all."""
+    """The copy from one shard to one piece. A single holder of the shard sends it."""
 
-    __slots__ = ("copies", "elements", "holders", "reader")
+    __slots__ = ("copy", "elements", "holders", "reader")
 
-    def __init__(self, reader: int, holders: list[int], copies: list[Copy]) -> None:
+    def __init__(self, reader: int, holders: list[int], copy: Copy) -> None:
         self.reader = reader
         self.holders = holders
-        self.copies = copies
-        self.elements = sum(copy.elements for copy in copies)
+        self.copy = copy
+        self.elements = copy.elements
 
 
 class _Grid:
@@ -200,12 +187,8 @@ class _Grid:
         """Yield the shards that may intersect a piece."""
         for left, right, shards, ends in self._columns:
             if left < piece.col0 + piece.cols and piece.col0 < right:
-                # The rotary order moves rows within a head, so compare whole heads.
-                size = shards[0].head_dim or 1
-                first = piece.row0 // size * size
-                last = -(-(piece.row0 + piece.rows) // size) * size
-                for i in range(bisect_left(ends, first + 1), len(shards)):
-                    if shards[i].row0 >= last:
+                for i in range(bisect_left(ends, piece.row0 + 1), len(shards)):
+                    if shards[i].row0 >= piece.row0 + piece.rows:
                         break
                     yield shards[i]
 
@@ -223,48 +206,23 @@ def _holders(trainer: Sequence[Sequence[Shard]]) -> dict[Shard, list[int]]:
     return holders
 
 
-def _intersect(shard: Shard, piece: Piece) -> list[Copy]:
-    """Return the copies from a shard to a piece; none if they do not intersect."""
-    col0 = max(shard.col0, piece.col0)
+def _intersect(shard: Shard, piece: Piece) -> Copy | None:
+    """Return the copy from a shard to a piece; None if they do not intersect."""
+    row0, col0 = max(shard.row0, piece.row0), max(shard.col0, piece.col0)
+    rows = min(shard.row0 + shard.rows, piece.row0 + piece.rows) - row0
     cols = min(shard.col0 + shard.cols, piece.col0 + piece.cols) - col0
-    first = max(shard.row0, piece.row0)
-    last = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
-    if cols <= 0:
-        return []
-    src_col0, dst_col0 = col0 - shard.col0, piece.dst_col0 + col0 - piece.col0
-    src, dst = -shard.row0, piece.dst_row0 - piece.row0  # to local rows
-    if not shard.head_dim:
-        if first >= last:
-            return []
-        return [Copy(piece.name, src + first, src_col0, last - first, cols, piece.param, dst + first, dst_col0)]
-    copies = []
-    for half in (0, 1):
-        size = shard.head_dim
-        for (low, high), heads in groupby(_half_heads(shard, piece, half), key=lambda run: run[1:]):
-            starts = [start for start, _, _ in heads]
-            src_row0, dst_row0 = src + starts[0] + 2 * low + half, dst + starts[0] + half * (size // 2) + low
-            steps = (2, len(starts), size)  # src_step, blocks, block_stride
-            copies.append(
-                Copy(piece.name, src_row0, src_col0, high - low, cols, piece.param, dst_row0, dst_col0, *steps)
-            )
-    return copies
-
-
-def _half_heads(shard: Shard, piece: Piece, half: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row of a head, low, high) if rows low..high of this half of the head are in shard and piece.
-
-    Row i of a half is TorchTitan's row 2 * i + half of the head, and Hugging Face's row half * D/2 + i. An FSDP cut
-    may fall inside a head, so only consecutive heads with the same bounds form the blocks of one copy.
-    """
-    size = shard.head_dim
-    start = max(shard.row0, piece.row0) // size * size
-    end = min(shard.row0 + shard.rows, piece.row0 + piece.rows)
-    for head in range(start, end, size):
-        hf = head + half * (size // 2)
-        low = max(0, (shard.row0 - head - half + 1) // 2, piece.row0 - hf)
-        high = min(size // 2, (shard.row0 + shard.rows - head - half + 1) // 2, piece.row0 + piece.rows - hf)
-        if low < high:
-            yield head, low, high
+    if rows <= 0 or cols <= 0:
+        return None
+    return Copy(
+        name=piece.name,
+        src_row0=row0 - shard.row0,
+        src_col0=col0 - shard.col0,
+        rows=rows,
+        cols=cols,
+        param=piece.param,
+        dst_row0=piece.dst_row0 + row0 - piece.row0,
+        dst_col0=piece.dst_col0 + col0 - piece.col0,
+    )
 
 
 def _check_disjoint(tensors: dict[str, list[Shard]]) -> None:
@@ -293,10 +251,8 @@ def _check_filled(piece: Piece, moves: list[_Move]) -> None:
     if sum(move.elements for move in moves) == piece.rows * piece.cols:
         return
     filled = Counter[int]()
-    for copy in (copy for move in moves for copy in move.copies):
-        for block in range(copy.blocks):
-            top = copy.dst_row0 + block * copy.block_stride
-            filled.update(dict.fromkeys(range(top, top + copy.rows), copy.cols))
+    for copy in (move.copy for move in moves):
+        filled.update(dict.fromkeys(range(copy.dst_row0, copy.dst_row0 + copy.rows), copy.cols))
     missing = [row for row in range(piece.dst_row0, piece.dst_row0 + piece.rows) if filled[row] < piece.cols]
     raise ValueError(
         f"{piece.param}: expected rows {piece.dst_row0}..{piece.dst_row0 + piece.rows - 1} from {piece.name}, "

@@ -267,29 +267,25 @@ def test_live_parameters_that_somebody_else_changed_are_put_right_under_delta() 
 
 def test_a_layout_on_the_host_has_the_digest_that_it_always_had() -> None:
     copies = (Copy("w", 0, 0, 40, 16, "p", 2, 0),)
-    assert layout(copies, "float32", 256) == layout(copies, "float32", 256, "xxh3") == 0x18FE036A8B2EFF8E
+    assert layout(copies, "float32", 256) == layout(copies, "float32", 256, "xxh3") == 0xD5A8491F27E2ED45
     assert layout(copies, "float32", 256, "splitmix") != layout(copies, "float32", 256)
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.integers(1, 7)), max_size=5),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 7)), max_size=5),
     st.integers(1, 60),
 )
-def test_blocks_are_whole_rows_in_the_order_of_the_run(sizes: list[tuple[int, int, int]], most: int) -> None:
-    copies = [
-        Copy(f"w{i}", 3, 0, rows, cols, "p", 7, 0, src_step=2, blocks=heads, block_stride=2 * rows)
-        for i, (heads, rows, cols) in enumerate(sizes)
-    ]
+def test_blocks_are_whole_rows_in_the_order_of_the_run(sizes: list[tuple[int, int]], most: int) -> None:
+    copies = [Copy(f"w{i}", 3, 0, rows, cols, "p", 7, 0) for i, (rows, cols) in enumerate(sizes)]
 
     def elements(copy: Copy) -> list[tuple[str, int, int, int]]:
         return [
             (
                 copy.name,
-                copy.src_row0 + b * copy.block_stride + r * copy.src_step,
-                copy.dst_row0 + b * copy.block_stride + r,
+                copy.src_row0 + r,
+                copy.dst_row0 + r,
                 c,
             )
-            for b in range(copy.blocks)
             for r in range(copy.rows)
             for c in range(copy.cols)
         ]
@@ -301,7 +297,7 @@ def test_blocks_are_whole_rows_in_the_order_of_the_run(sizes: list[tuple[int, in
     start = 0
     for block in cut:
         assert (block.start, block.elements) == (start, sum(copy.elements for copy in block.copies))
-        assert block.elements <= most or [(copy.blocks, copy.rows) for copy in block.copies] == [(1, 1)]
+        assert block.elements <= most or [copy.rows for copy in block.copies] == [1]
         start += block.elements
 
 

@@ -22,16 +22,16 @@ from titan_rl.kernels import pack_weights_triton  # noqa: E402
 
 EIGHTS = {"q": (48, 16), "down": (7, 720), "norm": (40,), "embed": (640, 32)}
 BY_EIGHTS = (
-    Copy("q", 2, 8, 3, 8, "p", 0, 0, src_step=2, blocks=3, block_stride=16),
-    Copy("q", 1, 0, 8, 16, "p", 0, 0, src_step=2, blocks=3, block_stride=16),
+    Copy("q", 2, 8, 9, 8, "p", 0, 0),
+    Copy("q", 1, 0, 24, 16, "p", 0, 0),
     Copy("down", 1, 360, 6, 360, "p", 0, 0),
     Copy("norm", 8, 0, 24, 1, "p", 0, 0),
     Copy("embed", 0, 0, 640, 32, "p", 0, 0),
 )
 SIZES = {"q": (24, 5), "wide": (7, 700), "norm": (9,), "one": (1, 1), "embed": (640, 33)}
 COPIES = (
-    Copy("q", 2, 1, 3, 4, "p", 0, 0, src_step=2, blocks=3, block_stride=8),  # a cut head: rows 1..3 of its first half
-    Copy("q", 1, 0, 4, 5, "p", 0, 0, src_step=2, blocks=3, block_stride=8),
+    Copy("q", 2, 1, 9, 4, "p", 0, 0),
+    Copy("q", 1, 0, 12, 5, "p", 0, 0),
     Copy("wide", 1, 350, 6, 350, "p", 0, 0),  # two tiles, whose border falls inside a row
     Copy("norm", 2, 0, 5, 1, "p", 0, 0),
     Copy("one", 0, 0, 1, 1, "p", 0, 0),

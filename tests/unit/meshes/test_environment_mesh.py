@@ -1,6 +1,7 @@
 """Where rollouts are placed, what is replayed, and what a session refuses; on loops of this process."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ import pytest
 from support.environment_meshes import Scripted, scripted
 from support.fake_environments import fake_environments
 from support.odd_environments import TURNS
-from support.played import LIMITS
+from support.played import LIMITS, prompt_of
+from titan_rl.agents.episode_loop import Answer
 from titan_rl.agents.episodes import Reply
 from titan_rl.meshes import deaths
+from titan_rl.record.ledger import Ledger
+from titan_rl.rollout.player import Play, Player
+from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import ContextOverflow, DriverLost
-from titan_rl.wire.types import Completion
+from titan_rl.wire.types import Completion, Request, Sampling, Turn
 
 ODD = "support.odd_environments:Odd"
 
@@ -172,5 +177,41 @@ def test_lockstep_waits_for_rollouts_that_move(tmp_path: Path) -> None:
         moved = await orders(kill=True)
         assert [sorted(moved[i : i + 8]) for i in (0, 8, 16)] == [sorted(expected[i : i + 8]) for i in (0, 8, 16)]
         assert moved == expected, "requests enter in another order"
+
+    drive(body)
+
+
+def test_a_rollout_that_has_ended_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None:
+    """A cycle would keep its tokens until the oldest objects are collected, which is rare in a run."""
+
+    class Engine:
+        async def generate(self, request: Request) -> list[Completion]:
+            await asyncio.sleep(0.001)
+            return [Completion([8, 2], [-0.5] * 2, [0] * 2, "stop")]
+
+    async def body() -> None:
+        mesh, _, _ = await fake_environments(ODD, tmp_path, LIMITS)
+        limits = SessionLimits(context=1000, seconds=60)
+        player = Player(mesh, Engine(), lambda _: "", limits=limits, ledger=Ledger(tmp_path))
+
+        async def some(first: int) -> None:
+            plays = [Play(id=f"p{first + n}", prompt=prompt_of("7=", {}, n), sampling=Sampling(4)) for n in range(8)]
+            rollouts = await asyncio.gather(*map(player.play, plays))
+            assert [rollout.status for rollout in rollouts] == ["completed"] * 8
+
+        await some(0)
+        gc.collect()
+        gc.disable()
+        try:
+            await some(8)
+            await asyncio.sleep(0.05)  # for what the last message to the process still refers to
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [each for each in gc.garbage if isinstance(each, Completion | Turn | Answer | asyncio.Timeout)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        await mesh.close()
 
     drive(body)

@@ -1,14 +1,17 @@
 """What bench_step.py computes from its measurements, and the plot of it."""
 
+import asyncio
 import xml.etree.ElementTree as xml
 from itertools import pairwise
 
 import pytest
 
 from bench.step_ours import requests_of
-from bench.step_shapes import SHAPES
+from bench.step_shapes import SHAPES, TOOL_SAYS, Tool
+from bench.step_torch import padded
 from bench.step_waterfall import floor, layers, plot, ratios, steps_of
 from bench.step_ways import LAG, OURS, PARTS, TORCH, TRL, VLLM, medians
+from titan_rl.agents.episodes import Reply
 from titan_rl.wire.types import Request, Sampling
 
 ROUNDS = {  # way: generation, training, sync, step of each round
@@ -75,7 +78,7 @@ def test_the_plot_has_a_bar_per_layer_and_way_and_stays_in_its_frame() -> None:
     assert len(dashed) == len(SHAPES)  # TRL's line
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.read])
 def test_every_step_of_a_shape_has_the_same_tokens_and_each_sample_one_seed(name: str) -> None:
     shape = SHAPES[name]
     for step in range(5):
@@ -90,3 +93,32 @@ def test_every_step_of_a_shape_has_the_same_tokens_and_each_sample_one_seed(name
         assert [part.sampling.max_new_tokens for part in parts for _ in part.seeds] == lengths
         assert sum(lengths) + shape.samples * 7 == shape.tokens
         assert all(part.sampling.stop_token_ids == () for part in parts)
+
+
+def test_a_rollout_of_two_turns_has_a_request_of_set_length_for_each() -> None:
+    shape = SHAPES["calc"]
+    for turn, length in enumerate((shape.longest, shape.second)):
+        (request,) = requests_of(Request(f"prompt-7.3:{turn}", [1], [5], Sampling(999, stop_token_ids=(2,))), shape)
+        assert (request.sampling, request.seeds) == (Sampling(length), [5])
+    assert shape.sampled == shape.samples * (shape.longest + shape.second)
+    assert shape.tokens == shape.sampled + shape.samples * (7 + shape.read)
+
+
+def test_bare_torch_trains_on_the_sampled_tokens_of_both_turns() -> None:
+    shape = SHAPES["calc"]
+    ((tokens, filled, mask),) = padded(shape, 0)
+    assert tokens.shape == (shape.samples, 30)
+    assert bool(filled.all())
+    assert mask[0].tolist() == [1.0] * 8 + [0.0] * 8 + [1.0] * 7
+    chunks = list(padded(SHAPES["20M"], 3))
+    assert all(bool((filled == mask).all()) for _, filled, mask in chunks)
+    assert sum(int(mask.sum()) for _, _, mask in chunks) == SHAPES["20M"].sampled
+
+
+def test_the_tool_answers_once() -> None:
+    async def played() -> list[tuple[str, float, bool, dict[str, float]]]:
+        tool = Tool()
+        await tool.reset()
+        return [await tool.step(Reply(said, [], "length")) for said in ("?347*862", "29x")]
+
+    assert asyncio.run(played()) == [(TOOL_SAYS, 0.0, False, {}), ("", pytest.approx(2 / 3), True, {})]

@@ -194,8 +194,9 @@ def test_a_folders_key_is_named_in_what_is_wrong_with_it(tmp_path: Path) -> None
 def test_shape_of_folder(tmp_path: Path) -> None:
     saved(SHAPES["qwen"], tmp_path)
     assert shape_of(ModelSection(name="qwen3", hf_assets_path=str(tmp_path))) == SHAPES["qwen"]
-    with pytest.raises(ValueError, match=r'model.name: expected "qwen3"'):
-        shape_of(ModelSection(hf_assets_path=str(tmp_path)))
+    assert shape_of(ModelSection(hf_assets_path=str(tmp_path))) == SHAPES["qwen"], "no key but the path"
+    with pytest.raises(ValueError, match=r'model.name: expected "qwen3" or "auto", the family of .*, found "llama3"'):
+        shape_of(ModelSection(name="llama3", hf_assets_path=str(tmp_path)))
     for content in ("[1]", "{", '"x"'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"model.hf_assets_path: expected a usable .*config.json"):

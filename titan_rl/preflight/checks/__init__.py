@@ -11,11 +11,13 @@ from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.environment import check_environment
 from titan_rl.preflight.checks.evaluation import check_evaluation
+from titan_rl.preflight.checks.exact import check_exact
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
 from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
+from titan_rl.preflight.checks.sandbox import check_sandbox
 from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 from titan_rl.wire.gpus import NO_GPUS, Gpus
@@ -31,8 +33,9 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     readable = [*unusable, *(problem for check in checks for problem in check)]
     rows = [] if readable else list(check_row_lengths(config))  # measured with these assets, against these lengths
     rows += [] if readable or rows else check_chat(config)
-    own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation)
+    own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
     others = [check(config) for check in own]
+    others.append(check_exact(config, "cuda" if gpus.count and config.hosts.device != "cpu" else "cpu"))
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]
     if shape:

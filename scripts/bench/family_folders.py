@@ -1,0 +1,56 @@
+"""Tiny random Hugging Face folders of every dense family, made by transformers itself. All parameters are random, norms
+and biases too, so that a forgotten one shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+WIDE = {"head_dim": 32, "hidden_size": 96}  # heads wider than hidden_size / num_attention_heads
+ODD = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 192}  # three query heads a key head
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, keys)
+    "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
+    "Llama 3, wide heads": ("LlamaConfig", WIDE),
+    "Llama 3.2, tied": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "Llama, yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "Qwen2.5, tied": (
+        "Qwen2Config",
+        {"tie_word_embeddings": True, "sliding_window": 16, "use_sliding_window": False, "max_window_layers": 1},
+    ),
+    "Qwen2.5, odd heads": ("Qwen2Config", ODD),
+    "Qwen2.5, one key head": ("Qwen2Config", {"num_key_value_heads": 1}),
+    "Qwen2.5, yarn": ("Qwen2Config", {"rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.7}}),
+    "Qwen3, tied": ("Qwen3Config", {**WIDE, "tie_word_embeddings": True}),
+    "Qwen3, odd vocabulary": ("Qwen3Config", {**WIDE, "vocab_size": 131}),
+    "Qwen3, yarn": ("Qwen3Config", {**WIDE, "rope_parameters": YARN}),
+    "Mistral, window 16": ("MistralConfig", {"head_dim": 32, "sliding_window": 16}),
+    "Mistral, no window": ("MistralConfig", {**WIDE, "sliding_window": None}),
+}
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Write the folder of a case."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    kind, keys = CASES[name]
+    build: Callable[..., Any] = getattr(transformers, kind)
+    torch.manual_seed(list(CASES).index(name))
+    model = AutoModelForCausalLM.from_config(build(**SIZES | keys), dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.normal_(0, 0.1)
+            if "norm" in key:
+                parameter.add_(1)
+    model.save_pretrained(folder)

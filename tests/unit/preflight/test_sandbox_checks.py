@@ -1,0 +1,82 @@
+"""What is refused about [sandbox] before a run starts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.checked_configs import config
+from titan_rl.config.toml import ConfigError
+from titan_rl.preflight.checks import problems, sandbox
+from titan_rl.preflight.checks.sandbox import check_sandbox, used_by
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (
+            'require = ["namespaces", "landlok"]',
+            "sandbox.require: expected some of namespaces, landlock, seccomp, found landlok",
+        ),
+        (
+            'require = ["namespaces"]',
+            'sandbox.require: expected "seccomp", and "namespaces" or "landlock" or both, found namespaces',
+        ),
+        (
+            "require = []",
+            'sandbox.require: expected "seccomp", and "namespaces" or "landlock" or both, found none',
+        ),
+        (
+            'cgroup = "/no/such"',
+            "sandbox.cgroup: expected the folder of a cgroup v2, found '/no/such' (No such file or directory)",
+        ),
+        ("memory_mb = 4194304", "sandbox.memory_mb: expected at most "),
+    ],
+)
+def test_a_weak_or_impossible_sandbox_is_refused(toml: str, message: str, tmp_path: Path) -> None:
+    (found,) = problems(config(tmp_path, f"[sandbox]\n{toml}"))
+    assert found.startswith(message)
+
+
+def test_numbers_have_limits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[sandbox\] workers: expected an integer >= 1 and <= 1024, found 0"):
+        config(tmp_path, "[sandbox]\nworkers = 0")
+
+
+@pytest.mark.parametrize(
+    ("toml", "key"),
+    [
+        ('[environment]\nname = "titan_rl.sandbox.code_tools:CodeTools"', "environment.name"),
+        ('[task]\nreward = "titan_rl.sandbox.code_tests:code_tests"', "task.reward"),
+        ('[task]\nreward = "code_tests"', "task.reward"),
+        ('[task]\neval_reward = "uses_sandbox:reward"', "task.eval_reward"),
+        ('[task]\nagent = "a_package.of_mine:run"', "task.agent"),
+        ('[task]\nreward = "plain:reward"', ""),
+        ("", ""),
+    ],
+)
+def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
+    toml: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uses_sandbox.py").write_text("from titan_rl.sandbox.local import shared")
+    (tmp_path / "plain.py").write_text("")
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "of_mine.py").write_text("import titan_rl.sandbox.code_tools")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = []
+
+    def missing(section: object) -> Iterator[str]:
+        asked.append(section)
+        yield "seccomp: none"
+
+    monkeypatch.setattr(sandbox, "missing", missing)
+    checked = config(tmp_path, toml)
+    assert used_by(checked) == key
+    refused = [f"sandbox.require: {key} runs code in the sandbox, which is refused here: seccomp: none"]
+    assert list(check_sandbox(checked)) == (refused if key else [])
+    assert len(asked) == bool(key)
+
+
+def test_this_machine_has_what_is_required(tmp_path: Path) -> None:
+    checked = config(tmp_path, '[environment]\nname = "titan_rl.sandbox.code_tools:CodeTools"')
+    assert list(check_sandbox(checked)) == []

@@ -1,0 +1,77 @@
+"""What every sandbox offers: run code within limits, and say how it ended. A remote one implements `Sandbox`.
+
+result = await sandbox.run("print(6 * 7)")      result.status == "ok", result.stdout == "42\\n"
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from titan_rl.config.system_sections import SandboxSection
+
+Language = Literal["python", "shell"]
+Ending = Literal["ok", "error", "timeout", "memory", "output", "killed", "sandbox_failed"]
+"""How an execution ended: exit code 0; another one; out of time, memory or room for output; by a signal; or it was not
+run, because the sandbox could not be set up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionLimits:
+    cpu_seconds: int = 5  # of each process
+    wall_seconds: float = 10.0
+    memory_mb: int = 512  # of each process, and of all of them together
+    processes: int = 16
+    file_mb: int = 16  # of one file
+    disk_mb: int = 64  # of all files
+    output_kb: int = 64  # stdout and stderr together
+
+    @classmethod
+    def of(cls, section: SandboxSection) -> "ExecutionLimits":
+        return cls(**{name: getattr(section, name) for name in cls.__slots__})
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How code ended, and what it printed."""
+
+    status: Ending
+    stdout: str = ""
+    stderr: str = ""
+    exit_code: int | None = None  # None: it did not exit
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    detail: str = ""  # what was exceeded, or why the sandbox failed
+    tests: Mapping[str, Any] | None = None  # what process 1 says of tests
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many tests of a program passed. The program cannot reach where this comes from."""
+
+    passed: int
+    total: int
+    failures: Sequence[str]  # of the first tests that failed
+    execution: Execution  # the last one
+
+    @property
+    def solved(self) -> bool:
+        return 0 < self.total == self.passed
+
+
+class SandboxRefused(RuntimeError):
+    """A layer that [sandbox] require names is missing on this machine, so nothing was run."""
+
+
+class Sandbox(Protocol):
+    """Runs code that may be hostile. Local: sandbox/local.py."""
+
+    async def run(
+        self, code: str, *, language: Language = "python", stdin: str = "", limits: ExecutionLimits | None = None
+    ) -> Execution: ...
+
+    async def run_tests(
+        self, code: str, tests: Sequence[str], *, setup: str = "", limits: ExecutionLimits | None = None
+    ) -> Verdict:
+        """Run test programs against a solution. Each calls the solution's functions, and passes if it does not
+        raise."""
+        ...
