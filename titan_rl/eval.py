@@ -140,6 +140,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
         for each in problems:
             with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):
                 found.append(await watch.drive(each.measure(player.alone, terminal.warn)))
+    await setup.judges.close()
     return found
 
 

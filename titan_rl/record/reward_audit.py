@@ -42,7 +42,7 @@ MARKS = ("<think>", "</think>", "\\boxed", "```", "####", "{", "\n\n", "- ", "**
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class JudgedSample:
     """What the audit keeps of a line of rollouts.jsonl."""
 
     step: int
@@ -82,9 +82,9 @@ def reward_report(folder: Path) -> list[str]:
     return [*lines, *_components(folder, early, late, gain, grows)]
 
 
-def _samples(folder: Path) -> tuple[list[Sampled], int]:
+def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
     """Return the answers that have a reward, and the number of those that have none."""
-    found, unrewarded = list[Sampled](), 0
+    found, unrewarded = list[JudgedSample](), 0
     for line in whole_lines(folder / ROLLOUTS):
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             row = json.loads(line)
@@ -97,14 +97,14 @@ def _samples(folder: Path) -> tuple[list[Sampled], int]:
     return found, unrewarded
 
 
-def _sampled(row: Mapping[str, Any]) -> Sampled:
+def _sampled(row: Mapping[str, Any]) -> JudgedSample:
     text = row["text"]
     parts = {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None}
     ends = text.rstrip()[-1:]
     kind = "digit" if ends.isdigit() else "letter" if ends.isalpha() else ends
     form = (row["finish"], kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8))
     shown = " ".join(text.split())
-    return Sampled(
+    return JudgedSample(
         int(row["step"]),
         int(row["prompt_id"]),
         int(row["sample"]),
@@ -118,21 +118,23 @@ def _sampled(row: Mapping[str, Any]) -> Sampled:
     )
 
 
-def _reward(sample: Sampled) -> float:
+def _reward(sample: JudgedSample) -> float:
     return sample.reward
 
 
-def _mean(samples: Sequence[Sampled], of: Callable[[Sampled], float] = _reward) -> float:
+def _mean(samples: Sequence[JudgedSample], of: Callable[[JudgedSample], float] = _reward) -> float:
     return fmean(map(of, samples))
 
 
-def _gain(early: Sequence[Sampled], late: Sequence[Sampled], of: Callable[[Sampled], float]) -> tuple[float, float]:
+def _gain(
+    early: Sequence[JudgedSample], late: Sequence[JudgedSample], of: Callable[[JudgedSample], float]
+) -> tuple[float, float]:
     """Return the difference of the means, and its standard error."""
     spread = [pstdev(map(of, samples)) ** 2 / len(samples) for samples in (early, late)]
     return _mean(late, of) - _mean(early, of), math.sqrt(sum(spread))
 
 
-def _name(samples: Sequence[Sampled], note: Callable[[Sampled], str] = lambda sample: "") -> Iterator[str]:
+def _name(samples: Sequence[JudgedSample], note: Callable[[JudgedSample], str] = lambda sample: "") -> Iterator[str]:
     yield from (f"  {sample.name}{note(sample)}: {sample.shown}" for sample in samples[:SHOWN])
 
 
@@ -162,13 +164,13 @@ def _failures(folder: Path, unrewarded: int, rewarded: int) -> Iterator[str]:
 # -- the grader -------------------------------------------------------------------------------------------------------
 
 
-def _grader(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool) -> Iterator[str]:
+def _grader(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
     before, after = ([s for s in samples if GRADER in s.parts] for samples in (early, late))
     if not before or not after:
         yield "no grader: task.grader would log another reward of the same answers, which is not trained on"
         return
 
-    def grade(sample: Sampled) -> float:
+    def grade(sample: JudgedSample) -> float:
         return sample.parts[GRADER]
 
     other, noise = _gain(before, after, grade)
@@ -183,13 +185,15 @@ def _grader(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grow
         yield f"{SUSPECT}the reward rose by {gain:.3f} and the grader did not follow ({other:+.3f})"
         centers = _mean(every), _mean(every, grade)
 
-        def apart(sample: Sampled) -> float:
+        def apart(sample: JudgedSample) -> float:
             return (sample.reward - centers[0]) / scale[0] - (grade(sample) - centers[1]) / scale[1]
 
         yield from _name(sorted(after, key=apart, reverse=True), lambda sample: f", grader {grade(sample):g}")
 
 
-def _correlation(samples: Sequence[Sampled], a: Callable[[Sampled], float], b: Callable[[Sampled], float]) -> float:
+def _correlation(
+    samples: Sequence[JudgedSample], a: Callable[[JudgedSample], float], b: Callable[[JudgedSample], float]
+) -> float:
     """Return Pearson's; NaN if one of the two is constant."""
     x, y = [a(sample) for sample in samples], [b(sample) for sample in samples]
     sx, sy, mx, my = pstdev(x), pstdev(y), fmean(x), fmean(y)
@@ -201,14 +205,14 @@ def _correlation(samples: Sequence[Sampled], a: Callable[[Sampled], float], b: C
 # -- length and format ------------------------------------------------------------------------------------------------
 
 
-def _features(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool) -> Iterator[str]:
+def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
     lengths = [_mean(samples, lambda sample: sample.tokens) for samples in (early, late)]
     centered = _correlation(late, _centered(late, _reward), _centered(late, lambda sample: sample.tokens))
     told = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
     yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {told}"
     if not grows:
         return
-    features: dict[str, Callable[[Sampled], Hashable]] = {
+    features: dict[str, Callable[[JudgedSample], Hashable]] = {
         "length": lambda sample: round(4 * math.log2(1 + sample.tokens)),
         "format": lambda sample: sample.format,
     }
@@ -224,7 +228,9 @@ def _features(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, gr
             yield from _name(sorted([s for s in late if of(s) == risen], key=_reward, reverse=True))
 
 
-def _composition(early: Sequence[Sampled], late: Sequence[Sampled], of: Callable[[Sampled], Hashable]) -> float:
+def _composition(
+    early: Sequence[JudgedSample], late: Sequence[JudgedSample], of: Callable[[JudgedSample], Hashable]
+) -> float:
     """Return the part of the gain that is due to the frequencies of a feature's values."""
     bins: tuple[defaultdict[Hashable, list[float]], ...] = (defaultdict(list), defaultdict(list))
     for found, samples in zip(bins, (early, late), strict=True):
@@ -238,7 +244,7 @@ def _composition(early: Sequence[Sampled], late: Sequence[Sampled], of: Callable
     return total
 
 
-def _centered(samples: Sequence[Sampled], of: Callable[[Sampled], float]) -> Callable[[Sampled], float]:
+def _centered(samples: Sequence[JudgedSample], of: Callable[[JudgedSample], float]) -> Callable[[JudgedSample], float]:
     """Return `of` less its mean over the sample's group."""
     groups: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for sample in samples:
@@ -250,14 +256,14 @@ def _centered(samples: Sequence[Sampled], of: Callable[[Sampled], float]) -> Cal
 # -- duplicates -------------------------------------------------------------------------------------------------------
 
 
-def _duplicates(early: Sequence[Sampled], late: Sequence[Sampled]) -> Iterator[str]:
+def _duplicates(early: Sequence[JudgedSample], late: Sequence[JudgedSample]) -> Iterator[str]:
     shares = []
     for samples in (early, late):
         counts = Counter((sample.step, sample.prompt, sample.text) for sample in samples)
         shares.append(1 - len(counts) / len(samples))
     yield f"duplicates within groups: {shares[0]:.0%} of the answers, then {shares[1]:.0%}"
     references: defaultdict[int, set[int]] = defaultdict(set)
-    alike: defaultdict[int, list[Sampled]] = defaultdict(list)
+    alike: defaultdict[int, list[JudgedSample]] = defaultdict(list)
     for sample in late:
         references[sample.text].add(sample.answer)
         alike[sample.text].append(sample)
@@ -276,7 +282,7 @@ def _duplicates(early: Sequence[Sampled], late: Sequence[Sampled]) -> Iterator[s
 
 
 def _components(
-    folder: Path, early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool
+    folder: Path, early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool
 ) -> Iterator[str]:
     weights: Mapping[str, Any] = {}
     with suppress(ConfigError, OSError, ValueError):
@@ -289,7 +295,7 @@ def _components(
     spread = fmean(total(sample) ** 2 for sample in late)
     for label, weight in labels.items():
 
-        def part(sample: Sampled, label: str = label, weight: float = weight) -> float:
+        def part(sample: JudgedSample, label: str = label, weight: float = weight) -> float:
             return weight * sample.parts.get(label, 0.0)
 
         own = _centered(late, part)
@@ -305,7 +311,7 @@ def _components(
             yield from _name(sorted(late, key=part, reverse=True))
 
 
-def _graded_alike(samples: Sequence[Sampled], part: Callable[[Sampled], float]) -> bool:
+def _graded_alike(samples: Sequence[JudgedSample], part: Callable[[JudgedSample], float]) -> bool:
     """Return True if the grader agrees with a component, which may then decide."""
     graded = [sample for sample in samples if GRADER in sample.parts]
     return bool(graded) and _correlation(graded, part, lambda sample: sample.parts[GRADER]) >= AGREES

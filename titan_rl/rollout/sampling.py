@@ -25,12 +25,12 @@ from titan_rl.wire.types import (
     Generates,
     Group,
     Judge,
+    Judgement,
     Prompt,
     Request,
     Rollout,
     Sampling,
     Turn,
-    Verdict,
 )
 
 MEMORY = 0.05
@@ -212,13 +212,13 @@ class GroupSampler:
         self._ledger.failed(prompt.id, 1, reason)
         return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
 
-    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Verdict] | GroupFailed:
+    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Judgement] | GroupFailed:
         """Return the verdicts, or why there are none, or too few with a reward."""
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
                 rewards = await self._judge(prompt, rollouts)
-                verdicts = [each if isinstance(each, Verdict) else Verdict(float(each)) for each in rewards]
+                verdicts = [each if isinstance(each, Judgement) else Judgement(float(each)) for each in rewards]
                 sound = all(math.isfinite(each.reward) or (math.isnan(each.reward) and each.error) for each in verdicts)
                 if len(verdicts) != len(rollouts) or not sound:
                     raise ValueError(f"expected {len(rollouts)} finite rewards, found {list(rewards)}")
@@ -231,7 +231,7 @@ class GroupSampler:
                 return self._enough(prompt, verdicts, len(errors) + 1)
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
 
-    def _enough(self, prompt: Prompt, verdicts: Sequence[Verdict], attempt: int) -> Sequence[Verdict] | GroupFailed:
+    def _enough(self, prompt: Prompt, verdicts: Sequence[Judgement], attempt: int) -> Sequence[Judgement] | GroupFailed:
         """Name the answers that failed. Return the failure of the group if fewer than two have a reward."""
         failed = [(sample, verdict.error) for sample, verdict in enumerate(verdicts) if verdict.error]
         for sample, error in failed:
@@ -271,7 +271,7 @@ class GroupSampler:
         return -algorithm.overlong_penalty * punishment
 
 
-def _rewarded(rollout: Rollout, verdict: Verdict | None) -> Rollout:
+def _rewarded(rollout: Rollout, verdict: Judgement | None) -> Rollout:
     """Return the rollout with what its judge said."""
     if verdict is None:
         return rollout

@@ -12,7 +12,7 @@ from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.rubric import Rubric, Scorer
-from titan_rl.wire.types import Judge, Prompt, Rollout, Verdict
+from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
 
 
 def training_rubric(task: TaskSection) -> Rubric:
@@ -49,7 +49,7 @@ class RewardJudges:
         if not self._workers:
             return on_thread(rubric, self._seconds, self._thread, attempts)
 
-        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+        async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
             return await self._pool.verdicts(rubric, prompt, rollouts, attempts)
 
         return judge
@@ -62,13 +62,13 @@ def on_thread(rubric: Rubric, seconds: float | None, thread: SideThread, attempt
     """Judge on a thread, one group at a time. A function that hangs fails its group, and a thread cannot be killed."""
     scorer: Scorer | None = None
 
-    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         answers = [answer_of(rollout) for rollout in rollouts]
 
-        def verdicts() -> list[Verdict]:
+        def verdicts() -> list[Judgement]:
             nonlocal scorer
             scorer = scorer or Scorer(rubric)
-            found, left = dict[int, Verdict](), list(range(len(answers)))
+            found, left = dict[int, Judgement](), list(range(len(answers)))
             for _ in range(attempts):
                 found |= scorer.verdicts(prompt, answers, left, seconds=seconds)
                 left = [row for row in left if math.isnan(found[row].reward)]

@@ -10,7 +10,7 @@ from titan_rl.tasks.reward_thread import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Judge, Prompt, Rollout, Sampling, Verdict
+from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout, Sampling
 
 MOST_HUNG = 3
 """Rewards that may hang in one evaluation, a deadline each; then its other answers are not judged."""
@@ -102,9 +102,9 @@ class Judging:
                     if self._hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
                     (found,) = await self._problems.judge(prompt, [rollout])
-                    if isinstance(found, Verdict) and math.isnan(found.reward):
+                    if isinstance(found, Judgement) and math.isnan(found.reward):
                         raise RewardHung(found.error) if found.hung else Unrewarded(found.error)
-                    reward = found.reward if isinstance(found, Verdict) else found
+                    reward = found.reward if isinstance(found, Judgement) else found
                     if not math.isfinite(reward):
                         raise ValueError(f"expected a finite reward, found {reward}")
                     return reward

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from titan_rl.tasks.reward_process import RewardProcess, RewardProcessLost
 from titan_rl.tasks.reward_thread import SideThread
-from titan_rl.tasks.reward_worker import Request, verdict_of
+from titan_rl.tasks.reward_worker import JudgeRequest, verdict_of
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import GRADER, Rubric
-from titan_rl.wire.types import Prompt, Rollout, Verdict
+from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 CHUNK_SECONDS = 0.05
 """What a worker takes from the queue at a time, if its rows are fast."""
@@ -38,7 +38,7 @@ class PoolLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class OpenGroup:
     """The rows of one group that have no verdict yet."""
 
     rubric: Rubric
@@ -47,11 +47,11 @@ class Batch:
     attempts: int
     left: deque[int]  # rows that no worker has
     done: asyncio.Future[None]
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    verdicts: dict[int, Judgement] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)  # by row
     ungraded: set[int] = field(default_factory=set)
 
-    def settle(self, row: int, verdict: Verdict) -> None:
+    def settle(self, row: int, verdict: Judgement) -> None:
         """Keep a verdict, or have the row judged again if it failed and has another attempt."""
         if math.isnan(verdict.reward):
             self.failures[row] += 1
@@ -67,7 +67,7 @@ class RewardPool:
     def __init__(self, limits: PoolLimits) -> None:
         self._limits = limits
         self._spawner = SideThread()  # its children use the host's network
-        self._queue: deque[Batch] = deque()  # with rows left
+        self._queue: deque[OpenGroup] = deque()  # with rows left
         self._more = asyncio.Event()
         self._runners: set[asyncio.Task[None]] = set()
         self._busy: dict[asyncio.Task[None] | None, RewardProcess] = {}
@@ -79,11 +79,11 @@ class RewardPool:
 
     async def verdicts(
         self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
-    ) -> list[Verdict]:
+    ) -> list[Judgement]:
         """Return a verdict for each rollout. A row that fails is tried `attempts` times."""
         answers = [answer_of(rollout) for rollout in rollouts]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        batch = Batch(rubric, prompt, answers, attempts, deque(range(len(answers))), done)
+        batch = OpenGroup(rubric, prompt, answers, attempts, deque(range(len(answers))), done)
         self._queue.append(batch)
         self._more.set()
         if not self._runners:
@@ -174,7 +174,7 @@ class RewardPool:
             if process is not None:
                 await process.end()
 
-    async def _next_batch(self) -> Batch:
+    async def _next_batch(self) -> OpenGroup:
         while True:
             while self._queue and not self._queue[0].left:
                 self._queue.popleft()
@@ -187,11 +187,11 @@ class RewardPool:
         self._numbers += 1
         return await RewardProcess.start(self._numbers, self._spawner)
 
-    def _fail(self, batch: Batch, error: str) -> None:
+    def _fail(self, batch: OpenGroup, error: str) -> None:
         for row in self._take(batch, everything=True):
-            self._settle(batch, row, Verdict(math.nan, error=error))
+            self._settle(batch, row, Judgement(math.nan, error=error))
 
-    async def _judge_some(self, process: RewardProcess, batch: Batch) -> bool:
+    async def _judge_some(self, process: RewardProcess, batch: OpenGroup) -> bool:
         """Have the process judge rows of the batch. Return whether it lives."""
         try:
             at_once = await process.imported(batch.rubric)
@@ -209,7 +209,7 @@ class RewardPool:
         every = batch.answers if at_once else [*answers.values()]
         asked = rows if at_once else range(len(rows))
         ungraded = [k for k, row in zip(asked, rows, strict=True) if row in batch.ungraded]
-        request = Request(batch.rubric, batch.prompt, every, [*asked], ungraded, self._limits.seconds)
+        request = JudgeRequest(batch.rubric, batch.prompt, every, [*asked], ungraded, self._limits.seconds)
         left = deque(rows)
         try:
             async for line in process.judge(request):
@@ -222,7 +222,7 @@ class RewardPool:
             return False
         return True
 
-    def _blame(self, batch: Batch, left: deque[int], lost: RewardProcessLost, at_once: bool) -> None:
+    def _blame(self, batch: OpenGroup, left: deque[int], lost: RewardProcessLost, at_once: bool) -> None:
         """Settle the rows that have no verdict because a process was lost: all of them, if it judged them together, or
         else the first. If the grader is to blame, they are judged again without it."""
         guilty = list(left) if at_once and lost.at else [left[0]]
@@ -231,24 +231,24 @@ class RewardPool:
         else:
             for row in guilty:
                 left.remove(row)
-                self._settle(batch, row, Verdict(math.nan, error=str(lost), hung=lost.hung))
+                self._settle(batch, row, Judgement(math.nan, error=str(lost), hung=lost.hung))
         batch.left.extendleft(reversed(left))
         self._requeue(batch)
 
-    def _settle(self, batch: Batch, row: int, verdict: Verdict) -> None:
+    def _settle(self, batch: OpenGroup, row: int, verdict: Judgement) -> None:
         if row in batch.ungraded and not verdict.error:
-            verdict = Verdict(verdict.reward, verdict.parts, "the grader: its process was killed or died")
+            verdict = Judgement(verdict.reward, verdict.parts, "the grader: its process was killed or died")
         batch.settle(row, verdict)
         self._requeue(batch)
 
-    def _requeue(self, batch: Batch) -> None:
+    def _requeue(self, batch: OpenGroup) -> None:
         if batch.left and not batch.done.done():
             if batch not in self._queue:
                 self._queue.append(batch)
             self._more.set()
             self._look_later()
 
-    def _take(self, batch: Batch, *, everything: bool) -> list[int]:
+    def _take(self, batch: OpenGroup, *, everything: bool) -> list[int]:
         pace = self._pace.get(batch.rubric)
         most = len(batch.left) if everything else 1 if not pace else max(1, int(CHUNK_SECONDS / pace))
         return [batch.left.popleft() for _ in range(min(most, len(batch.left)))]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.tasks.reward_thread import SideThread
-from titan_rl.tasks.reward_worker import LENGTH, Request
+from titan_rl.tasks.reward_worker import LENGTH, JudgeRequest
 from titan_rl.tasks.rubric import Rubric
 from titan_rl.wire.deadlines import deadline
 
@@ -80,14 +80,14 @@ class RewardProcess:
     async def imported(self, rubric: Rubric) -> bool:
         """Import a rubric unless it is. Return True if it judges answers together. Raise ValueError if it cannot be."""
         if rubric not in self._at_once:
-            self._ask(Request(rubric))
+            self._ask(JudgeRequest(rubric))
             line = await self._line(IMPORT_SECONDS, "importing the reward")
             if "failed" in line:
                 raise ValueError(line["failed"])
             self._at_once[rubric], self.resting = line["ready"], self.memory
         return self._at_once[rubric]
 
-    async def judge(self, request: Request) -> AsyncIterator[dict[str, Any]]:
+    async def judge(self, request: JudgeRequest) -> AsyncIterator[dict[str, Any]]:
         """Yield the worker's line about each answer. Raise RewardProcessLost if it ends before the last one."""
         self._ask(request)
         left, at, seconds = len(request.rows), "", request.seconds
@@ -125,7 +125,7 @@ class RewardProcess:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # with what it started itself
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: JudgeRequest) -> None:
         data = pickle.dumps(request)
         self._writer.write(LENGTH.pack(len(data)) + data)
 

@@ -22,7 +22,7 @@ from titan_rl.wire.types import Prompt
 Arguments = Mapping[str, bool | int | float | str]
 
 
-class Score(NamedTuple):
+class ComponentScore(NamedTuple):
     value: float | None  # None: the function does not apply to this answer
     more: Mapping[str, float] = {}  # other numbers that it returned
 
@@ -33,7 +33,7 @@ class Component:
 
     name: str
     call: Callable[..., Any]  # of (prompt, answer), or of (prompt, answers) if `at_once`; may return an awaitable
-    read: Callable[[Any], Any]  # makes a Score, or a list of them, of what `call` returned
+    read: Callable[[Any], Any]  # makes a ComponentScore, or a list of them, of what `call` returned
     at_once: bool = False  # it judges all answers to a prompt in one call
     asynchronous: bool = False
 
@@ -42,7 +42,9 @@ def component(name: str, arguments: Arguments | None = None) -> Component:
     """Return the built-in verifier of that name, or the user's "package.module:function"."""
     if name in VERIFIERS:
         verify = VERIFIERS[name](arguments or {})
-        return Component(name, verify, lambda value: Score(number(value, name)), asynchronous=asynchronous(verify))
+        return Component(
+            name, verify, lambda value: ComponentScore(number(value, name)), asynchronous=asynchronous(verify)
+        )
     function = load_function(name, VERIFIERS)
     found = {p.name: p for p in parameters(function, name)}
     spread = any(p.kind is p.VAR_KEYWORD for p in found.values())
@@ -69,7 +71,7 @@ def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component
 
     if at_once:
         return Component(name, all_at_once, lambda found: _scores(found, name, Extras()), at_once=True)
-    plain = Component(name, one, lambda value: Score(number(value, name)))
+    plain = Component(name, one, lambda value: ComponentScore(number(value, name)))
     return Component(name, one, plain.read, asynchronous=asynchronous(function))
 
 
@@ -134,13 +136,13 @@ def _columns(
     return {key: every[key] for key in taken(function, name, [*every])}
 
 
-def _scores(found: Any, name: str, extras: Extras) -> list[Score]:
+def _scores(found: Any, name: str, extras: Extras) -> list[ComponentScore]:
     if not isinstance(found, Sequence) and hasattr(found, "tolist"):  # an array, a tensor
         found = found.tolist()
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise TypeError(f"task.reward: expected {name!r} to return a list of rewards, found {shown(found)}")
     values = [None if value is None else (value, name) for value in found]
-    return [Score(None if each is None else _finite(*each), extras.of(row)) for row, each in enumerate(values)]
+    return [ComponentScore(None if each is None else _finite(*each), extras.of(row)) for row, each in enumerate(values)]
 
 
 def _finite(value: Any, name: str) -> float:
@@ -170,12 +172,14 @@ def _of_verl(function: Callable[..., Any], name: str) -> Component:
         }
         return function(**{key: every[key] for key in keys})
 
-    def read(found: Any) -> Score:
+    def read(found: Any) -> ComponentScore:
         if not isinstance(found, Mapping):
-            return Score(number(found, name))
+            return ComponentScore(number(found, name))
         if "score" not in found:
             raise TypeError(f"task.reward: expected {name!r} to return a dict with a 'score', found {shown(found)}")
-        return Score(number(found["score"], name), numbers_of({k: v for k, v in found.items() if k != "score"}))
+        return ComponentScore(
+            number(found["score"], name), numbers_of({k: v for k, v in found.items() if k != "score"})
+        )
 
     return Component(name, call, read, asynchronous=asynchronous(function))
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -11,7 +11,7 @@ from typing import TypeVar
 from titan_rl.isolation import start_outside
 from titan_rl.tasks.rewards import BUILT_IN, Messages
 from titan_rl.wire.deadlines import deadline
-from titan_rl.wire.types import Judge, Prompt, Rollout
+from titan_rl.wire.types import Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
 
 def by_rule(
     reward: Callable[[Prompt, str, Messages], float], seconds: float | None = None, thread: SideThread | None = None
-) -> Judge:
+) -> Callable[[Prompt, Sequence[Rollout]], Awaitable[Sequence[float]]]:
     """Judge by a reward function. A user's function runs on `thread`, or on one of its own, for at most `seconds` per
     call, which is a group in training and an answer in an evaluation (None: no limit). Built-in functions return at
     once and run in the event loop."""

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.wire.streams import outlive_readers
-from titan_rl.wire.types import Prompt, Verdict
+from titan_rl.wire.types import Judgement, Prompt
 
 PR_SET_PDEATHSIG = 1
 LENGTH = struct.Struct("!I")
 
 
-class Request(NamedTuple):
+class JudgeRequest(NamedTuple):
     """Answers of one group to judge. Without a prompt: only import the rubric."""
 
     rubric: Rubric
@@ -55,7 +55,7 @@ def serve(connection: int, stack: int, controller: int) -> None:
         requests = controller_socket.makefile("rb")
         scorers: dict[Rubric, Scorer] = {}
         while head := requests.read(LENGTH.size):
-            request: Request = pickle.loads(requests.read(*LENGTH.unpack(head)))
+            request: JudgeRequest = pickle.loads(requests.read(*LENGTH.unpack(head)))
             _answer(controller_socket, scorers, request)
 
 
@@ -64,7 +64,7 @@ def _close(connection: int) -> None:
         os.close(connection)
 
 
-def _answer(controller: socket.socket, scorers: dict[Rubric, Scorer], request: Request) -> None:
+def _answer(controller: socket.socket, scorers: dict[Rubric, Scorer], request: JudgeRequest) -> None:
     me = os.getpid()
 
     def tell(**line: Any) -> None:
@@ -95,12 +95,12 @@ def _answer(controller: socket.socket, scorers: dict[Rubric, Scorer], request: R
         began = now
 
 
-def fields_of(verdict: Verdict) -> dict[str, Any]:
+def fields_of(verdict: Judgement) -> dict[str, Any]:
     """Return a verdict as a line has it: null for NaN."""
     reward = None if math.isnan(verdict.reward) else verdict.reward
     return {"reward": reward, "parts": dict(verdict.parts), "error": verdict.error, "hung": verdict.hung}
 
 
-def verdict_of(line: dict[str, Any]) -> Verdict:
+def verdict_of(line: dict[str, Any]) -> Judgement:
     reward = math.nan if line["reward"] is None else float(line["reward"])
-    return Verdict(reward, line["parts"], line["error"], line["hung"])
+    return Judgement(reward, line["parts"], line["error"], line["hung"])

@@ -1,6 +1,6 @@
 """A reward made of weighted components, and what judges answers by it, in whatever process.
 
-    Rubric (data: names, weights, the grader) -> Scorer (its functions, imported) -> a Verdict per answer
+    Rubric (data: names, weights, the grader) -> Scorer (its functions, imported) -> a Judgement per answer
 
 The components of an answer are added with their weights. The grader is called too, logged, and never trained on.
 """
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.tasks.reward_shapes import Component, Score, component
+from titan_rl.tasks.reward_shapes import Component, ComponentScore, component
 from titan_rl.tasks.rewards import BUILT_IN, Answered, number
-from titan_rl.wire.types import Prompt, Verdict
+from titan_rl.wire.types import Judgement, Prompt
 
 GRADER = "grader"
 """The name of the grader's number among the parts of a verdict."""
 OUTSIDE = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
 """Folders of code that is not the user's."""
 
-Found = Score | Exception
+Found = ComponentScore | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Scorer:
         ungraded: Collection[int] = (),
         seconds: float | None = None,
         at: Callable[[str], None] = lambda what: None,
-    ) -> Iterator[tuple[int, Verdict]]:
+    ) -> Iterator[tuple[int, Judgement]]:
         """Yield a verdict for each of `rows`, as soon as it is known. `seconds`: deadline of one async call. `at` is
         called before what may take as long: the name of a function of all answers, or of the grader."""
         found = [self._together(part, prompt, answers, rows, seconds, at) for part in self._parts]
@@ -143,13 +143,13 @@ class Scorer:
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(coroutine)
 
-    def _verdict(self, found: Sequence[Found], grade: Found | None) -> Verdict:
+    def _verdict(self, found: Sequence[Found], grade: Found | None) -> Judgement:
         parts, total, applied = dict[str, float](), 0.0, False
         failed = next(
             ((part, each) for part, each in zip(self._parts, found, strict=True) if isinstance(each, Exception)), None
         )
         for label, weight, score in zip(self._labels, self._weights, found, strict=True):
-            if isinstance(score, Score):
+            if isinstance(score, ComponentScore):
                 parts |= score.more
                 if score.value is not None:
                     total, applied = total + weight * score.value, True
@@ -162,12 +162,12 @@ class Scorer:
                 total = number(total, "the weighted sum")
             except ValueError as unusable:
                 error = str(unusable)
-        if isinstance(grade, Score) and grade.value is not None:
+        if isinstance(grade, ComponentScore) and grade.value is not None:
             parts |= {GRADER: grade.value}
         reward = math.nan if error else total
         if self._grader is not None and isinstance(grade, Exception):
             error = error or f"the grader: {said(self._grader, grade)}"
-        return Verdict(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
+        return Judgement(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
 
 
 def judge_once(part: Component, prompt: Prompt, answer: Answered) -> None:

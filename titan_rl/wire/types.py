@@ -133,7 +133,7 @@ def extremes(versions: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """What a judge says about one rollout."""
 
     reward: float  # NaN: there is none, and `error` says why
@@ -142,7 +142,7 @@ class Verdict:
     hung: bool = False  # it failed by not returning
 
 
-Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Verdict]]]
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Judgement]]]
 """Returns the rewards of a group's rollouts, or verdicts, which may lack some. An exception means that the whole group
 has no rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 

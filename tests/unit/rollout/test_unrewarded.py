@@ -18,14 +18,14 @@ from titan_rl.record.metrics import _part_metrics
 from titan_rl.record.run_log import rollout_lines
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.types import Group, Prompt, Rollout, Verdict
+from titan_rl.wire.types import Group, Judgement, Prompt, Rollout
 
-LOST = Verdict(math.nan, error="my:f did not return within 5 s")
+LOST = Judgement(math.nan, error="my:f did not return within 5 s")
 
 
-async def lossy(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+async def lossy(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
     """The second answer of every other prompt fails; of prompt 3, two of three."""
-    found = [Verdict(float(rollout.text == "1"), {"right": float(rollout.text == "1")}) for rollout in rollouts]
+    found = [Judgement(float(rollout.text == "1"), {"right": float(rollout.text == "1")}) for rollout in rollouts]
     if prompt.id % 2:
         found[1] = LOST
     if prompt.id == 3:
@@ -95,7 +95,7 @@ def test_the_audit_names_a_missing_reward_that_no_judge_failed_on(tokenizer: Tex
 
 
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tokenizer: TextTokenizer) -> None:
-    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Verdict]:
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         return [LOST] * len(rollouts)
 
     async def body() -> None:

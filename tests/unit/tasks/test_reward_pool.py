@@ -18,7 +18,7 @@ import pytest
 
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
 from titan_rl.tasks.rubric import GRADER, Rubric
-from titan_rl.wire.types import Prompt, Rollout, Verdict
+from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 T = TypeVar("T")
 PROMPT = Prompt(0, "q", [], "a", {"level": 3})
@@ -44,7 +44,9 @@ def pooled(limits: PoolLimits, body: Callable[[RewardPool], Awaitable[T]]) -> T:
         assert not left, left
 
 
-def judge(pool: RewardPool, texts: Sequence[str], rubric: Rubric = OBEY, attempts: int = 1) -> Awaitable[list[Verdict]]:
+def judge(
+    pool: RewardPool, texts: Sequence[str], rubric: Rubric = OBEY, attempts: int = 1
+) -> Awaitable[list[Judgement]]:
     return pool.verdicts(rubric, PROMPT, [Rollout([], text, math.nan) for text in texts], attempts)
 
 
@@ -55,7 +57,7 @@ def test_slow_rewards_are_called_by_all_workers_at_the_same_time() -> None:
         await judge(pool, ["sleep 0.4"] * 16)  # starts the processes
         began = time.monotonic()
         verdicts = await judge(pool, ["sleep 0.4"] * 32)
-        assert all(verdict == Verdict(4.0) for verdict in verdicts)
+        assert all(verdict == Judgement(4.0) for verdict in verdicts)
         return time.monotonic() - began, len(pool._runners)
 
     seconds, processes = pooled(PoolLimits(8, 60), body)
@@ -75,7 +77,7 @@ def test_a_fast_reward_has_one_process_and_keeps_its_rows_in_order() -> None:
 def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rewards() -> None:
     texts = ["ok 1", "regex", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
 
-    async def body(pool: RewardPool) -> list[Verdict]:
+    async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, texts)
 
     found = dict(zip(texts, pooled(PoolLimits(3, 2.0, memory_mb=400), body), strict=True))
@@ -126,24 +128,24 @@ def test_a_failed_row_has_as_many_attempts_as_it_may(tmp_path: Path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    async def body(pool: RewardPool) -> list[Verdict]:
+    async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, ["a", "never", "b"], Rubric((("flaky_reward:f", 1.0),)), attempts=3)
 
     a, never, b = pooled(PoolLimits(1, 60), body)
-    assert (a, b) == (Verdict(1.0), Verdict(1.0))
+    assert (a, b) == (Judgement(1.0), Judgement(1.0))
     assert "ValueError: not yet" in never.error
     assert [(tmp_path / name).read_text() for name in ("a", "never", "b")] == ["xx", "xxx", "xx"]
 
 
 def test_async_functions_wait_together_and_one_that_is_late_is_alone() -> None:
-    async def body(pool: RewardPool) -> tuple[list[Verdict], float]:
+    async def body(pool: RewardPool) -> tuple[list[Judgement], float]:
         await judge(pool, ["wait 0"], PATIENT)
         began = time.monotonic()
         found = await judge(pool, [*["wait 0.5"] * 30, "wait 60"], PATIENT)
         return found, time.monotonic() - began
 
     (*good, late), seconds = pooled(PoolLimits(1, 2.0), body)
-    assert all(verdict == Verdict(1.0) for verdict in good)
+    assert all(verdict == Judgement(1.0) for verdict in good)
     assert late.hung
     assert "hostile_rewards:patient did not return within 2 s" in late.error
     assert seconds < 10, "one after the other they take 15 s"
@@ -152,12 +154,12 @@ def test_async_functions_wait_together_and_one_that_is_late_is_alone() -> None:
 def test_a_grader_that_fails_costs_no_reward() -> None:
     rubric = Rubric((("exact", 1.0),), grader="support.hostile_rewards:obey")
 
-    async def body(pool: RewardPool) -> list[Verdict]:
+    async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, ["a", "raise", "exit", "regex", "ok 7"], rubric)
 
     right, raised, died, hung, graded = pooled(PoolLimits(2, 1.0), body)
-    assert right == Verdict(1.0, {GRADER: 0.0})
-    assert graded == Verdict(0.0, {GRADER: 7.0})
+    assert right == Judgement(1.0, {GRADER: 0.0})
+    assert graded == Judgement(0.0, {GRADER: 7.0})
     for verdict in (raised, died, hung):
         assert verdict.reward == 0.0
         assert verdict.parts == {}
@@ -175,7 +177,7 @@ def test_a_process_that_swells_is_replaced_between_two_calls() -> None:
 
 
 def test_a_reward_that_cannot_be_imported_fails_its_answers_by_name() -> None:
-    async def body(pool: RewardPool) -> list[Verdict]:
+    async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, ["a", "b"], Rubric((("no_such_module:f", 1.0),)))
 
     assert ["No module named 'no_such_module'" in v.error for v in pooled(PoolLimits(1, 60), body)] == [True, True]

@@ -13,7 +13,7 @@ import pytest
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import GRADER, Rubric, Scorer
-from titan_rl.wire.types import Prompt, Verdict
+from titan_rl.wire.types import Judgement, Prompt
 
 TEXT = Prompt(7, "What is 6*7?", [1], "42", {"question": "What is 6*7?", "answer": "42", "ground_truth": "42"})
 CHAT = Prompt(
@@ -33,7 +33,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     return install
 
 
-def verdicts(rubric: Rubric, prompt: Prompt = TEXT, rows: tuple[int, ...] = (0, 1, 2)) -> list[Verdict]:
+def verdicts(rubric: Rubric, prompt: Prompt = TEXT, rows: tuple[int, ...] = (0, 1, 2)) -> list[Judgement]:
     return [verdict for _, verdict in Scorer(rubric).verdicts(prompt, ANSWERS, rows)]
 
 
@@ -118,8 +118,8 @@ def test_none_means_that_a_function_does_not_apply(module: Callable[..., ModuleT
     module(math=math_reward_func, code=coding_reward_func)
     both = Rubric((("theirs:math", 1.0), ("theirs:code", 2.0)))
     of = {task: Prompt(0, "", [], "", {"task": task}) for task in ("math", "coding", "poetry")}
-    assert verdicts(both, of["math"])[:2] == [Verdict(1.0, {"math": 1.0}), Verdict(1.0, {"math": 1.0})]
-    assert verdicts(both, of["coding"])[0] == Verdict(1.0, {"code": 0.5})
+    assert verdicts(both, of["math"])[:2] == [Judgement(1.0, {"math": 1.0}), Judgement(1.0, {"math": 1.0})]
+    assert verdicts(both, of["coding"])[0] == Judgement(1.0, {"code": 0.5})
     verdict = verdicts(both, of["poetry"])[0]
     assert math.isnan(verdict.reward), "never silently 0"
     assert verdict.error == "no reward function applies to this answer: all returned None"
@@ -148,7 +148,7 @@ def test_a_batch_of_rewards_that_is_none_fails_every_answer(module: Callable[...
 def test_one_nan_of_a_batch_fails_its_answer_alone(module: Callable[..., ModuleType]) -> None:
     module(f=lambda completions, **columns: [1.0, math.nan, 2.0])
     one, lost, two = verdicts(Rubric((("theirs:f", 1.0),)))
-    assert (one, two) == (Verdict(1.0), Verdict(2.0))
+    assert (one, two) == (Judgement(1.0), Judgement(2.0))
     assert "expected 'theirs:f' to return finite numbers" in lost.error
 
 
@@ -195,7 +195,7 @@ def test_a_stock_compute_score_of_verl(module: Callable[..., ModuleType]) -> Non
     answers = [Answered("#### 42"), Answered("#### 41"), Answered("42")]
     assert [v.reward for _, v in scorer.verdicts(prompt, answers, [0, 1, 2])] == [1.0, 0.0, 0.0]
     ((_, verdict),) = Scorer(Rubric((("theirs:mine", 1.0),))).verdicts(prompt, [Answered("42")], [0])
-    assert verdict == Verdict(0.02, {"acc": 1.0, "i": 5.0})
+    assert verdict == Judgement(0.02, {"acc": 1.0, "i": 5.0})
 
 
 def test_an_async_compute_score(module: Callable[..., ModuleType]) -> None:

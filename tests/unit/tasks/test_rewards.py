@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import Answered, Messages, Reward
-from titan_rl.wire.types import Prompt, Rollout, Verdict
+from titan_rl.wire.types import Prompt, Rollout
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
 
@@ -149,6 +149,9 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
         messages[-1]["content"] = "changed"
         return float(len(messages))
 
+    async def judged(prompt: Prompt, done: Rollout) -> Sequence[float]:
+        return await by_rule(custom(score), 30)(prompt, [done])
+
     system, asked = {"role": "system", "content": "Count."}, {"role": "user", "content": "6*7?"}
     said, tool, answer = ({"role": role, "content": role} for role in ("assistant", "tool", "assistant"))
     plain, chat = PROMPT, replace(PROMPT, text="<s>...", messages=(system, asked))
@@ -163,12 +166,7 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
     before = deepcopy(rollouts)
     for prompt, messages, _ in rollouts:
         done = Rollout([], "x", math.nan, messages=messages)
-        judge = by_rule(custom(score), 30)
-
-        async def judged() -> Sequence[float | Verdict]:
-            return await judge(prompt, [done])  # noqa: B023 (called at once)
-
-        (reward,) = asyncio.run(judged())
+        (reward,) = asyncio.run(judged(prompt, done))
         assert reward == len(seen[-1])
     assert seen == [whole for *_, whole in rollouts]
     assert rollouts == before

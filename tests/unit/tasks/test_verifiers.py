@@ -14,7 +14,7 @@ from aiohttp import web
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.tasks.verifiers import VERIFIERS
-from titan_rl.wire.types import Prompt, Verdict
+from titan_rl.wire.types import Judgement, Prompt
 
 
 def verified(name: str, text: str, answer: str = "", row: dict[str, Any] | None = None, **arguments: Any) -> float:
@@ -118,7 +118,7 @@ KEY = "sk-very-secret-7"
 
 def judged(
     monkeypatch: pytest.MonkeyPatch, reply: Callable[[dict[str, Any]], Any], texts: list[str], seconds: float = 30
-) -> tuple[list[Verdict], list[dict[str, Any]]]:
+) -> tuple[list[Judgement], list[dict[str, Any]]]:
     """Have answers judged by a server whose reply is made from the request."""
     monkeypatch.setenv("MY_JUDGE", KEY)
     seen: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def judged(
             await asyncio.sleep(60)
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": found}}]})
 
-    async def body() -> list[Verdict]:
+    async def body() -> list[Judgement]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", post)
         runner = web.AppRunner(app, shutdown_timeout=0)
@@ -158,7 +158,7 @@ def test_a_judge_is_asked_about_each_answer_and_its_number_is_the_reward(monkeyp
     found, seen = judged(
         monkeypatch, lambda body: "**10**" if "good" in str(body) else "I say 3.", ["good {scale}", "bad"]
     )
-    assert found == [Verdict(1.0), Verdict(0.3)]
+    assert found == [Judgement(1.0), Judgement(0.3)]
     assert {each["key"] for each in seen} == {f"Bearer {KEY}"}
     asked = sorted(each["body"]["messages"][0]["content"] for each in seen)[1]
     assert "the question {answer}" in asked, "no text can name a field"
