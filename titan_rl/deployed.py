@@ -181,13 +181,12 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
         config,
         job=replace(config.job, dump_folder=str(scratch / "run"), fresh=False),
         model=ModelSection(name=shape.family, hf_assets_path=str(folder), head_dtype=config.model.head_dtype),
-        algorithm=AlgorithmSection(),
+        algorithm=AlgorithmSection(name="sft"),  # has no other models
         cold_start=ColdStartSection(steps=0, stop_at=0.0),
         task=replace(
             task,
             path=next(filter(None, files), task.path),
-            reward=task.eval_reward or task.reward,
-            eval_reward="",
+            grader="",
         ),
         eval=replace(config.eval, size=config.eval.size if task.name != "jsonl" or task.eval_path else 0, keep_best=""),
     )

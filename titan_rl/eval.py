@@ -91,7 +91,7 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     default = tables.get(HELD_OUT) == {} and HELD_OUT not in config.eval.sets
     if default:
         del tables[HELD_OUT]
-        if (config.task.eval_reward or config.task.reward) == "model":
+        if "model" in [config.task.eval_reward or config.task.reward, *config.task.rewards]:
             why = "because that of the run is a reward model"
             raise Refused(f"--reward: expected one for the held-out problems, {why}, found none")
     if not tables and not default:
@@ -114,7 +114,10 @@ def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scrat
     found: list[Evaluation] = []
 
     async def work() -> int:
-        found.extend(await measured(setup, problems, terminal))
+        try:
+            found.extend(await measured(setup, problems, terminal))
+        finally:
+            await setup.judges.close()
         return FAILED if any(each.hopeless for each in found) else DONE
 
     code = drive(work, terminal)

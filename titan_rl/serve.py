@@ -70,7 +70,17 @@ def without_task(config: Config) -> Config:
     """Return the config without what only training and evaluations read."""
     return replace(
         config,
-        task=replace(config.task, name="addition", reward="exact", eval_reward="", agent="", path="", eval_path=""),
+        task=replace(
+            config.task,
+            name="addition",
+            reward="exact",
+            eval_reward="",
+            rewards={},
+            grader="",
+            agent="",
+            path="",
+            eval_path="",
+        ),
         environment=replace(config.environment, name=""),
         eval=replace(config.eval, size=0, sets={}, keep_best=""),
     )

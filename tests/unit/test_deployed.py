@@ -8,10 +8,14 @@ import pytest
 
 from titan_rl import eval as eval_program
 from titan_rl import serve as serve_program
-from titan_rl.config.sections import Config, EvalSection
+from titan_rl.config.sections import AlgorithmSection, Config, EvalSection
 from titan_rl.config.toml import to_toml
-from titan_rl.deployed import Chosen, Refused, choose, overrides_of
+from titan_rl.deployed import Chosen, Refused, choose, overrides_of, setup_of
 from titan_rl.preflight.checks.evaluation import check_evaluation
+from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.tasks.task import load_task
+from titan_rl.wire.seeds import derive
 
 
 def weights(folder: Path) -> Path:
@@ -160,3 +164,19 @@ def test_a_server_reads_no_data() -> None:
 def test_an_address_that_cannot_be_listened_on(host: str, port: int) -> None:
     with pytest.raises(Refused, match="--host, --port: expected an address to listen on, found"):
         serve_program.bound_socket(host, port)
+
+
+def test_a_deployment_checks_the_rewards_of_its_sets_and_needs_no_other_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model_folder(folder, shape_of(Config().model))
+    by_model = replace(HARD, task=replace(HARD.task, reward="model"), algorithm=AlgorithmSection(name="ppo"))
+    with pytest.raises(Refused, match=r"eval\.sets\.again\.reward: expected a reward other than"):
+        setup_of(replace(by_model, eval=EvalSection(size=8, sets={"again": {}})), folder, tmp_path)
+    own = replace(by_model, eval=EvalSection(size=8, sets={"again": {"reward": "exact", "size": 3}}))
+    setup = setup_of(replace(own, hosts=replace(own.hosts, device="cpu")), folder, tmp_path)
+    assert setup.config.roles == {}
+    assert [len(each.prompts) for each in setup.eval_sets] == [3]
+    seed = derive(Config().debug.seed, "task")
+    problems = load_task(Config().task, seed=seed, eval_size=8).heldout  # those of the run
+    assert [prompt.text for prompt in setup.heldout.prompts] == [example.prompt for example in problems]
