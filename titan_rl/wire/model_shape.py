@@ -123,8 +123,8 @@ class ModelShape:
         rope, family = rope_of(config), BY_MODEL_TYPE[config["model_type"]]
         head: Head = "value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm"
         longest = config["max_position_embeddings"]
-        if rope["rope_type"] == "yarn":  # vLLM has no rotary table beyond these
-            longest = int(rope["original_max_position_embeddings"] * rope["factor"])
+        if rope["rope_type"] == "yarn":  # vLLM has no rotary table beyond
+            longest = min(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
         window = config.get("sliding_window", FAMILIES[family].default_window)
         return cls(
             family=family,

@@ -136,6 +136,13 @@ def test_transformers_4_form() -> None:
     assert ModelShape.from_hf(old | {"rope_scaling": rope}).rope_scaling == SCALING
 
 
+@pytest.mark.parametrize(("positions", "longest"), [(1024, 1024), (2048, 2048), (16384, 4096)])
+def test_yarn_is_as_long_as_vllm_lets_it_be(positions: int, longest: int) -> None:
+    """Neither beyond max_position_embeddings, nor beyond the table of 4 x 1024 positions."""
+    config = SHAPES["qwen2 yarn"].hf_config(bos=1, eos=2, pad=None) | {"max_position_embeddings": positions}
+    assert ModelShape.from_hf(config).max_seq_len == longest
+
+
 def test_absent_llama_heads_follow_from_the_others() -> None:
     config = LLAMA.hf_config(bos=1, eos=2, pad=None) | {"num_key_value_heads": None, "head_dim": None}
     assert ModelShape.from_hf(config) == replace(LLAMA, n_kv_heads=4, head_dim=16)
@@ -219,3 +226,35 @@ def test_shape_of_flavor() -> None:
 def test_refused_flavors(name: Any, flavor: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         shape_of(ModelSection(name=name, flavor=flavor))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {"head_dim": 32}, "head_dim: expected hidden_size / num_attention_heads = 16, as vLLM's Qwen2For"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected false, found true"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: expected full attention only"),
+        ("mistral", {"sliding_window": 0}, "sliding_window: expected null, or a positive integer"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "sliding attention only, for sliding_window is 96"),
+        ("mistral without window", {"layer_types": ["sliding_attention"] * 2}, "full attention only"),
+        ("mistral", {"num_key_value_heads": None}, "num_key_value_heads: expected a positive integer, found null"),
+        ("qwen2 yarn", {"rope_parameters": YARN | {"beta_fast": None}}, "beta_fast of yarn above 0, or no such key"),
+        ("qwen2 yarn", {"rope_parameters": YARN | {"factor": 0.5}}, "a factor of yarn of at least 1"),
+        ("qwen2 yarn", {"rope_parameters": YARN | {"truncate": 1}}, "truncate of yarn true or false"),
+        ("qwen2 yarn", {"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta: expected a number above 1"),
+        ("qwen yarn", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type default or yarn for"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelShape.from_hf(SHAPES[name].hf_config(bos=1, eos=2, pad=None) | change)
+
+
+def test_what_qwen_and_mistral_say_of_windows_is_read() -> None:
+    qwen = SHAPES["qwen2"].hf_config(bos=1, eos=2, pad=None)
+    ignored = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1}
+    assert ModelShape.from_hf(qwen | ignored | {"layer_types": ["full_attention"] * 2}) == SHAPES["qwen2"]
+    mistral = SHAPES["mistral"].hf_config(bos=1, eos=2, pad=None)
+    assert ModelShape.from_hf(mistral | {"layer_types": ["sliding_attention"] * 2}).sliding_window == 96
+    del mistral["sliding_window"]
+    assert ModelShape.from_hf(mistral).sliding_window == 4096, "transformers' default"
