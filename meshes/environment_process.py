@@ -6,6 +6,8 @@ begin ── begin, answer, cancel ──> process ── take ──> the await
 import asyncio
 import time
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from monarch.actor import ProcMesh
@@ -93,7 +95,8 @@ class EnvironmentProcess:
         self.rank = label(name, {"env": 0})
         actors: Any = procs.spawn(name, EnvironmentRank, settings)
         self._actor = actors.slice(env=0)
-        self._outbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._outbox: list[tuple[str, Any]] = []  # verb and what it is about, in order
+        self._filled = asyncio.Event()  # set while the outbox is not empty
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
@@ -117,17 +120,17 @@ class EnvironmentProcess:
             episode.thinking = False
             raise ProcessLost(self.error)
         self.open[begin.id] = episode
-        self._outbox.put_nowait(("begin", begin))
+        self._put("begin", begin)
 
     def answer(self, episode: Episode, answer: Answer) -> None:
         episode.thinking = True
-        self._outbox.put_nowait(("answer", answer))
+        self._put("answer", answer)
 
     def leave(self, episode: Episode, *, ended: bool) -> None:
         """Forget a rollout; cancel it in its process unless it has ended."""
         self.open.pop(episode.id, None)
         if not ended and not self.error:
-            self._outbox.put_nowait(("cancel", episode.id))
+            self._put("cancel", episode.id)
 
     def fail(self, error: str) -> None:
         """Take no more rollouts, and lose the open ones."""
@@ -155,20 +158,18 @@ class EnvironmentProcess:
         call = getattr(self._actor, verb).call_one(*arguments)
         return await ask(call, actor=self.rank, verb=verb, seconds=seconds or self._hang_seconds)
 
+    def _put(self, verb: str, item: Any) -> None:
+        self._outbox.append((verb, item))
+        self._filled.set()
+
     async def _send(self) -> None:
         """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
         while True:
-            verb, item = await self._outbox.get()
-            batch = [item]
-            waiting: list[tuple[str, Any]] = []
-            while not self._outbox.empty():
-                waiting.append(self._outbox.get_nowait())
-            for other, item in waiting:
-                if other != verb:
-                    await self._ask(verb, batch)
-                    verb, batch = other, []
-                batch.append(item)
-            await self._ask(verb, batch)
+            await self._filled.wait()
+            waiting, self._outbox = self._outbox, []
+            self._filled.clear()
+            for verb, run in groupby(waiting, key=itemgetter(0)):
+                await self._ask(verb, [item for _, item in run])
 
     async def _receive(self, heard: Callable[[Taken], None]) -> None:
         within = min(LONGEST_POLL, self._settings.loop.limits.turn_seconds / 4)

@@ -122,15 +122,15 @@ class Replica:
     ) -> None:
         """Watch the built engine and carry its requests. Calls `heard` when a request is done, and at least every
         `within` seconds; `gave` with the samples that a move withdrew; `lost` at the first failure, which fails every
-        open request."""
-        within = min(self._hang_seconds / BEATS, within or self._hang_seconds)
+        open request. With `within`, its reports have the lengths of unfinished samples."""
+        lengths, within = within is not None, min(self._hang_seconds / BEATS, within or self._hang_seconds)
 
         async def run() -> None:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
                     tasks.create_task(self._submit_requests())
-                    tasks.create_task(self._take_answers(heard, within))
+                    tasks.create_task(self._take_answers(heard, within, lengths=lengths))
                     tasks.create_task(self._withdraw_samples(gave))
             except* Exception as errors:
                 self.give_up(errors.exceptions[0])
@@ -215,11 +215,11 @@ class Replica:
             for _ in requests:
                 self._outbox.task_done()
 
-    async def _take_answers(self, heard: Callable[[EngineReport], None], within: float) -> None:
+    async def _take_answers(self, heard: Callable[[EngineReport], None], within: float, *, lengths: bool) -> None:
         """Resolve what is done. Every answer is a sign of life. A call made before the engine is warm keeps its longer
         deadline; it is the only one, because a live engine answers within `within` seconds."""
         while True:
-            news: News = await self.head("take", within, seconds=within + self._hang_seconds)
+            news: News = await self.head("take", within, lengths, seconds=within + self._hang_seconds)
             for request in news.done:
                 answer = self._open.pop(request.id)
                 if request.refused:

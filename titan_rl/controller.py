@@ -28,10 +28,9 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
+from titan_rl.tasks.judging import training_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
-from titan_rl.tasks.reward_thread import by_rule
-from titan_rl.tasks.rewards import reward_for
 from titan_rl.train import engine_proof
 from titan_rl.train.best_weights import BestWeights
 from titan_rl.train.health import Health
@@ -303,10 +302,7 @@ class Controller:
         return self.meshes.environments or SingleTurn()
 
     def session_limits(self) -> SessionLimits:
-        longest = self.config.generator.max_model_len or self.config.training.seq_len
-        context = min(longest, self.config.training.seq_len + 1)  # a packed row has a place for each token but the last
-        played = self.meshes.environments is not None  # then environment.rollout_seconds counts, without the queue
-        return SessionLimits(context=context, seconds=None if played else self.config.rollout.timeout_seconds)
+        return SessionLimits.of(self.config, played=self.meshes.environments is not None)
 
     def plays(self) -> Plays:
         assert self.meshes.generators is not None
@@ -327,8 +323,7 @@ class Controller:
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:
-            reward = reward_for(config.task.reward)
-            judge = by_rule(reward, config.rollout.timeout_seconds, self.setup.reward_thread)
+            judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
         settings = StreamSettings(

@@ -98,4 +98,5 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                     raise asyncio.CancelledError  # ranks may be busy: they are asked for nothing more
         return not stop.requested
     finally:
+        await setup.judges.close()
         await shutdown()

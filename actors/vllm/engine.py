@@ -220,9 +220,10 @@ class Engine:
             self._end(id)
         return withdrawn
 
-    def report(self) -> EngineReport:
-        lengths = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in self._open.items()}
-        return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, lengths)
+    def report(self, *, lengths: bool = True) -> EngineReport:
+        open = self._open.items() if lengths else ()
+        unfinished = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in open}
+        return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, unfinished)
 
     @property
     def _model(self) -> Any:

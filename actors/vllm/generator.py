@@ -107,9 +107,10 @@ class Generator(Actor):
         return await self._or_end(self._withdrawn)
 
     @concurrent_endpoint
-    async def take(self, within: float | None = None) -> News:
-        """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done."""
-        return News(await self._or_end(drain(self._done, within)), self._engine.report())
+    async def take(self, within: float | None = None, lengths: bool = False) -> News:
+        """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done. With `lengths`, the
+        report has those of all unfinished samples, which only stealing needs."""
+        return News(await self._or_end(drain(self._done, within)), self._engine.report(lengths=lengths))
 
     @concurrent_endpoint
     async def place(self) -> str:

@@ -28,7 +28,7 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.reward_thread import by_rule
-from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
@@ -71,7 +71,7 @@ class Timer(Actor):
             task.add_done_callback(self._running.discard)
 
     @concurrent_endpoint
-    async def take(self, within: float | None = None) -> News:
+    async def take(self, within: float | None = None, lengths: bool = False) -> News:
         return News(await drain(self._done, within), EngineReport())
 
     @concurrent_endpoint
@@ -118,7 +118,7 @@ def rollout_stream(generators: Generates, folder: Path, groups: int, group_size:
         groups=groups * steps,
     )
     prompts = PromptSource(load_task(c.TaskSection(), seed=0, eval_size=0), tokenizer, seed=0)
-    judge = by_rule(reward_for("exact"))
+    judge = by_rule(BUILT_IN["exact"])
     return RolloutStream(settings, generators, prompts, judge, tokenizer.decode, Clock(), Ledger(folder))
 
 

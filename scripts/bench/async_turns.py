@@ -18,7 +18,7 @@ from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.reward_thread import by_rule
-from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
@@ -116,7 +116,7 @@ async def steps_of(mode: Mapping[str, Any], slots: int, steps: int, *, spread: b
             limits=SessionLimits(context=4096),
         )
         prompts = PromptSource(load_task(c.TaskSection(), seed=0, eval_size=0), tokenizer, seed=0)
-        judge = by_rule(reward_for("exact"))
+        judge = by_rule(BUILT_IN["exact"])
         stream = RolloutStream(settings, engine, prompts, judge, tokenizer.decode, Clock(), Ledger(Path(folder)))
         began = waited = busy = 0.0
         async with aclosing(stream):

@@ -74,7 +74,7 @@ class FakeEngine:
         self.withdrawn.append(list(samples))
         return [Withdrawn(sample, Completion([], [], [], "abort")) for sample in samples]
 
-    async def do_take(self, within: float) -> News:
+    async def do_take(self, within: float, lengths: bool) -> News:
         await self.steps.wait()
         try:
             return News([await asyncio.wait_for(self.done.get(), within)], EngineReport())

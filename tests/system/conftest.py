@@ -1,9 +1,12 @@
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from support.running import Run, Runs
 from titan_rl.meshes.zygotes import KINDS, serving
 from titan_rl.wire.gpus import visible_gpus
 
@@ -17,3 +20,16 @@ def session_zygotes() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="zygotes-") as folder, serving(Path(folder)) as zygotes:
         zygotes.keep(KINDS)
         yield
+
+
+@pytest.fixture(scope="session")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose score is neither 0 nor 1, and differs between its checkpoints. It has a second evaluation set, and
+    keeps its best weights. Tests leave its folder as it is."""
+    folder = tmp_path_factory.mktemp("learnt")
+    sums = [(a, b) for a in range(90, 98) for b in (90, 91)]
+    rows = [{"question": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"[::-1]} for a, b in sums]
+    (folder / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hard = f'{{hard = {{path = "{folder}/hard.jsonl", samples = 4, temperature = 1.0}}}}'
+    keys: dict[str, Any] = {"training__steps": 4, "checkpoint__interval": 2, "eval__interval": 2}
+    return Runs().finish(folder / "run", small=False, **keys, eval__sets=hard, eval__keep_best="eval/score")

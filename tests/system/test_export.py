@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.running import Run, Runs
+from support.running import Run
 from titan_rl.config.toml import load
 from titan_rl.tasks.task import load_task
 from titan_rl.wire.seeds import derive
@@ -35,13 +35,6 @@ print("answers:", json.dumps(answers))
     print("answers:", json.dumps([each.outputs[0].text for each in asked]))
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def learnt(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose score is neither 0 nor 1, and differs between its checkpoints."""
-    keys: dict[str, Any] = {"training__steps": 4, "checkpoint__interval": 2, "eval__interval": 2}
-    return runs.finish(tmp_path_factory.mktemp("learnt") / "run", small=False, **keys)
 
 
 def reported(run: Run, step: int) -> float:

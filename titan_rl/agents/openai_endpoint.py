@@ -10,6 +10,7 @@ device is listened on. How the policy samples is up to the run's config; a clien
 import hmac
 import os
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,23 +40,28 @@ Answers = Callable[[AgentSession, Body], Awaitable[tuple[Any, list[Any]]]]
 
 
 class OpenAIEndpoint:
-    def __init__(self) -> None:
+    root = "/r/{rollout}"
+
+    def __init__(self, model: str = MODEL) -> None:
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
-        self._replies = Replies(MODEL)
+        self._replies = Replies(model)
         self._port = 0
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_with_json_errors])
-        app.router.add_get("/r/{rollout}/v1/models", self._models)
-        app.router.add_post("/r/{rollout}/v1/chat/completions", self._route(self._chat))
-        app.router.add_post("/r/{rollout}/v1/completions", self._route(self._complete))
-        app.router.add_post("/r/{rollout}/inference/v1/generate", self._route(self._generate))
+        app.router.add_get(f"{self.root}/v1/models", self._models)
+        app.router.add_post(f"{self.root}/v1/chat/completions", self._route(self._chat))
+        app.router.add_post(f"{self.root}/v1/completions", self._route(self._complete))
+        app.router.add_post(f"{self.root}/inference/v1/generate", self._route(self._generate))
         # A turn whose client is gone is cancelled with its handler.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_SECONDS)
 
-    async def listen(self) -> None:
-        """Listen on a port that the system chooses."""
+    async def listen(self, bound: socket.socket | None = None) -> None:
+        """Listen on a bound socket, or on a port that the system chooses."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0, backlog=WAITING_CONNECTIONS)
+        if bound is None:
+            site: web.BaseSite = web.TCPSite(self._runner, HOST, 0, backlog=WAITING_CONNECTIONS)
+        else:
+            site = web.SockSite(self._runner, bound, backlog=WAITING_CONNECTIONS)
         await site.start()
         self._port = self._runner.addresses[0][1]
         for name in ("NO_PROXY", "no_proxy"):  # a client must not ask a proxy for its own machine
@@ -100,21 +106,18 @@ class OpenAIEndpoint:
 
     def _session(self, request: web.Request) -> AgentSession:
         rollout = request.match_info["rollout"]
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(errors="replace"), self._key(rollout).encode())
-        if scheme.lower() != "bearer" or not right:
-            raise Refused(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "expected the api_key that belongs to this URL")
+        authorize(request, self._key(rollout))
         if (session := self._sessions.get(rollout)) is None:
             raise Refused(HTTPStatus.GONE, "session_ended", "this rollout has ended")
         return session
 
     def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handled(request: web.Request) -> web.StreamResponse:
-            session, body = self._session(request), _body(await request.read())
+            session, body = self._session(request), json_body(await request.read())
             if body.get("n") not in (None, 1):
-                raise _bad(f"n: expected 1, found {body['n']!r}")
+                raise bad_request(f"n: expected 1, found {body['n']!r}")
             reply, chunks = await answers(session, body)
-            return await _streamed(request, chunks) if body.get("stream") else _json(reply)
+            return await replied(request, body, reply, chunks)
 
         return handled
 
@@ -128,7 +131,7 @@ class OpenAIEndpoint:
             isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
         )
         if not known:
-            raise _bad("tools: expected a list of functions, each with its schema")
+            raise bad_request("tools: expected a list of functions, each with its schema")
         most = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         wish = Wish(_positive(body, most), bool(body.get("logprobs")))
         return self._replies.chat(
@@ -140,23 +143,30 @@ class OpenAIEndpoint:
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             (prompt,) = prompt
         if body.get("echo") or body.get("suffix"):
-            raise _bad("echo, suffix: expected neither")
+            raise bad_request("echo, suffix: expected neither")
         logprobs = body.get("logprobs")
         wish = Wish(_positive(body, "max_tokens"), logprobs is not None and logprobs is not False)
         if isinstance(prompt, str):
             return self._replies.text(await session.complete(prompt, wish), session.tokenizer, body)
         if not isinstance(prompt, list):
-            raise _bad("prompt: expected one text or one list of token ids")
+            raise bad_request("prompt: expected one text or one list of token ids")
         return self._replies.text(await session.generate(prompt, wish), session.tokenizer, body)
 
     async def _generate(self, session: AgentSession, body: Body) -> tuple[Any, list[Any]]:
         tokens, sampling = body.get("token_ids"), body.get("sampling_params") or {}
         if not isinstance(tokens, list) or not isinstance(sampling, dict):
-            raise _bad("expected a list token_ids and an object sampling_params")
+            raise bad_request("expected a list token_ids and an object sampling_params")
         if sampling.get("n") not in (None, 1):
-            raise _bad(f"sampling_params.n: expected 1, found {sampling['n']!r}")
+            raise bad_request(f"sampling_params.n: expected 1, found {sampling['n']!r}")
         wish = Wish(_positive(sampling, "max_tokens"), sampling.get("logprobs") is not None)
         return self._replies.tokens(await session.generate(tokens, wish), session.tokenizer, body)
+
+
+def authorize(request: web.Request, key: str) -> None:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode(errors="replace"), key.encode())
+    if scheme.lower() != "bearer" or not right:
+        raise Refused(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "expected the api_key that belongs to this URL")
 
 
 @web.middleware
@@ -181,29 +191,33 @@ def _failed(status: HTTPStatus, code: str, message: str) -> web.Response:
     return _json({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
 
 
-def _bad(message: str) -> Refused:
+def bad_request(message: str) -> Refused:
     return Refused(HTTPStatus.BAD_REQUEST, "invalid_request", message)
 
 
-def _body(raw: bytes) -> Body:
+def json_body(raw: bytes) -> Body:
     try:
         found = orjson.loads(raw)
     except ValueError as error:
-        raise _bad(f"expected a body in JSON, found {error}") from error
+        raise bad_request(f"expected a body in JSON, found {error}") from error
     if not isinstance(found, dict):
-        raise _bad(f"expected a JSON object as the body, found a {type(found).__name__}")
+        raise bad_request(f"expected a JSON object as the body, found a {type(found).__name__}")
     return found
 
 
 def _positive(body: Body, name: str) -> int | None:
     value = body.get(name)
     if value is not None and (type(value) is not int or value < 1):
-        raise _bad(f"{name}: expected a positive integer, found {value!r}")
+        raise bad_request(f"{name}: expected a positive integer, found {value!r}")
     return value
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+async def replied(request: web.Request, body: Body, reply: Any, chunks: list[Any]) -> web.StreamResponse:
+    return await _streamed(request, chunks) if body.get("stream") else _json(reply)
 
 
 async def _streamed(request: web.Request, chunks: list[Any]) -> web.StreamResponse:

@@ -39,11 +39,27 @@ class TaskSection:
     rejected_key: str = "rejected"
     """Column of the rejected answer (dpo, ipo, reward_model)."""
     reward: str = "exact"
-    """"exact", "last_number", "model" (see [reward_model]), or your own "package.module:function", called with those of
-    the keywords prompt, completion, answer, row and messages that it takes, and returning a number."""
+    """A built-in verifier (docs/rewards.md), "model" (see [reward_model]), or your own "package.module:function", also
+    one written for TRL or verl."""
     eval_reward: str = ""
     """Reward of the held-out answers, as in reward. Empty: the same as reward. "model" is not allowed: a reward model
     cannot measure a policy trained against it."""
+    rewards: Table = field(default_factory=dict, hash=False)
+    """Several rewards and their weights, instead of reward: {"my_rewards:correct" = 1.0, format = 0.2}. Their weighted
+    sum is trained on, and each is logged (docs/rewards.md)."""
+    reward_args: Table = field(default_factory=dict, hash=False)
+    """Arguments of built-in verifiers, such as {pattern = "^yes", longest = 200} (docs/rewards.md)."""
+    grader: str = ""
+    """Another reward of every training answer, as in reward. It is logged and never trained on: see `python -m
+    titan_rl.audit --rewards`."""
+    reward_workers: int = bounds(4, ge=0, le=1024)
+    """Maximum number of processes that call your own reward functions. They are started when calls wait. 0: calls them
+    one at a time on a thread of the controller, which cannot be killed."""
+    reward_seconds: float = bounds(0.0, ge=0, le=MOST_SECONDS)
+    """Deadline of one call of a reward function. Its process is killed then, and the answer has no reward. 0:
+    rollout.timeout_seconds."""
+    reward_memory_mb: int = bounds(8192, ge=0, le=2**24)
+    """Memory of a reward process in MiB above which it is killed. 0: no limit."""
     agent: str = ""
     """Your own agent as "package.module:function". It reaches the policy by the URL and key of an OpenAI-compatible
     endpoint, and returns the reward (docs/environments.md). [environment] has its limits; its name stays empty."""
@@ -103,7 +119,7 @@ class RolloutSection:
     speed."""
     timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
-    one call of your own reward function, not including the wait for other calls (the call fails)."""
+    one call of your own reward function (the call fails), unless task.reward_seconds is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ HELD_OUT = "heldout"
 """The name of the run's held-out problems where a set is chosen by name: greedy, one answer each."""
 COLDEST = 0.01
 """vLLM samples at 0.01 below it."""
-RESERVED = (HELD_OUT, "score", "failed", "low", "high")
+RESERVED = ("score", "failed", "low", "high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

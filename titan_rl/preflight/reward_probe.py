@@ -23,7 +23,9 @@ from titan_rl.agents.agent_session import OFFERED
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
 from titan_rl.agents.user_code import keywords_of, load
 from titan_rl.isolation import outside
-from titan_rl.tasks.rewards import Reward, reward_for
+from titan_rl.tasks.reward_shapes import Arguments, Component, component
+from titan_rl.tasks.rewards import Answered
+from titan_rl.tasks.rubric import judge_once
 from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30
@@ -32,13 +34,15 @@ CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_prob
 """The child finds modules where this process does, and nothing else."""
 
 
-def probe(name: str, prompt: Prompt | None, key: str = "task.reward") -> Iterator[str]:
+def probe(
+    name: str, prompt: Prompt | None, key: str = "task.reward", arguments: Arguments | None = None
+) -> Iterator[str]:
     """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer.
     For override.imports, import it and look whether it is registered; for environment.name and
     task.agent, import it."""
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
-        asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS)))
+        asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS, arguments)))
         command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
         nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
@@ -69,7 +73,7 @@ def attempt(folder: str) -> None:
     import faulthandler
 
     where = Path(folder)
-    key, name, prompt, seconds = pickle.loads((where / "asked").read_bytes())
+    key, name, prompt, seconds, arguments = pickle.loads((where / "asked").read_bytes())
     with (where / "told").open("w") as told, (where / "stuck").open("w") as stuck:
 
         def tell(line: str) -> None:
@@ -80,7 +84,7 @@ def attempt(folder: str) -> None:
         tell("importing")
         reward = None
         if key == "task.reward":
-            verdict, reward = _imported(name)
+            verdict, reward = _imported(name, arguments)
         else:
             verdict = _not_loaded(key, name) if key in (KEY, AGENT_KEY) else _overridden(key, name)
         if reward is not None and prompt is not None:
@@ -90,9 +94,9 @@ def attempt(folder: str) -> None:
     os._exit(0)  # not to wait for its threads
 
 
-def _imported(name: str) -> tuple[str, Reward | None]:
+def _imported(name: str, arguments: Arguments | None) -> tuple[str, Component | None]:
     try:
-        return "", reward_for(name)
+        return "", component(name, arguments)
     except BaseException as error:  # importing the user's module runs it
         said = str(error)
         if isinstance(error, TypeError | ValueError) and said.startswith("task.reward"):
@@ -125,9 +129,9 @@ def _not_loaded(key: str, name: str) -> str:
     return ""
 
 
-def _called(name: str, reward: Reward, prompt: Prompt) -> str:
+def _called(name: str, reward: Component, prompt: Prompt) -> str:
     try:
-        reward(prompt, prompt.answer)
+        judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:
         said = str(error)
         if said.startswith("task.reward"):

@@ -14,9 +14,9 @@ from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
+from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
-from titan_rl.tasks.reward_thread import SideThread, by_rule
-from titan_rl.tasks.rewards import reward_for
+from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Example, Task, chat_settings, load_task, set_examples, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
@@ -54,7 +54,7 @@ class Setup:
     gpus: Gpus
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
-    reward_thread: SideThread  # on which a user's reward functions run, in training and in evaluations
+    judges: RewardJudges  # by reward functions, in training and in evaluations
     dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
@@ -90,26 +90,27 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     dropped: list[str] = []
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
-    rule = config.task.eval_reward or config.task.reward
-    thread, seconds = SideThread(), config.rollout.timeout_seconds
-    measure = reward_for("exact" if rule == "model" else rule)  # checks refuse an evaluation by a reward model
+    judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
+    if rubric.names == ["model"]:
+        rubric = Rubric((("exact", 1.0),))  # checks refuse an evaluation by a reward model
+    judge = judges.judge(rubric)
 
     resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
         attempts = config.fault.reward_attempts
-        return Problems(prompts, by_rule(measure, seconds, thread), policy.sampling, attempts=attempts)
+        return Problems(prompts, judge, policy.sampling, attempts=attempts, parallel=judges.parallel)
 
     heldout = problems(task.heldout)
 
     def problems_of(chosen: EvalSet) -> Problems:
         found = problems(fitting(config, chosen, task, tokenizer, dropped)) if chosen.path else heldout
-        judge = by_rule(reward_for(chosen.reward), seconds, thread) if chosen.reward else found.judge
+        own = Rubric(((chosen.reward, 1.0),), "", tuple(config.task.reward_args.items()))
         return replace(
             found,
             prompts=found.prompts[: chosen.size or None],
-            judge=judge,
+            judge=judges.judge(own) if chosen.reward else found.judge,
             name=chosen.name,
             samples=chosen.samples,
             temperature=chosen.temperature,
@@ -137,7 +138,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
             for name, role in config.roles.items()
             if isinstance(role, TeacherSection | RewardModelSection)
         },
-        reward_thread=thread,
+        judges=judges,
         dropped=tuple(dropped),
         resume_notes=tuple(notes),
     )

@@ -186,7 +186,8 @@ def _expected_metrics(history: History, step: int) -> dict[str, float]:
         statuses = [status for life in lives for status in life.statuses]
         expected |= {f"stop/{status}": statuses.count(status) / len(statuses) for status in statuses}
         expected |= {"turns/mean": statistics.fmean(turns), "turns/max": max(turns)}
-        expected["rollouts/failed"] = sum(reward is None for life in lives for reward in life.rewards)
+    if None in (given := [reward for life in lives for reward in life.rewards]) or any(life.statuses for life in lives):
+        expected["rollouts/failed"] = given.count(None)
     if rewards and tokens:
         expected |= {
             "reward/mean": statistics.fmean(rewards),

@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.sections import Config
@@ -50,6 +51,8 @@ BOUNDS = (
     "fault.snapshot_interval",
 )
 """The keys that an audit holds a run to. A run may be resumed with other values."""
+MOST_ERROR = 500
+"""Characters of why an answer has no reward."""
 
 
 class Damaged(ValueError):
@@ -118,9 +121,12 @@ class Ledger(SelfClosing):
             **more,
         )
 
-    def scored(self, prompt: int, rewards: Sequence[float]) -> None:
-        """Record the rewards; NaN: the rollout says nothing about the policy, and has none."""
-        self._append("scored", prompt=prompt, rewards=[None if math.isnan(reward) else reward for reward in rewards])
+    def scored(self, prompt: int, rewards: Sequence[float], errors: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Record the rewards; NaN: the rollout says nothing about the policy, and has none. `errors`: why the judge
+        gave none, by sample."""
+        more = {"errors": {str(sample): error[:MOST_ERROR] for sample, error in errors.items()}} if errors else {}
+        found = [None if math.isnan(reward) else reward for reward in rewards]
+        self._append("scored", prompt=prompt, rewards=found, **more)
 
     def failed(self, prompt: int, attempt: int, error: str) -> None:
         """The prompt's judge raised an exception, or did not answer in time."""

@@ -49,6 +49,7 @@ def step_metrics(
         **times,
         **_rollout_metrics(groups),
         **_turn_metrics([rollout for group in groups for rollout in group.rollouts]),
+        **_part_metrics([rollout for group in groups for rollout in group.rollouts]),
         **_update_metrics(stats),
         **stats.metrics,
         **stats.hardware,
@@ -138,6 +139,19 @@ def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, value in rollout.rewards.items() if rollout.valid else ():
             named[f"reward_part/{name}"].append(value)
     return found | {name: fmean(values) for name, values in named.items()}
+
+
+def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each component of the reward, over the answers that have it, and the number of answers without
+    a reward if there are any."""
+    named: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.parts.items():
+            named[f"reward_part/{name}"].append(value)
+    failed = (
+        {"rollouts/failed": float(sum(not r.valid for r in rollouts))} if any(r.unrewarded for r in rollouts) else {}
+    )
+    return failed | {name: fmean(values) for name, values in named.items()}
 
 
 def _update_metrics(stats: StepStats) -> dict[str, float]:

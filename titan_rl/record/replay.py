@@ -261,7 +261,8 @@ class History:
             self._say(f"prompt {id} has {len(rewards)} rewards for {len(life.tokens)} samples")
         statuses = life.statuses or ["completed"] * len(rewards)
         for sample, (reward, status, tokens) in enumerate(zip(rewards, statuses, life.tokens, strict=False)):
-            if (reward is None) != bool(status in FAILED or (life.statuses and not tokens)):
+            unrewarded = str(sample) in event.get("errors", {})  # its judge failed
+            if (reward is None) != bool(status in FAILED or (life.statuses and not tokens) or unrewarded):
                 self._say(f"prompt {id}, sample {sample} has the reward {reward}, though it ended as {status}")
         life.scored, life.rewards = True, rewards
 

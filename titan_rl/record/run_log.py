@@ -188,7 +188,14 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                 ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
                 **({} if rollout.plain else turn_fields(rollout)),
+                **verdict_fields(rollout),
             }
+
+
+def verdict_fields(rollout: Rollout) -> dict[str, Any]:
+    """Return what a line has besides, if the judge said more than a number."""
+    found: dict[str, Any] = {"rewards": {**rollout.rewards, **rollout.parts}} if rollout.parts else {}
+    return found | ({"error": rollout.unrewarded} if rollout.unrewarded else {})
 
 
 def joined(parts: Sequence[list[Any]]) -> list[Any]:

@@ -30,12 +30,15 @@ from titan_rl.wire.types import (
     Rollout,
     Sampling,
     Turn,
+    Verdict,
 )
 
 MEMORY = 0.05
 """Weight of the newest group in the running mean of sample lengths."""
 MOST_FAILURES = 3
 """Consecutive groups without rewards that end a run whose steps have fewer groups."""
+MOST_NAMED = 10
+"""Answers without a reward that are named in warnings."""
 BRIEF = 200
 """Maximum characters of an error's message."""
 
@@ -121,6 +124,7 @@ class GroupSampler:
         self._suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""  # of request ids
         self._mean_length = 0.0  # of recent turns: the length that routing expects next
         self._running = 0
+        self._named = 0  # failed answers
         self.failures: list[GroupFailed] = []  # consecutive groups without rewards, up to the latest one judged
 
     async def sample(self, prompt: Prompt) -> Group:
@@ -143,9 +147,9 @@ class GroupSampler:
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
         found = dict(zip(map(id, unjudged), rewards, strict=True))
-        rollouts = [replace(r, reward=found.get(id(r), r.reward), penalty=self._penalty(r)) for r in rollouts]
+        rollouts = [replace(_rewarded(r, found.get(id(r))), penalty=self._penalty(r)) for r in rollouts]
         group = Group(prompt, rollouts)
-        self._ledger.scored(prompt.id, group.rewards)
+        self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
         return group
 
     def _play(self, prompt: Prompt, sample: int) -> Play:
@@ -208,13 +212,15 @@ class GroupSampler:
         self._ledger.failed(prompt.id, 1, reason)
         return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
 
-    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[float] | GroupFailed:
-        """Return the rewards, or why there are none."""
+    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Verdict] | GroupFailed:
+        """Return the verdicts, or why there are none, or too few with a reward."""
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
                 rewards = await self._judge(prompt, rollouts)
-                if len(rewards) != len(rollouts) or not all(map(math.isfinite, rewards)):
+                verdicts = [each if isinstance(each, Verdict) else Verdict(float(each)) for each in rewards]
+                sound = all(math.isfinite(each.reward) or (math.isnan(each.reward) and each.error) for each in verdicts)
+                if len(verdicts) != len(rollouts) or not sound:
                     raise ValueError(f"expected {len(rollouts)} finite rewards, found {list(rewards)}")
             except RunError:
                 raise
@@ -222,8 +228,28 @@ class GroupSampler:
                 errors.append(error)
                 self._ledger.failed(prompt.id, len(errors), RewardFailed.of(prompt.id, error).reason)
             else:
-                return rewards
+                return self._enough(prompt, verdicts, len(errors) + 1)
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
+
+    def _enough(self, prompt: Prompt, verdicts: Sequence[Verdict], attempt: int) -> Sequence[Verdict] | GroupFailed:
+        """Name the answers that failed. Return the failure of the group if fewer than two have a reward."""
+        failed = [(sample, verdict.error) for sample, verdict in enumerate(verdicts) if verdict.error]
+        for sample, error in failed:
+            self._name(prompt, sample, error)
+        missing = [error for verdict, error in ((v, v.error) for v in verdicts) if math.isnan(verdict.reward)]
+        if len(verdicts) - len(missing) >= min(2, len(verdicts)):
+            return verdicts
+        reason = f"{len(missing)} of {len(verdicts)} answers have no reward; the first: {missing[0]}"
+        self._ledger.failed(prompt.id, attempt, reason[: 2 * BRIEF])
+        return self._count(RewardFailed(prompt.id, reason, ""))
+
+    def _name(self, prompt: Prompt, sample: int, error: str) -> None:
+        """Warn of an answer that the reward failed on, the first few times. The ledger has all of them."""
+        self._named += 1
+        if self._named <= MOST_NAMED:
+            row = f" ({prompt.where})" if prompt.where else ""
+            last = "; later ones are in the ledger only" if self._named == MOST_NAMED else ""
+            self._settings.warn(f"the reward failed on prompt {prompt.id}{row}, sample {sample}: {error}{last}")
 
     def _count(self, failure: GroupFailed) -> GroupFailed:
         """Return the failure. Raise if a step's worth of groups in a row have failed: then the reward function or the
@@ -243,3 +269,11 @@ class GroupSampler:
         length = max((len(turn.completion.tokens) for turn in turns), default=0)
         punishment = soft_overlong_punishment(length, longest=longest, buffer=algorithm.overlong_buffer)
         return -algorithm.overlong_penalty * punishment
+
+
+def _rewarded(rollout: Rollout, verdict: Verdict | None) -> Rollout:
+    """Return the rollout with what its judge said."""
+    if verdict is None:
+        return rollout
+    why = verdict.error if math.isnan(verdict.reward) else ""
+    return replace(rollout, reward=verdict.reward, parts=verdict.parts, unrewarded=why)

@@ -10,6 +10,7 @@ exactly one branch, and what an engine read and answered is the beginning of one
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from titan_rl.config.sections import Config
 from titan_rl.record.ledger import read_checksum
 from titan_rl.wire.sessions import ContextOverflow, SessionOver, TokensSpent, TurnsSpent
 from titan_rl.wire.types import Branch, Completion, Prompt, Turn
@@ -25,6 +26,14 @@ class SessionLimits:
     tokens: int = NO_LIMIT  # sampled in all turns
     turns: int = NO_LIMIT
     seconds: float | None = None  # of all attempts of its driver
+
+    @classmethod
+    def of(cls, config: Config, *, played: bool) -> "SessionLimits":
+        """Return the limits of a config. Rollouts `played` by environments are timed there, without the queue, by
+        environment.rollout_seconds."""
+        longest = config.generator.max_model_len or config.training.seq_len
+        context = min(longest, config.training.seq_len + 1)  # a packed row has a place for each token but the last
+        return cls(context=context, seconds=None if played else config.rollout.timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

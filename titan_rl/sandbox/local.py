@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from queue import LifoQueue
 
 from titan_rl.config.system_sections import SandboxSection
@@ -67,6 +67,8 @@ class LocalSandbox:
             server = self._idle.get()
             if server is not None:
                 server.end()
+        for _ in range(self.section.workers):
+            self._idle.put(None)  # a call that waits for one finds the sandbox closed
         self._threads.shutdown(wait=False)
 
     async def _on_thread(self, call: "_Call") -> Execution:
@@ -79,6 +81,8 @@ class LocalSandbox:
     def _execute(self, call: "_Call") -> Execution:
         server = self._idle.get()
         try:
+            if self._closed:
+                raise SandboxRefused("the sandbox is closed")
             if server is None or not server.lives:
                 if server is not None:
                     server.end()
@@ -141,16 +145,16 @@ def missing(section: SandboxSection) -> list[str]:
     return [] if found.status == "ok" else [f"{found.status}: {found.detail}"]
 
 
+VARIABLE = "TITAN_RL_SANDBOX"
+"""Environment variable with [sandbox], which processes that this one starts inherit."""
 _shared: dict[int, LocalSandbox] = {}  # by process: a fork has none of its parent's fork servers
-_section = SandboxSection()
 _lock = threading.Lock()
 
 
 def configure(section: SandboxSection) -> None:
-    """Set [sandbox] for this process's shared sandbox."""
-    global _section
+    """Set [sandbox] for the shared sandbox of this process, and of those that it starts."""
     with _lock:
-        _section = section
+        os.environ[VARIABLE] = json.dumps(asdict(section))
         if (old := _shared.pop(os.getpid(), None)) is not None:
             old.close()
 
@@ -158,4 +162,6 @@ def configure(section: SandboxSection) -> None:
 def shared() -> LocalSandbox:
     """Return the sandbox of this process, which its tools and rewards share."""
     with _lock:
-        return _shared.setdefault(os.getpid(), LocalSandbox(_section))
+        if os.getpid() not in _shared:
+            _shared[os.getpid()] = LocalSandbox(SandboxSection(**json.loads(os.environ.get(VARIABLE, "{}"))))
+        return _shared[os.getpid()]

@@ -10,7 +10,7 @@ from titan_rl.tasks.reward_thread import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.stop_reasons import FAILED
-from titan_rl.wire.types import Judge, Prompt, Rollout, Sampling
+from titan_rl.wire.types import Judge, Prompt, Rollout, Sampling, Verdict
 
 MOST_HUNG = 3
 """Rewards that may hang in one evaluation, a deadline each; then its other answers are not judged."""
@@ -29,6 +29,7 @@ class Problems:
     correct_at: float = 1.0
     seed: int = 0
     attempts: int = 1  # of a reward that fails
+    parallel: int = 1  # answers that are judged at the same time
 
     async def score(self, plays: Plays, warn: Callable[[str], None], temperature: float = 0.0) -> float:
         """Return the mean reward of one rollout per problem."""
@@ -61,12 +62,16 @@ class Problems:
         return evaluation
 
 
+class Unrewarded(Exception):
+    """A judge gave no reward, and says why."""
+
+
 class Judging:
     """Judges the answers of one evaluation, and counts what fails."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
-        self._turn = asyncio.Lock()  # one answer at a time: training judges its groups in between
+        self._turn = asyncio.Semaphore(problems.parallel)  # training judges its groups in between
         self._hung = 0
         self.failures: list[str] = []  # in the order in which they happened
         self.unsound: list[str] = []
@@ -84,7 +89,8 @@ class Judging:
             except RunError:
                 raise  # of a mesh
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
+                named = isinstance(error, Unrewarded)  # it names the error itself
+                why = str(error) if named else f"{type(error).__name__}: {error}"
         self.failures.extend([why] if why else [])
         return Answer(reward, why, rollout.sampled, rollout.truncated)
 
@@ -95,7 +101,10 @@ class Judging:
                 async with self._turn:
                     if self._hung >= MOST_HUNG:
                         raise RewardHung(f"not judged, because {MOST_HUNG} rewards of this evaluation hung")
-                    (reward,) = await self._problems.judge(prompt, [rollout])
+                    (found,) = await self._problems.judge(prompt, [rollout])
+                    if isinstance(found, Verdict) and math.isnan(found.reward):
+                        raise RewardHung(found.error) if found.hung else Unrewarded(found.error)
+                    reward = found.reward if isinstance(found, Verdict) else found
                     if not math.isfinite(reward):
                         raise ValueError(f"expected a finite reward, found {reward}")
                     return reward

@@ -1,16 +1,16 @@
-"""Reward functions, chosen by task.reward: f(prompt, text of the completion, its conversation) -> float."""
+"""The simplest rewards, f(prompt, text of the completion) -> float, and what all reward functions share: how they are
+found, what they may take, and what they may return. reward_shapes.py calls them."""
 
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
-from titan_rl.isolation import outside
 from titan_rl.wire.types import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
@@ -25,6 +25,15 @@ class Reward(Protocol):
     """Scores a completion. `messages` is what a rollout of several turns recorded; empty: there was one turn."""
 
     def __call__(self, prompt: Prompt, completion: str, messages: Messages = (), /) -> float: ...
+
+
+class Answered(NamedTuple):
+    """What a reward may see of a rollout."""
+
+    text: str
+    tokens: Sequence[int] = ()
+    version: int = 0  # of the policy that sampled it
+    messages: Messages = ()  # that a rollout of several turns recorded
 
 
 # An optional sign that is not a subtraction ("5-3" ends in 3), and "$" before or after it.
@@ -43,57 +52,50 @@ PLAIN = (
 """LaTeX that only dresses a number, and what it stands for."""
 
 
-def reward_for(name: str) -> Reward:
-    """Return the function that task.reward or task.eval_reward names ("model" has none: see rollout/judges.py)."""
-    return BUILT_IN.get(name) or custom(name)
-
-
-def exact(prompt: Prompt, completion: str, messages: Messages = ()) -> float:
+def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion equals the answer, ignoring surrounding white space."""
     return float(completion.strip() == prompt.answer.strip())
 
 
-def last_number(prompt: Prompt, completion: str, messages: Messages = ()) -> float:
+def last_number(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
     fraction is a number; a part of another term (x^2, 10:30, 2\\sqrt{3}) is none."""
-    expected = _number(prompt.answer.rpartition("####")[2])
+    expected = last_number_of(prompt.answer.rpartition("####")[2])
     if expected is None:
         raise ValueError(
             f'task.reward = "last_number" expects a number in the answer, found {prompt.answer!r} (prompt {prompt.id})'
         )
-    return float(_number(completion) == expected)
+    return float(last_number_of(completion) == expected)
 
 
 BUILT_IN: dict[str, Reward] = {"exact": exact, "last_number": last_number}
 
 
-def custom(name: str) -> Reward:
-    """Return the user's "package.module:function", called with those of OFFERED that it takes: prompt, completion and
-    answer are texts, row is the example's, messages is the conversation."""
+def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[..., Any]:
+    """Return the user's "package.module:function". `known`: the names without a colon, for the message."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute) or module.startswith("."):
-        raise ValueError(
-            f'task.reward: expected "exact", "last_number", "model" or "package.module:function", found {name!r}'
-        )
+        names = ", ".join(f'"{each}"' for each in [*known, "model"])
+        raise ValueError(f'task.reward: expected {names} or "package.module:function", found {name!r}')
     try:
-        function = getattr(outside(lambda: importlib.import_module(module)), attribute)  # it may need the network
+        function = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"task.reward = {name!r}: {error}") from error
     except SystemExit as error:  # must not end the run, least of all as a success
         raise ValueError(f"task.reward: expected {name!r} to import, found {error!r}") from error
     if not callable(function):
         raise TypeError(f"task.reward: expected {name!r} to be a function, found {shown(function)}")
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"task.reward: expected {name!r} to be a plain function, found an async one")
-    taken = _taken(function, name)
+    return function
 
-    def reward(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
-        offered = {"prompt": prompt.text, "completion": completion, "answer": prompt.answer, "row": prompt.row}
-        if "messages" in taken:
-            offered["messages"] = conversation(prompt, completion, messages)
-        return number(function(**{key: offered[key] for key in taken}), name)
 
-    return reward
+def given(keys: Collection[str], prompt: Prompt, answer: Answered) -> dict[str, Any]:
+    """Return those of OFFERED that a function takes: prompt, completion and answer are texts, row is the example's,
+    messages is the conversation."""
+    every: dict[str, Any] = {"prompt": prompt.text, "completion": answer.text, "answer": prompt.answer}
+    every["row"] = prompt.row
+    if "messages" in keys:
+        every["messages"] = conversation(prompt, answer.text, answer.messages)
+    return {key: every[key] for key in keys}
 
 
 def conversation(prompt: Prompt, completion: str, messages: Messages = ()) -> list[dict[str, Any]]:
@@ -130,26 +132,30 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _taken(function: Callable[..., Any], name: str) -> list[str]:
-    """Return the keywords that the function takes. Raise TypeError if it requires any other argument."""
+def parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
         why = f"{shown(function)} ({error})"
         raise TypeError(f"task.reward: expected {name!r} to be a function with a signature, found {why}") from error
-    for p in parameters:
+
+
+def taken(function: Callable[..., Any], name: str, offered: Sequence[str]) -> list[str]:
+    """Return the keywords that the function takes. Raise TypeError if it requires any other argument."""
+    found = parameters(function, name)
+    for p in found:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and (p.name not in OFFERED or p.kind is p.POSITIONAL_ONLY):
+        if required and (p.name not in offered or p.kind is p.POSITIONAL_ONLY):
             raise TypeError(
-                f"task.reward: expected {name!r} to require no keywords but {', '.join(OFFERED)}, found {p}"
+                f"task.reward: expected {name!r} to require no keywords but {', '.join(offered)}, found {p}"
             )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(OFFERED)
-    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return [key for key in OFFERED if key in keywords]
+    if any(p.kind is p.VAR_KEYWORD for p in found):
+        return [*offered]
+    keywords = {p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return [key for key in offered if key in keywords]
 
 
-def _number(text: str) -> Fraction | None:
+def last_number_of(text: str) -> Fraction | None:
     """Return the value of the last number in a text: "$1,200.0" is 1200. None if it is a part of another term."""
     for dressed, plain in PLAIN:
         text = dressed.sub(plain, text)

@@ -44,7 +44,8 @@ class Task:
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
         shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
-        return Prompt(id, str(text), tokens, example.answer, example.row, example.rejected, messages, shown)
+        given = (example.answer, example.row, example.rejected)
+        return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
 
 
 def chat_settings(run: config.Config) -> ChatSettings:

@@ -134,12 +134,45 @@ async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: In
     return Meshes(**meshes, colocated=config.placement.kind == "colocated")
 
 
-async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> GeneratorMesh:
+@asynccontextmanager
+async def launch_loaded(
+    setup: Setup, terminal: Terminal
+) -> AsyncIterator[tuple[GeneratorMesh, EnvironmentMesh | None, Watch]]:
+    """Start generators that have loaded the weights in setup.model_folder, and the environments, without trainers; stop
+    them whatever happens. Nothing that is lost is replaced: the watch raises an error that names it."""
+    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
+    watch = Watch(tended=[])
+    meshes: list[GeneratorMesh | EnvironmentMesh] = []
+    try:
+        with without_lines(b"Monarch internal logs are being written"):
+            host = this_host()
+        generators = await watch.drive(_generators(host, setup, terminal, None, loaded=True))
+        meshes.append(generators)
+        environments = None
+        if setup.config.rollout_code:
+            environments = await watch.drive(_environments(host, setup, terminal, None))
+            meshes.append(environments)
+        yield generators, environments, watch
+    except RunError as error:
+        raise await watch.explained(error) from None
+    finally:
+        watch.close()
+        with suppress(Exception):  # nothing may mask the error that ended it
+            await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes)), CLOSE_SECONDS)
+
+
+async def _generators(
+    host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents | None, *, loaded: bool = False
+) -> GeneratorMesh:
+    """Start the engines, which get their weights by weight sync, or have `loaded` them from setup.model_folder."""
     config, g = setup.config, setup.config.generator
+    shares = _share_gpus(setup) and not loaded
+    first_gpu = (lambda replica: replica * g.tensor_parallel_degree) if loaded else partial(_first_gpu, setup)
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
-        sleeps=config.placement.kind == "colocated",
+        sleeps=config.placement.kind == "colocated" and not loaded,
+        load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         exact=config.debug.exact,
@@ -151,7 +184,7 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
-            env_of=lambda at: _resources(setup, "generator", first=_first_gpu(setup, at["replica"]), count=tp),
+            env_of=lambda at: _resources(setup, "generator", first=first_gpu(at["replica"]), count=tp),
             policy=GeneratorPolicy(
                 init_seconds=config.comm.init_timeout_seconds,
                 seconds=config.comm.train_timeout_seconds,
@@ -165,14 +198,19 @@ async def _generators(host: HostMesh, setup: Setup, terminal: Terminal, incident
         ranks = await mesh.start()
         for rank in ranks:
             verify_complete(rank.shapes, setup.shape, tp)
-        if _share_gpus(setup):
+        if loaded:
+            await mesh.connect([[] for _ in range(tp)])
+            await mesh.pull(0)
+        if shares:
             await mesh.sleep()  # the trainers' turn to start; the first weights wake it
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
     return mesh
 
 
-async def _environments(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> EnvironmentMesh:
+async def _environments(
+    host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents | None
+) -> EnvironmentMesh:
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
     agent = bool(setup.config.task.agent)

@@ -56,6 +56,7 @@ class Prompt:
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
     demonstration: Sequence[tuple[str, str]] = ()  # of several turns: what the policy says, what it reads next
+    where: str = ""  # file:line of its row
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,19 @@ def extremes(versions: Sequence[int]) -> tuple[int, int]:
     return (versions[0], versions[0]) if uniform(versions) else (min(versions), max(versions))
 
 
-Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float]]]
-"""Returns the rewards of a group's rollouts. An exception means that this group has no rewards, unless it is a
-RunError: that is the failure of a mesh and ends or heals the run."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge says about one rollout."""
+
+    reward: float  # NaN: there is none, and `error` says why
+    parts: Mapping[str, float] = field(default_factory=dict)  # components and other numbers, logged
+    error: str = ""  # with a reward: what failed besides, such as the grader
+    hung: bool = False  # it failed by not returning
+
+
+Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Verdict]]]
+"""Returns the rewards of a group's rollouts, or verdicts, which may lack some. An exception means that the whole group
+has no rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
 
 
 class Generates(Protocol):
@@ -198,6 +209,8 @@ class Rollout:
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     attempts: int = 1  # of its driver
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the judge's verdict
+    unrewarded: str = ""  # why the judge gave no reward
 
     @property
     def signal(self) -> float:

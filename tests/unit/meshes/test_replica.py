@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from support.fake_engines import FakeEngine, fake_mesh
+from support.fake_engines import FakeEngine, fake_mesh, fake_replica
 from support.weight_layouts import TINY
 from titan_rl.actors.vllm.engine import Done
+from titan_rl.actors.vllm.generator import News
 from titan_rl.config import sections as c
 from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
 from titan_rl.wire.types import Completion, ReaderCost, Request, Sampling
@@ -192,3 +194,24 @@ def test_a_single_rank_takes_weights_in_one_call_and_several_after_all_have_fetc
         assert pulling == (["take_weights"] if replicas == 1 else ["fetch_weights"] * 2 + ["switch"] * 2)
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("within", [None, 0.25])
+def test_an_engine_reports_the_lengths_of_its_samples_only_where_stealing_needs_them(within: float | None) -> None:
+    """With a thousand sessions they are as many entries in each message."""
+    asked: list[bool] = []
+
+    class Reporting(FakeEngine):
+        async def do_take(self, within: float, lengths: bool) -> News:
+            asked.append(lengths)
+            return await super().do_take(within, lengths)
+
+    async def body() -> None:
+        replica = fake_replica(0, Reporting(), GeneratorPolicy(hang_seconds=5))
+        replica.serve(lambda _: None, lambda *_: None, lambda _: None, within)
+        while not asked:
+            await asyncio.sleep(0.01)
+        await replica.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+    assert set(asked) == {within is not None}

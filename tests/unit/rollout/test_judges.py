@@ -15,13 +15,13 @@ from titan_rl.rollout.judges import by_model, ranks_right, scores_of
 from titan_rl.tasks.prompts import to_judge
 from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import Batch, Branch, Completion, Prompt, Rollout, Turn
+from titan_rl.wire.types import Batch, Branch, Completion, Prompt, Rollout, Turn, Verdict
 
 PAD = 99
 
 
 def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
-    async def judged() -> Sequence[float]:
+    async def judged() -> Sequence[float | Verdict]:
         judge = by_rule(lambda prompt, text, messages: float(text == prompt.answer))
         return await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])
 
@@ -59,7 +59,7 @@ def test_a_reward_model_reads_the_branch_of_the_last_turn() -> None:
     single = Rollout([Branch([turn([1, 2], 3, 0)])], "", math.nan)
     forked = Rollout([Branch([turn([1], 10, 0), turn([20], 30, 2)]), Branch([turn([1], 40, 1)])], "", math.nan)
 
-    async def judged(*rollouts: Rollout) -> Sequence[float]:
+    async def judged(*rollouts: Rollout) -> Sequence[float | Verdict]:
         return await by_model(Summing(), Config(), PAD, 8)(Prompt(0, "", [1, 2], ""), rollouts)
 
     assert asyncio.run(judged(single)) == [6.0]

@@ -25,7 +25,7 @@ os.wait()"""
 MANY_FILES = """
 for i in range(40): open(f'f{i}', 'wb').write(b'x' * (1 << 20))
 escaped()"""
-TWENTY = "for _ in range(20):\n  if os.fork() == 0: time.sleep(20); os._exit(0)\nescaped()"
+MANY = "for _ in range(150):\n  if os.fork() == 0: time.sleep(20); os._exit(0)\nescaped()"
 LARGE = """
 libc.malloc.restype = ctypes.c_void_p
 if libc.malloc(ctypes.c_size_t(1 << 30)): escaped()"""  # none of it is touched, so nothing but the limit sees it
@@ -49,7 +49,7 @@ HOLDS = {
             *("shared memory that stays", "memory without a limit"),
         )
     },
-    "rlimits": {"many processes": TWENTY, "much memory": LARGE, "a large file": BOMBS["a large file"][0]},
+    "rlimits": {"many processes": MANY, "much memory": LARGE, "a large file": BOMBS["a large file"][0]},
 }
 CASES = [(layer, name) for layer, attacks in HOLDS.items() for name in attacks]
 

@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
@@ -143,6 +146,26 @@ def test_a_server_that_dies_is_named_and_replaced(sandbox: LocalSandbox) -> None
     assert sandbox.run_here("print(1)").stdout == "1\n"
 
 
+def test_nothing_outlives_its_host() -> None:
+    program = (
+        "import time\nfrom titan_rl.sandbox.local import shared\nprint(shared().run_here('').status, flush=True)\n"
+        "shared().run_here('import os; os.fork(); import time; time.sleep(77)')"
+    )
+    host = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    assert host.stdout.readline() == "ok\n"
+    mine = psutil.Process(host.pid)
+    deadline = time.monotonic() + 60
+    while (
+        len(found := mine.children(recursive=True)) < 5 and time.monotonic() < deadline
+    ):  # the server's, the program's
+        time.sleep(0.01)
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    assert psutil.wait_procs(found, timeout=60)[1] == []
+
+
 def is_server(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -151,6 +174,14 @@ def is_server(pid: int) -> bool:
             return parent == os.getpid() and "fork_server" in file.read()
     except OSError:
         return False
+
+
+def test_a_closed_sandbox_runs_nothing() -> None:
+    sandbox = LocalSandbox(replace(SECTION, workers=1))
+    assert sandbox.run_here("print(1)").stdout == "1\n"
+    sandbox.close()
+    with pytest.raises(SandboxRefused, match="the sandbox is closed"):
+        sandbox.run_here("print(1)")
 
 
 def test_limits_of_one_call(sandbox: LocalSandbox) -> None:
@@ -196,9 +227,12 @@ def test_a_sandbox_that_fails_is_no_observation(monkeypatch: pytest.MonkeyPatch)
         asyncio.run(Toolbox([python]).result(ToolCall("python", {"code": 3})))
 
 
-def test_shared_is_configured_and_one_in_a_process() -> None:
+def test_shared_is_configured_and_one_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(local.VARIABLE, "{}")
     local.configure(SandboxSection(workers=1, wall_seconds=7))
     assert local.shared() is local.shared()
     assert local.shared().limits.wall_seconds == 7
+    program = "from titan_rl.sandbox.local import shared; print(shared().limits.wall_seconds)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "7\n"
     local.configure(SandboxSection())
     assert local.shared().limits.wall_seconds == 10

@@ -13,11 +13,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.reward_thread import by_rule
-from titan_rl.tasks.rewards import Reward, reward_for
-from titan_rl.wire.types import Judge, Prompt, Rollout
+from titan_rl.tasks.rewards import Answered, Messages, Reward
+from titan_rl.wire.types import Prompt, Rollout, Verdict
 
 PROMPT = Prompt(7, "6*7=", [1], "42", {"level": 3})
+
+
+def reward_for(name: str) -> Reward:
+    found = component(name)
+
+    def reward(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
+        return found.read(found.call(prompt, Answered(completion, messages=messages))).value
+
+    return reward
 
 
 @pytest.fixture
@@ -153,14 +163,15 @@ def test_custom_gets_the_whole_conversation_of_a_rollout(custom: Callable[..., R
     before = deepcopy(rollouts)
     for prompt, messages, _ in rollouts:
         done = Rollout([], "x", math.nan, messages=messages)
-        (reward,) = asyncio.run(judged(by_rule(custom(score), 30), prompt, done))
+        judge = by_rule(custom(score), 30)
+
+        async def judged() -> Sequence[float | Verdict]:
+            return await judge(prompt, [done])  # noqa: B023 (called at once)
+
+        (reward,) = asyncio.run(judged())
         assert reward == len(seen[-1])
     assert seen == [whole for *_, whole in rollouts]
     assert rollouts == before
-
-
-async def judged(judge: Judge, prompt: Prompt, rollout: Rollout) -> Sequence[float]:
-    return await judge(prompt, [rollout])
 
 
 @pytest.mark.parametrize(

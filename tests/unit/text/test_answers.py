@@ -76,8 +76,8 @@ def test_arguments_without_quotes_have_the_types_that_the_tool_declares() -> Non
     """XML calls write 12 for the number and for the text."""
 
     def find(
-        name: str, code: str, count: int, exact: bool, unit: Literal["m", "km"], note: str | None, more: dict
-    ) -> None:  # type: ignore
+        name: str, code: str, count: int, exact: bool, unit: Literal["m", "km"], note: str | None, more: dict[str, Any]
+    ) -> None:
         """Find."""
 
     values = {

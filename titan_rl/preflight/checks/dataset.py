@@ -9,11 +9,11 @@ from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.preflight.reward_probe import probe
+from titan_rl.preflight.checks.reward_keys import check_rewards, rewards_of
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.jsonl_rows import BadRows, Example, jsonl, named
-from titan_rl.tasks.rewards import BUILT_IN, last_number
+from titan_rl.tasks.rewards import last_number
 from titan_rl.tasks.task import addition, load_task, played
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
@@ -36,7 +36,7 @@ def check_task(config: Config) -> Iterator[str]:
         yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
     read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
     train, heldout = read(config)
-    yield from _check_rewards(config, train.examples, heldout.examples)
+    yield from check_rewards(config, train.examples, heldout.examples)
     yield from (*train.problems, *heldout.problems)
 
 
@@ -87,15 +87,21 @@ def _rows(config: Config, key: Literal["path", "eval_path"]) -> Rows:
 def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:
     """Yield what is wrong with a row that is otherwise well formed."""
     steps = config.cold_start.steps
-    set_by = "eval_reward" if key == "eval_path" and config.task.eval_reward else "reward"
-    reward = getattr(config.task, set_by)
+    named = {name: set_by for set_by, name in rewards_of(config.task)}
+    if key == "eval_path" and config.task.eval_reward:
+        named = {config.task.eval_reward: "eval_reward"}
+    elif key == "path":
+        named = {name: set_by for name, set_by in named.items() if set_by != "eval_reward"}
+    else:
+        named = {name: set_by for name, set_by in named.items() if set_by != "grader"}
+    numeric = next((named[name] for name in ("last_number", "number") if name in named), "")
     for example in announced(examples, f"checking task.{key}", len(examples)):
         if config.task.template == "plain" and not isinstance(example.prompt, str):
             yield f'task.template: expected "chat" for the messages in {example.where}, found "plain"'
         elif steps and key == "path" and not example.answer.strip():
             yield f"cold_start.steps: expected 0, because {example.where} has no answer to learn, found {steps}"
-        elif reward == "last_number" and (answer := unnumbered(example)):
-            yield f"task.{set_by}: expected a number in the answer of {example.where}, found {answer}"
+        elif numeric and (answer := unnumbered(example)):
+            yield f"task.{numeric}: expected a number in the answer of {example.where}, found {answer}"
 
 
 def unnumbered(example: Example) -> str:
@@ -109,19 +115,6 @@ def unnumbered(example: Example) -> str:
             return as_toml(example.answer[:200])
         return f"a number that is too large to compare ({error})"
     return ""
-
-
-def _check_rewards(config: Config, train: list[Example], heldout: list[Example]) -> Iterator[str]:
-    """Check that the rewards can be called. A user's function is called once, with the first row's own answer."""
-    for key, name in (("reward", config.task.reward), ("eval_reward", config.task.eval_reward)):
-        if key == "eval_reward" and name == "model":
-            why = "because a reward model cannot measure a policy trained against it"
-            yield f'task.eval_reward: expected a reward other than "model", {why}, found "model"'
-        if name in ("", "model", *BUILT_IN):
-            continue
-        first = next(iter(train if key == "reward" else heldout or train), None)
-        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
-        yield from (problem.replace("task.reward", f"task.{key}") for problem in probe(name, prompt))
 
 
 def check_row_lengths(config: Config) -> Iterator[str]:

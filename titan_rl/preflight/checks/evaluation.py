@@ -9,11 +9,12 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.checks.assets import policy_tokenizer
 from titan_rl.preflight.checks.dataset import unnumbered
-from titan_rl.preflight.reward_probe import probe
+from titan_rl.preflight.checks.reward_keys import check_callable
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
 from titan_rl.tasks.jsonl_rows import BadRows, Example
+from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import Task, set_examples
 from titan_rl.wire.types import Prompt
@@ -67,18 +68,19 @@ def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
 
 
 def _check_reward(config: Config, chosen: EvalSet, label: str, examples: Sequence[Example]) -> Iterator[str]:
-    rule = chosen.reward or config.task.eval_reward or config.task.reward
+    names = [chosen.reward] if chosen.reward else [name for name, _ in evaluation_rubric(config.task).parts]
+    rule = next((name for name in names if name in ("model", "last_number", "number")), names[0])
     if rule == "model":
         why = "because a reward model cannot measure a policy trained against it"
         yield f'{label}.reward: expected a reward other than "model", {why}, found "model"'
-    elif rule == "last_number":
+    elif rule in ("last_number", "number"):
         bad = next(((e, answer) for e in examples if (answer := unnumbered(e))), None)
         if bad is not None:
             yield f"{label}.reward: expected a number in the answer of {bad[0].where}, found {bad[1]}"
     elif chosen.reward and rule not in BUILT_IN:
         first = next(iter(examples), None)
         prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
-        yield from (problem.replace("task.reward", f"{label}.reward") for problem in probe(rule, prompt))
+        yield from check_callable(f"{label}.reward", rule, prompt, config.task)
 
 
 def _check_rows(config: Config, label: str, examples: Sequence[Example]) -> Iterator[str]:

@@ -1,0 +1,143 @@
+"""Trained weights without a run: `python -m titan_rl.eval` and `python -m titan_rl.serve`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.running import Run
+from titan_rl.config.toml import load
+from titan_rl.tasks.task import load_task
+from titan_rl.wire.seeds import derive
+
+
+@pytest.fixture(scope="module")
+def run(learnt: Run) -> Run:
+    return learnt
+
+
+def reported(run: Run, step: int) -> dict[str, float]:
+    """Return what the run measured after a step."""
+    line = next(line for line in run.lines("metrics.jsonl") if line["step"] == step)
+    return {name: value for name, value in line.items() if name.startswith("eval/")}
+
+
+def evaluate(run: Run, *argv: str) -> str:
+    command = [sys.executable, "-m", "titan_rl.eval", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=run.folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_an_evaluation_gets_what_the_run_measured(run: Run) -> None:
+    """Every score of every set to the last bit: greedy and sampled, with intervals."""
+    measured = reported(run, 4)
+    assert {"eval/score", "eval/hard/avg@4", "eval/hard/pass@2", "eval/hard/failed"} <= measured.keys()
+    found = json.loads(evaluate(run, str(run.folder), "--json"))["sets"]
+    assert {name: value for each in found.values() for name, value in each["metrics"].items()} == measured
+    lines = {line["set"]: line for line in run.lines("evaluations.jsonl", "eval") if line["step"] == 4}
+    assert {name: found[name]["rewards"] for name in lines} == {name: line["rewards"] for name, line in lines.items()}
+
+
+def test_a_checkpoint_is_evaluated_as_at_its_step(run: Run) -> None:
+    assert reported(run, 2)["eval/score"] != reported(run, 4)["eval/score"]
+    out = evaluate(run, str(run.folder / "checkpoint" / "step-2"), "--set", "heldout")
+    (row,) = (line.split() for line in out.splitlines() if line.startswith("heldout "))
+    assert row[:3] == ["heldout", "eval/score", f"{reported(run, 2)['eval/score']:.4f}"]
+
+
+def test_the_best_weights_are_those_of_the_highest_score(run: Run) -> None:
+    scores = {line["step"]: line["eval/score"] for line in run.lines("metrics.jsonl") if "eval/score" in line}
+    scores |= {line["step"]: line["eval/score"] for line in run.lines("metrics.jsonl", "eval")}
+    best = max(scores, key=lambda step: scores[step])
+    (folder,) = (run.folder / "best").iterdir()
+    assert folder.name == f"step-{best}"
+    measured = json.loads((folder / "evaluation.json").read_text())
+    assert (measured["step"], measured["value"]) == (best, scores[best])
+    if best == 4:
+        weights = "model-00001-of-00001.safetensors"
+        assert (folder / weights).read_bytes() == (run.folder / "hf" / weights).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def server(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str, str]]:
+    """Return a served process as a Run, its URL and its key."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "titan_rl.serve", str(run.folder / "hf")],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TITAN_RL_TEST_RUN": str(log.parent)},
+        )
+    deadline = time.monotonic() + 200
+    while "OPENAI_API_KEY=" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    said = dict(line.strip().split("=", 1) for line in log.read_text().splitlines() if line.startswith("  OPENAI_"))
+    try:
+        assert said, log.read_text()
+        yield Run(log.parent, process), said["OPENAI_BASE_URL"], said["OPENAI_API_KEY"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=100) as answer:
+        return json.load(answer)
+
+
+def test_any_client_gets_the_answers_that_the_run_measured(run: Run, server: tuple[Run, str, str]) -> None:
+    """One batch of prompts, as lm-eval sends them: the same problems are right. A stop text ends an answer."""
+    _, url, key = server
+    config = load(run.folder / "config.toml")
+    rows = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size).heldout
+    lines = run.lines("evaluations.jsonl", "eval")
+    line = next(line for line in lines if (line["step"], line["set"]) == (4, "heldout"))
+    body = {"model": "policy", "prompt": [row.prompt for row in rows], "max_tokens": 8, "temperature": 0}
+    answers = [choice["text"] for choice in ask(f"{url}/completions", key, body)["choices"]]
+    right = [float(answer == row.answer) for answer, row in zip(answers, rows, strict=True)]
+    assert {str(i): [each] for i, each in enumerate(right)} == line["rewards"]
+    body = {"prompt": rows[0].prompt, "temperature": 0, "stop": [answers[0][1]]}
+    (choice,) = ask(f"{url}/completions", key, body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (answers[0].split(answers[0][1])[0], "stop")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        ask(f"{url}/completions", "sk-wrong", body)
+
+
+def test_a_signal_ends_the_server_and_its_engines(server: tuple[Run, str, str]) -> None:
+    served, _, _ = server
+    assert served.workers()
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(60) == 0
+    deadline = time.monotonic() + 20
+    while served.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not served.processes()
+
+
+def test_what_cannot_be_evaluated_is_one_line(run: Run, tmp_path: Path) -> None:
+    for argv, problem in (
+        ([str(tmp_path / "none")], "found none of them at"),
+        ([str(run.folder), "--step", "3"], "--step: expected one of "),
+        ([str(run.folder), "--set", "a=/no/file"], "eval.sets.a.path: expected a JSONL file, found none at '/no/file'"),
+    ):
+        command = [sys.executable, "-m", "titan_rl.eval", *argv]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 2, done.stderr
+        (line,) = (line for line in done.stderr.splitlines() if "is not isolated" not in line)
+        assert line.startswith("titan_rl.eval: ")
+        assert problem in line

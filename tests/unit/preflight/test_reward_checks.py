@@ -1,0 +1,92 @@
+"""Checks of task.rewards, task.reward_args and task.grader."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.toml import load
+from titan_rl.preflight.checks import problems
+
+
+def found(tmp_path: Path, keys: str) -> list[str]:
+    (tmp_path / "small.toml").write_text(f"[task]\n{keys}\n[eval]\nsize = 8\n")
+    return problems(load(tmp_path / "small.toml"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            "rewards = {exact = true}",
+            "task.rewards: expected a number other than 0, at most 1e6 in size, as the weight of",
+        ),
+        ("rewards = {exact = 0}", "as the weight of 'exact', found 0"),
+        ('rewards = {exact = "1"}', "as the weight of 'exact', found \"1\""),
+        (
+            'reward = "last_number"\nrewards = {exact = 1}',
+            "task.reward: expected to be unset where task.rewards is set",
+        ),
+        ("rewards = {exat = 1}", 'task.rewards: expected "exact", "last_number"'),
+        ("rewards = {model = 1}", 'task.rewards: expected a reward other than "model", which is a mesh of its own'),
+        (
+            'grader = "model"',
+            'task.grader: expected a reward other than "model", because a reward model cannot measure',
+        ),
+        ('grader = "no_such:f"', "task.grader = 'no_such:f': No module named 'no_such'"),
+        ('reward = "length"', "task.reward_args: expected longest to be an integer, found none"),
+        (
+            'reward = "length"\nreward_args = {longest = 0}',
+            "task.reward_args: expected longest to be at least 1, found 0",
+        ),
+        (
+            'reward = "regex"\nreward_args = {pattern = "("}',
+            "expected pattern to be a regular expression, found missing )",
+        ),
+        ('reward = "regex"\nreward_args = {patern = "x"}', "expected keys among pattern, found 'patern'; did you mean"),
+        (
+            "reward_args = {longest = 3}",
+            "expected keys among none, because no verifier in use takes any, found 'longest'",
+        ),
+        (
+            'reward = "regex"\nreward_workers = 0',
+            'task.reward_workers: expected at least 1 for "regex", which may hang',
+        ),
+        (
+            'grader = "json_schema"\nreward_args = {schema = "{"}',
+            "expected schema to be a JSON schema or a file, found",
+        ),
+        (
+            'grader = "json_schema"\nreward_args = {schema = "/no/such"}',
+            "expected schema to be a JSON schema or a file",
+        ),
+        (
+            'grader = "format"\nreward_args = {tags = "a b"}',
+            "expected tags to be names such as think,answer, found 'a b'",
+        ),
+        ('grader = "judge"', "task.reward_args: expected judge_url to be a string, found none"),
+        (
+            'grader = "judge"\nreward_args = {judge_url = "host", judge_model = "m"}',
+            "expected judge_url to be a URL such as http://HOST/v1, found 'host'",
+        ),
+        (
+            'grader = "judge"\nreward_args = {judge_url = "http://h/v1", judge_model = "m", judge_key = "NO_KEY_1"}',
+            "expected the environment to have judge_key = 'NO_KEY_1', found none",
+        ),
+    ],
+)
+def test_one_problem_of_rewards(tmp_path: Path, keys: str, message: str) -> None:
+    (problem,) = found(tmp_path, keys)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        'rewards = {exact = 1, last_number = -0.5}\ngrader = "number"',
+        'rewards = {regex = 1, format = 0.1}\nreward_args = {pattern = "^a", tags = "think"}\neval_reward = "exact"',
+        'grader = "judge"\nreward_args = {judge_url = "http://h/v1", judge_model = "m"}',
+        'grader = "json_schema"\nreward_args = {schema = "{}"}',
+    ],
+)
+def test_no_problem_of_rewards(tmp_path: Path, keys: str) -> None:
+    assert found(tmp_path, keys) == []

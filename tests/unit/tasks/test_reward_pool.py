@@ -1,0 +1,212 @@
+"""Reward processes: parallel, killed at their deadline, and what user code does to them."""
+
+import asyncio
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+from titan_rl.tasks.rubric import GRADER, Rubric
+from titan_rl.wire.types import Prompt, Rollout, Verdict
+
+T = TypeVar("T")
+PROMPT = Prompt(0, "q", [], "a", {"level": 3})
+OBEY = Rubric((("support.hostile_rewards:obey", 1.0),))
+PATIENT = Rubric((("support.hostile_rewards:patient", 1.0),))
+
+
+def pooled(limits: PoolLimits, body: Callable[[RewardPool], Awaitable[T]]) -> T:
+    """Run the body with a pool; no process of it is left."""
+
+    async def run() -> T:
+        pool = RewardPool(limits)
+        try:
+            return await body(pool)
+        finally:
+            await pool.close()
+
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    try:
+        return asyncio.run(run())
+    finally:
+        left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+        assert not left, left
+
+
+def judge(pool: RewardPool, texts: Sequence[str], rubric: Rubric = OBEY, attempts: int = 1) -> Awaitable[list[Verdict]]:
+    return pool.verdicts(rubric, PROMPT, [Rollout([], text, math.nan) for text in texts], attempts)
+
+
+def test_slow_rewards_are_called_by_all_workers_at_the_same_time() -> None:
+    """64 rewards of 3 s with 8 workers take about 24 s: here 32 of 0.4 s, which take 12.8 s one after the other."""
+
+    async def body(pool: RewardPool) -> tuple[float, int]:
+        await judge(pool, ["sleep 0.4"] * 16)  # starts the processes
+        began = time.monotonic()
+        verdicts = await judge(pool, ["sleep 0.4"] * 32)
+        assert all(verdict == Verdict(4.0) for verdict in verdicts)
+        return time.monotonic() - began, len(pool._runners)
+
+    seconds, processes = pooled(PoolLimits(8, 60), body)
+    assert processes == 8
+    assert 1.6 <= seconds < 6.4
+
+
+def test_a_fast_reward_has_one_process_and_keeps_its_rows_in_order() -> None:
+    async def body(pool: RewardPool) -> None:
+        for _ in range(20):
+            assert [v.reward for v in await judge(pool, [f"ok {k}" for k in range(10)])] == [*map(float, range(10))]
+        assert len({v.reward for v in await judge(pool, ["pid"] * 20)}) == 1
+
+    pooled(PoolLimits(8, 60), body)
+
+
+def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rewards() -> None:
+    texts = ["ok 1", "regex", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
+
+    async def body(pool: RewardPool) -> list[Verdict]:
+        return await judge(pool, texts)
+
+    found = dict(zip(texts, pooled(PoolLimits(3, 2.0, memory_mb=400), body), strict=True))
+    rewarded = {text: verdict.reward for text, verdict in found.items() if not math.isnan(verdict.reward)}
+    assert rewarded == {"ok 1": 1.0, "fork 2": 2.0, "ok 3": 3.0, "orphan 4": 4.0}
+    for text, said in {
+        "regex": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:17 .*; its process is killed",
+        "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:15 .*; its process is killed",
+        "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:19",
+        "nan": r"to return a finite number, found nan",
+        "exit": r"process ended with exit code 3",
+        "sys.exit": r"SystemExit\(0\)",
+        "leak": r"had \d+ MiB of memory, more than task.reward_memory_mb = 400, and is killed",
+    }.items():
+        assert re.search(said, found[text].error), found[text]
+    assert {text for text, verdict in found.items() if verdict.hung} == {"regex", "sleep 60"}
+
+
+def test_a_regex_that_holds_the_interpreter_stalls_its_worker_only() -> None:
+    async def body(pool: RewardPool) -> None:
+        await judge(pool, ["sleep 0.3"] * 8)
+        stalled = asyncio.ensure_future(judge(pool, ["regex"]))
+        late = 0.0
+        for _ in range(20):
+            began = time.monotonic()
+            assert (await judge(pool, ["ok 1"]))[0].reward == 1.0
+            late = max(late, time.monotonic() - began)
+        assert not stalled.done()
+        assert late < 5
+        (verdict,) = await stalled
+        assert verdict.hung
+
+    pooled(PoolLimits(2, 10.0), body)
+
+
+def test_a_failed_row_has_as_many_attempts_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flaky_reward.py").write_text(
+        textwrap.dedent(f"""
+        from pathlib import Path
+
+        def f(completion):
+            path = Path({str(tmp_path)!r}, completion)
+            path.write_text(path.read_text() + "x" if path.exists() else "x")
+            if len(path.read_text()) < 2 or completion == "never":
+                raise ValueError("not yet")
+            return 1.0
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def body(pool: RewardPool) -> list[Verdict]:
+        return await judge(pool, ["a", "never", "b"], Rubric((("flaky_reward:f", 1.0),)), attempts=3)
+
+    a, never, b = pooled(PoolLimits(1, 60), body)
+    assert (a, b) == (Verdict(1.0), Verdict(1.0))
+    assert "ValueError: not yet" in never.error
+    assert [(tmp_path / name).read_text() for name in ("a", "never", "b")] == ["xx", "xxx", "xx"]
+
+
+def test_async_functions_wait_together_and_one_that_is_late_is_alone() -> None:
+    async def body(pool: RewardPool) -> tuple[list[Verdict], float]:
+        await judge(pool, ["wait 0"], PATIENT)
+        began = time.monotonic()
+        found = await judge(pool, [*["wait 0.5"] * 30, "wait 60"], PATIENT)
+        return found, time.monotonic() - began
+
+    (*good, late), seconds = pooled(PoolLimits(1, 2.0), body)
+    assert all(verdict == Verdict(1.0) for verdict in good)
+    assert late.hung
+    assert "hostile_rewards:patient did not return within 2 s" in late.error
+    assert seconds < 10, "one after the other they take 15 s"
+
+
+def test_a_grader_that_fails_costs_no_reward() -> None:
+    rubric = Rubric((("exact", 1.0),), grader="support.hostile_rewards:obey")
+
+    async def body(pool: RewardPool) -> list[Verdict]:
+        return await judge(pool, ["a", "raise", "exit", "regex", "ok 7"], rubric)
+
+    right, raised, died, hung, graded = pooled(PoolLimits(2, 1.0), body)
+    assert right == Verdict(1.0, {GRADER: 0.0})
+    assert graded == Verdict(0.0, {GRADER: 7.0})
+    for verdict in (raised, died, hung):
+        assert verdict.reward == 0.0
+        assert verdict.parts == {}
+        assert verdict.error.startswith("the grader: ")
+
+
+def test_a_process_that_swells_is_replaced_between_two_calls() -> None:
+    async def body(pool: RewardPool) -> int:
+        pids = set()
+        for _ in range(4):
+            pids |= {v.reward for v in await judge(pool, ["grow", "pid"]) if v.reward > 1}
+        return len(pids)
+
+    assert pooled(PoolLimits(1, 60, memory_mb=1000), body) == 4
+
+
+def test_a_reward_that_cannot_be_imported_fails_its_answers_by_name() -> None:
+    async def body(pool: RewardPool) -> list[Verdict]:
+        return await judge(pool, ["a", "b"], Rubric((("no_such_module:f", 1.0),)))
+
+    assert ["No module named 'no_such_module'" in v.error for v in pooled(PoolLimits(1, 60), body)] == [True, True]
+
+
+def test_reward_processes_die_with_a_killed_controller() -> None:
+    """Also one whose interpreter is held, which reads no end of file."""
+    program = """
+        import asyncio, math, os
+        from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+        from titan_rl.tasks.rubric import Rubric
+        from titan_rl.wire.types import Prompt, Rollout
+
+        async def main():
+            pool = RewardPool(PoolLimits(2, None))
+            texts = ["pid", "regex"]
+            asked = [asyncio.ensure_future(pool.verdicts(
+                Rubric((("support.hostile_rewards:obey", 1.0),)), Prompt(0, "", [], ""), [Rollout([], t, math.nan)]
+            )) for t in texts]
+            print(int((await asked[0])[0].reward), flush=True)
+            await asked[1]
+
+        asyncio.run(main())
+    """
+    support = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": f"{Path(support).parent}:{support}"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
+        assert controller.stdout is not None
+        worker = psutil.Process(int(controller.stdout.readline()))
+        workers = [worker, *psutil.Process(controller.pid).children()]
+        controller.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive

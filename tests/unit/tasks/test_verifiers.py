@@ -1,0 +1,189 @@
+"""Built-in verifiers, and the model as judge, against a server of this process."""
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from titan_rl.tasks.rewards import Answered
+from titan_rl.tasks.rubric import Rubric, Scorer
+from titan_rl.tasks.verifiers import VERIFIERS
+from titan_rl.wire.types import Prompt, Verdict
+
+
+def verified(name: str, text: str, answer: str = "", row: dict[str, Any] | None = None, **arguments: Any) -> float:
+    prompt = Prompt(0, "q", [], answer, row or {})
+    return VERIFIERS[name](arguments)(prompt, Answered(text, [0] * len(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "tolerance", "reward"),
+    [
+        ("about 3.14", "3.14159", 1e-2, 1.0),
+        ("about 3.14", "3.14159", 1e-6, 0.0),
+        ("-2", "-2.0", 0.0, 1.0),
+        ("none", "1", 0.1, 0.0),
+        ("1/3", "0.333333", 1e-5, 1.0),
+        ("so 5", "x #### 5", 0.0, 1.0),
+    ],
+)
+def test_numbers_within_a_tolerance(text: str, answer: str, tolerance: float, reward: float) -> None:
+    assert verified("number", text, answer, tolerance=tolerance) == reward
+
+
+def test_patterns_are_the_argument_or_the_reference() -> None:
+    assert verified("regex", "yes, 12", pattern=r"^yes.*\d{2}$") == 1.0
+    assert verified("regex", "no", "y", pattern="^yes") == 0.0
+    assert verified("regex", "abc", "b.$") == 1.0
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ('{"n": 1}', 1.0),
+        ('{"n": "1"}', 0.0),
+        ("[]", 0.0),
+        ("{", 0.0),
+        ("[" * 100_000, 0.0),
+        ('first ```json\n{}\n``` then\n```json\n{"n": 2}\n``` done', 1.0),
+        ('```\n{"n": 2}\n``` then ```\n{}\n```', 0.0),
+    ],
+)
+def test_json_is_held_to_a_schema(text: str, reward: float) -> None:
+    assert verified("json_schema", text, schema=json.dumps(SCHEMA)) == reward
+    assert verified("json_schema", text, json.dumps(SCHEMA)) == reward
+    assert verified("json_schema", text, "", {"schema": SCHEMA}) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think>\n<answer>b</answer>", 1.0),
+        ("<answer>b</answer>", 0.5),
+        ("<think>a</think><answer>b", 0.0),
+        ("<think>a</think><answer>b</answer> and more", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a<think></think><answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_in_their_order(text: str, reward: float) -> None:
+    assert verified("format", text) == reward
+
+
+@pytest.mark.parametrize(("n", "reward"), [(0, 1.0), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)])
+def test_length_falls_to_nothing_at_twice_the_longest(n: int, reward: float) -> None:
+    assert verified("length", "x" * n, longest=10) == reward
+
+
+def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself need not be here; what it is asked is its own interface (0.9)."""
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"pip install titan-rl\[math\]"):
+        VERIFIERS["math"]({})
+    asked: list[Any] = []
+
+    def parse(pred: str, *, parsing_timeout: int, raise_on_error: bool) -> list[Any]:
+        assert raise_on_error, "or an answer that takes too long is silently wrong"
+        asked.append(pred)
+        return [pred.strip("$")] if pred else []
+
+    def verify(gold: list[Any], target: list[Any], *, timeout_seconds: int, raise_on_error: bool) -> bool:
+        return gold == target
+
+    fake = ModuleType("math_verify")
+    fake.__dict__.update(parse=parse, verify=verify)
+    monkeypatch.setitem(sys.modules, "math_verify", fake)
+    assert verified("math", "x+1", "x+1") == 1.0
+    assert verified("math", "x", "$x+1$") == 0.0
+    assert asked == ["$x+1$", "x+1", "$x+1$", "x"]
+    fake.__dict__["parse"] = lambda pred, **how: []
+    with pytest.raises(ValueError, match="expects an expression in the reference answer, found 'no'"):
+        verified("math", "x", "no")
+
+
+# -- a model as judge -------------------------------------------------------------------------------------------------
+
+KEY = "sk-very-secret-7"
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, reply: Callable[[dict[str, Any]], Any], texts: list[str], seconds: float = 30
+) -> tuple[list[Verdict], list[dict[str, Any]]]:
+    """Have answers judged by a server whose reply is made from the request."""
+    monkeypatch.setenv("MY_JUDGE", KEY)
+    seen: list[dict[str, Any]] = []
+
+    async def post(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen.append({"body": body, "key": request.headers.get("Authorization")})
+        found = reply(body)
+        if isinstance(found, web.StreamResponse):
+            return found
+        if found is None:
+            await asyncio.sleep(60)
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": found}}]})
+
+    async def body() -> list[Verdict]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", post)
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        arguments = {"judge_url": f"http://127.0.0.1:{port}/v1/", "judge_model": "m", "judge_key": "MY_JUDGE"}
+        scorer = Scorer(Rubric((("judge", 1.0),), arguments=tuple(arguments.items())))
+        prompt, answers = Prompt(0, "the question {answer}", [], "the reference"), [Answered(text) for text in texts]
+        try:
+            return await asyncio.to_thread(
+                lambda: [v for _, v in scorer.verdicts(prompt, answers, range(len(texts)), seconds=seconds)]
+            )
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(body()), seen
+
+
+def test_a_judge_is_asked_about_each_answer_and_its_number_is_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, seen = judged(
+        monkeypatch, lambda body: "**10**" if "good" in str(body) else "I say 3.", ["good {scale}", "bad"]
+    )
+    assert found == [Verdict(1.0), Verdict(0.3)]
+    assert {each["key"] for each in seen} == {f"Bearer {KEY}"}
+    asked = sorted(each["body"]["messages"][0]["content"] for each in seen)[1]
+    assert "the question {answer}" in asked, "no text can name a field"
+    assert "good {scale}" in asked
+    assert "the reference" in asked
+    assert seen[0]["body"]["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (lambda body: "no idea", "expected the judge to reply with a number from 0 to 10, found 'no idea'"),
+        (lambda body: "11", "expected the judge to reply with a number from 0 to 10, found '11'"),
+        (lambda body: web.Response(status=429, text=f"slow down, {KEY}"), "answered 429: slow down, ***"),
+        (
+            lambda body: web.Response(text="<html>"),
+            "expected the judge to reply with a number from 0 to 10, found '<html>'",
+        ),
+        (lambda body: None, "judge did not return within 1 s"),
+    ],
+)
+def test_a_judge_that_fails_is_named_and_gives_no_reward(
+    monkeypatch: pytest.MonkeyPatch, reply: Callable[[dict[str, Any]], Any], error: str
+) -> None:
+    (verdict,), _ = judged(monkeypatch, reply, ["x"], seconds=1.0)
+    assert math.isnan(verdict.reward)
+    assert error in verdict.error
+    assert KEY not in verdict.error

@@ -1,0 +1,178 @@
+"""The OpenAI-compatible server for anybody's client: each request is a conversation of its own.
+
+    http://HOST:PORT/v1/{models,chat/completions,completions}      http://HOST:PORT/inference/v1/generate
+
+Unlike an agent's endpoint, one key opens it, and clients choose how to sample. What is not supported is refused, never
+ignored.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+
+from titan_rl.agents.agent_session import AgentSession, Asks, Refused, Said, Wish
+from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.episodes import EpisodeOver, Limits
+from titan_rl.agents.openai_endpoint import Answers, Body, OpenAIEndpoint, authorize, bad_request, json_body, replied
+from titan_rl.agents.play import Sampled
+from titan_rl.text.template import Message
+from titan_rl.wire.errors import RequestRefused
+from titan_rl.wire.types import Generates, Prompt, Request, Sampling
+
+MOST_ANSWERS = 4096  # to one request
+MOST_STOPS = 16
+NO_LIMITS = Limits(max_turns=1 << 30, max_tokens=0, turn_seconds=0, rollout_seconds=0)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "best_of": (1,),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+}
+"""What a client may send only with a value that changes nothing."""
+
+
+class PolicyEndpoint(OpenAIEndpoint):
+    root = ""
+
+    def __init__(
+        self, generators: Generates, renderer: Renderer, *, key: str, sampling: Sampling, context: int, model: str
+    ) -> None:
+        """`sampling` is what a client does not choose; `context` is the most tokens of a prompt and its answer."""
+        super().__init__(model)
+        self._generators, self._renderer, self._access = generators, renderer, key
+        self._sampling, self._context = sampling, context
+        self._numbers = itertools.count()
+
+    def _session(self, request: web.Request) -> AgentSession:
+        authorize(request, self._access)
+        return self._fresh(self._sampling, 0, ())
+
+    def _route(self, answers: Answers) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handled(request: web.Request) -> web.StreamResponse:
+            authorize(request, self._access)
+            body = json_body(await request.read())
+            chosen = body.get("sampling_params") or body
+            sampling, seed, stops, n = self._wishes(chosen if isinstance(chosen, dict) else {})
+            each = [{**one, "n": 1} for one in one_by_one(body) for _ in range(n)]
+            if len(each) > MOST_ANSWERS:
+                raise bad_request(f"n, prompt: expected at most {MOST_ANSWERS} answers, found {len(each)}")
+            sessions = [self._fresh(sampling, seed + i, stops) for i in range(len(each))]
+            found = await asyncio.gather(*map(answers, sessions, each))
+            return await replied(request, body, *together(found))
+
+        return handled
+
+    def _wishes(self, body: Body) -> tuple[Sampling, int, Sequence[str], int]:
+        """Return how to sample, the seed, the texts that end an answer, and the number of answers per prompt."""
+        for name, neutral in NEUTRAL.items():
+            if body.get(name) is not None and body[name] not in neutral:
+                raise bad_request(f"{name}: expected none, because it is not supported, found {body[name]!r}")
+        temperature = _number(body, "temperature", self._sampling.temperature, 0.0, 2.0)
+        if 0 < temperature < 0.01:
+            raise bad_request(f"temperature: expected 0 or a number of at least 0.01, found {temperature:g}")
+        top_p = _number(body, "top_p", self._sampling.top_p, 1e-6, 1.0)
+        seed = secrets.randbelow(2**31) if body.get("seed") is None else body["seed"]
+        if type(seed) is not int:
+            raise bad_request(f"seed: expected an integer, found {seed!r}")
+        given = body.get("stop") or ()
+        stops = (given,) if isinstance(given, str) else given
+        if not all(isinstance(stop, str) and stop for stop in stops) or len(stops) > MOST_STOPS:
+            raise bad_request(f"stop: expected at most {MOST_STOPS} texts, found {given!r}")
+        n = 1 if body.get("n") is None else body["n"]
+        if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
+            raise bad_request(f"n: expected an integer from 1 to {MOST_ANSWERS}, found {n!r}")
+        return replace(self._sampling, temperature=temperature, top_p=top_p), seed, stops, n
+
+    def _fresh(self, sampling: Sampling, seed: int, stops: Sequence[str]) -> AgentSession:
+        """Return the session of one answer."""
+        opening = self._renderer.tokenizer.opening
+
+        async def ask(
+            kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        ) -> Sampled:
+            tokens = [*opening[:kept], *new]
+            room = self._context - len(tokens)
+            if room < 1:
+                raise EpisodeOver("context_overflow")
+            number = next(self._numbers)
+            limited = replace(sampling, max_new_tokens=min(most or sampling.max_new_tokens, room))
+            try:
+                (completion,) = await self._generators.generate(
+                    Request(f"serve-{number}", tokens, [seed % 2**31], limited)
+                )
+            except RequestRefused as error:
+                raise Refused(HTTPStatus.BAD_REQUEST, "invalid_request", str(error)) from error
+            return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
+
+        return OneAnswer(Prompt(0, "", opening, ""), self._renderer, ask, stops)
+
+
+class OneAnswer(AgentSession):
+    """A session whose answer ends before the first of the texts `stops`."""
+
+    def __init__(self, prompt: Prompt, renderer: Renderer, ask: Asks, stops: Sequence[str]) -> None:
+        super().__init__(prompt, renderer, NO_LIMITS, ask)
+        self._stops = stops
+
+    async def complete(self, prompt: str, wish: Wish) -> Said:
+        return self._cut(await super().complete(prompt, wish))
+
+    async def generate(self, tokens: Sequence[int], wish: Wish) -> Said:
+        return self._cut(await super().generate(tokens, wish))
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wish: Wish) -> Said:
+        return self._cut(await super().chat(messages, tools, wish))
+
+    def _cut(self, said: Said) -> Said:
+        """Return what was said up to the first stop. The tokens and their log-probs stay whole."""
+        text, message = first_part(said.text, self._stops), dict(said.message)
+        if isinstance(content := message.get("content"), str):
+            message["content"] = first_part(content, self._stops)
+        if (text, message) == (said.text, said.message):
+            return said
+        return said._replace(text=text, message=message, sampled=said.sampled._replace(finish="stop"))
+
+
+def first_part(text: str, stops: Sequence[str]) -> str:
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def one_by_one(body: Body) -> list[Body]:
+    """Return a body for each prompt of a batch of texts or of token lists."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(each, str | list) for each in prompt):
+        return [{**body, "prompt": each} for each in prompt]
+    return [body]
+
+
+def together(found: Sequence[tuple[Any, list[Any]]]) -> tuple[Any, list[Any]]:
+    """Return several replies as one whose choices are numbered."""
+    if len(found) == 1:
+        return found[0]
+    (first, _), replies = found[0], [reply for reply, _ in found]
+    choices = [{**choice, "index": i} for i, reply in enumerate(replies) for choice in reply["choices"]]
+    usage = {name: sum(reply["usage"][name] for reply in replies) for name in first["usage"]}
+    chunks = [
+        {**chunk, "choices": [{**choice, "index": i} for choice in chunk["choices"]]}
+        for i, (_, parts) in enumerate(found)
+        for chunk in parts
+    ]
+    return {**first, "choices": choices, "usage": usage}, chunks
+
+
+def _number(body: Body, name: str, default: float, low: float, high: float) -> float:
+    value = default if body.get(name) is None else body[name]
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise bad_request(f"{name}: expected a number from {low:g} to {high:g}, found {value!r}")
+    return float(value)

@@ -1,0 +1,174 @@
+"""`python -m titan_rl.eval RUN|CHECKPOINT|FOLDER`: evaluate trained weights, without training.
+
+Exit codes: 0 evaluated, 1 it failed, or a set has no score, 2 bad usage, 130 stopped.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.config.eval_sets import HELD_OUT, problems_of
+from titan_rl.config.sections import Config
+from titan_rl.deployed import (
+    DONE,
+    FAILED,
+    TARGET,
+    Chosen,
+    Refused,
+    choose,
+    drive,
+    enter,
+    exported,
+    in_own_network,
+    named_refusals,
+    overrides_of,
+    refuse_sets,
+    setup_of,
+)
+
+if TYPE_CHECKING:
+    from titan_rl.preflight.setup import Setup
+    from titan_rl.record.evaluation import Evaluation
+    from titan_rl.record.terminal import Terminal
+
+PROG = "titan_rl.eval"
+
+
+def main(argv: Sequence[str]) -> int:
+    with named_refusals(PROG):
+        options, rest = parser().parse_known_args(argv)
+        chosen = choose(options.target, options.step, options.config, overrides_of(rest))
+        config, default = with_sets(chosen.config, options)
+        return in_own_network(PROG, config, lambda scratch: evaluate(chosen, config, default, options.json, scratch))
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROG}",
+        description="Sample and score evaluation sets with trained weights, as the run itself does: the same problems, "
+        "seeds, rewards and engine. Nothing is written to the run, which may be active.",
+        epilog="Any key of the config: --section.key VALUE, such as --generator.replicas 2. Start it in the folder in "
+        "which the run was started, if its config has relative paths.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=Path, help=TARGET)
+    parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
+    parser.add_argument("--config", metavar="NAME|FILE", help="config to evaluate by; default: that of the run")
+    names = f'a set of [eval.sets], "{HELD_OUT}", or NAME=FILE.jsonl; may be repeated. Default: all of the config\'s'
+    parser.add_argument("--set", metavar="NAME[=FILE]", action="append", default=[], dest="sets", help=names)
+    parser.add_argument(
+        "--samples", metavar="N", type=int, help="answers per problem; greedy sets are sampled at rollout.temperature"
+    )
+    parser.add_argument("--temperature", metavar="T", type=float, help="of the sampling; 0: greedy")
+    parser.add_argument("--size", metavar="N", type=int, help="first problems of each set; 0: all")
+    parser.add_argument("--reward", metavar="NAME", help="reward, as task.eval_reward")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON, and the progress to stderr")
+    return parser
+
+
+def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool]:
+    """Return the config with the chosen sets, and whether the held-out problems are measured as the run does."""
+    known: dict[str, dict[str, Any]] = {**config.eval.sets}
+    if HELD_OUT not in known and config.eval.size:
+        known = {HELD_OUT: {}, **known}
+    given = dict(name.partition("=")[::2] for name in options.sets)
+    for name, path in given.items():
+        if path:
+            known[name] = {**known.get(name, {}), "path": path}
+        elif name not in known:
+            expected = f"one of {', '.join(known)}, or NAME=FILE" if known else "NAME=FILE.jsonl"
+            raise Refused(f"--set: expected {expected}, found {name}")
+    wishes = {key: getattr(options, key) for key in ("samples", "temperature", "size", "reward")}
+    wishes = {key: value for key, value in wishes.items() if value is not None}
+    tables = {name: {**known[name], **wishes} for name in given or known}
+    for each in tables.values():
+        if (options.samples or 1) > 1 and not each.get("temperature") and options.temperature is None:
+            each["temperature"] = config.rollout.temperature
+    default = tables.get(HELD_OUT) == {} and HELD_OUT not in config.eval.sets
+    if default:
+        del tables[HELD_OUT]
+        if (config.task.eval_reward or config.task.reward) == "model":
+            why = "because that of the run is a reward model"
+            raise Refused(f"--reward: expected one for the held-out problems, {why}, found none")
+    if not tables and not default:
+        raise Refused("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
+    if found := list(problems_of(tables)):
+        raise Refused("; ".join(found))
+    return replace(config, eval=replace(config.eval, sets=tables)), default
+
+
+def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scratch: Path) -> int:
+    from titan_rl.record.terminal import Terminal, open_console
+
+    terminal = Terminal(open_console(sys.stderr) if as_json else None)
+    if chosen.folder is None:
+        refuse_sets(config)  # before an export of half a minute
+    with terminal.phase(f"weights: {chosen.name}"):
+        folder = exported(chosen, scratch)
+    setup = setup_of(config, folder, scratch)
+    problems = [*([setup.heldout] if default else []), *setup.eval_sets]
+    found: list[Evaluation] = []
+
+    async def work() -> int:
+        found.extend(await measured(setup, problems, terminal))
+        return FAILED if any(each.hopeless for each in found) else DONE
+
+    code = drive(work, terminal)
+    if found:
+        print(json.dumps(as_data(chosen, found))) if as_json else open_console(sys.stdout).print(table(found))
+    return code
+
+
+async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
+    from titan_rl.rollout.player import Player, SingleTurn
+    from titan_rl.rollout.session import SessionLimits
+    from titan_rl.train.launch import launch_loaded
+
+    config, found = setup.config, []
+    async with launch_loaded(setup, terminal) as (generators, environments, watch):
+        player = Player(
+            environments or SingleTurn(),
+            generators,
+            setup.tokenizer.decode,
+            limits=SessionLimits.of(config, played=environments is not None),
+            attempts=config.fault.environment_attempts,
+        )
+        for each in problems:
+            with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):
+                found.append(await watch.drive(each.measure(player.alone, terminal.warn)))
+    return found
+
+
+def as_data(chosen: Chosen, found: "Sequence[Evaluation]") -> dict[str, Any]:
+    sets = {each.name or HELD_OUT: {"problems": each.size, "metrics": each.metrics, **each.line} for each in found}
+    return {"weights": chosen.name, "sets": sets}
+
+
+def table(found: "Sequence[Evaluation]") -> Any:
+    """Return a table with one row per metric of a set."""
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("set", "metric"):
+        shown.add_column(name)
+    for name in ("value", "95% interval", "problems", "failed"):
+        shown.add_column(name, justify="right")
+    for each in found:
+        name, failed = each.name or HELD_OUT, f"{len(each.failures)} of {each.size * each.samples}"
+        rows = each.estimates if each.name else {"eval/score": each.average}
+        for metric, e in rows.items():
+            value = ("no score", "") if each.hopeless else (f"{e.value:.4f}", f"{e.low:.4f} - {e.high:.4f}")
+            shown.add_row(name, metric, *value, str(each.size), failed)
+    return shown
+
+
+def entry() -> None:
+    enter(lambda: main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry()

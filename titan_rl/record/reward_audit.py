@@ -1,0 +1,311 @@
+"""Looks for rewards that were won without the task: what `python -m titan_rl.audit --rewards RUN` prints.
+
+    rollouts.jsonl, ledger.jsonl, config.toml -> the first and the last third of the steps -> facts, suspicions, samples
+
+A gain between the two periods is split (Kitagawa): by how much would the mean reward have changed if each length (or
+format) had kept its own mean, and only their frequencies had changed? If that is most of the gain, the policy has
+learned to be long (or to look right). Such a number is a reason to read the named samples, and no proof.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from titan_rl.config.toml import ConfigError, load
+from titan_rl.record.ledger import Damaged, events
+from titan_rl.record.lines import whole_lines
+
+ROLLOUTS = "rollouts.jsonl"
+GRADER = "grader"  # as tasks/rubric.py calls it
+PERIODS = 3  # the first and the last of so many are compared
+ALONE = 0.7
+"""Share of a gain from which one feature alone is suspicious."""
+FOLLOWS = 0.3
+"""Share of the reward's gain, in standard deviations, that an honest grader is expected to show."""
+DOMINATES = 0.9
+"""Share of the reward's spread within groups from which a component dominates."""
+AGREES = 0.5
+"""Correlation with the grader from which a component may dominate."""
+EVERYWHERE = 4
+"""Prompts with different references that one text answers."""
+SHOWN = 3  # samples that are named per suspicion
+SUSPECT = "suspect: "
+MARKS = ("<think>", "</think>", "\\boxed", "```", "####", "{", "\n\n", "- ", "**")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the audit keeps of a line of rollouts.jsonl."""
+
+    step: int
+    prompt: int
+    sample: int
+    reward: float
+    parts: Mapping[str, float]
+    tokens: int
+    text: int  # checksum
+    answer: int  # checksum of the reference
+    format: Hashable
+    shown: str
+
+    @property
+    def name(self) -> str:
+        return f"step {self.step}, prompt {self.prompt}, sample {self.sample}: reward {self.reward:g}"
+
+
+def reward_report(folder: Path) -> list[str]:
+    """Return the report, one line per fact. Suspicions begin with "suspect: "."""
+    samples, unrewarded = _samples(folder)
+    lines = list(_failures(folder, unrewarded, len(samples)))
+    steps = sorted({sample.step for sample in samples})
+    if len(steps) < 2 * PERIODS:
+        return [*lines, f"{len(steps)} steps with rewards: expected at least {2 * PERIODS} to compare periods"]
+    third = len(steps) // PERIODS
+    early = [sample for sample in samples if sample.step <= steps[third - 1]]
+    late = [sample for sample in samples if sample.step >= steps[-third]]
+    gain, noise = _gain(early, late, _reward)
+    first, last = f"steps {steps[0]} to {steps[third - 1]}", f"steps {steps[-third]} to {steps[-1]}"
+    what = f"reward: {_mean(early):.3f} in {first}, {_mean(late):.3f} in {last}"
+    lines.append(f"{what}: a gain of {gain:+.3f}, {'within' if abs(gain) < 2 * noise else 'beyond'} noise")
+    grows = gain > 2 * noise
+    lines += _grader(early, late, gain, grows)
+    lines += _features(early, late, gain, grows)
+    lines += _duplicates(early, late)
+    return [*lines, *_components(folder, early, late, gain, grows)]
+
+
+def _samples(folder: Path) -> tuple[list[Sampled], int]:
+    """Return the answers that have a reward, and the number of those that have none."""
+    found, unrewarded = list[Sampled](), 0
+    for line in whole_lines(folder / ROLLOUTS):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            row = json.loads(line)
+            if row["kind"] != "rl":
+                continue
+            if row["reward"] is None:
+                unrewarded += 1
+                continue
+            found.append(_sampled(row))
+    return found, unrewarded
+
+
+def _sampled(row: Mapping[str, Any]) -> Sampled:
+    text = row["text"]
+    parts = {key: float(value) for key, value in row.get("rewards", {}).items() if value is not None}
+    ends = text.rstrip()[-1:]
+    kind = "digit" if ends.isdigit() else "letter" if ends.isalpha() else ends
+    form = (row["finish"], kind, *(mark in text for mark in MARKS), min(text.count("\n"), 8))
+    shown = " ".join(text.split())
+    return Sampled(
+        int(row["step"]),
+        int(row["prompt_id"]),
+        int(row["sample"]),
+        float(row["reward"]),
+        parts,
+        sum(row["mask"]),
+        zlib.crc32(text.encode(errors="replace")),
+        zlib.crc32(str(row["answer"]).encode(errors="replace")),
+        form,
+        repr(shown if len(shown) <= 100 else f"{shown[:97]}..."),
+    )
+
+
+def _reward(sample: Sampled) -> float:
+    return sample.reward
+
+
+def _mean(samples: Sequence[Sampled], of: Callable[[Sampled], float] = _reward) -> float:
+    return fmean(map(of, samples))
+
+
+def _gain(early: Sequence[Sampled], late: Sequence[Sampled], of: Callable[[Sampled], float]) -> tuple[float, float]:
+    """Return the difference of the means, and its standard error."""
+    spread = [pstdev(map(of, samples)) ** 2 / len(samples) for samples in (early, late)]
+    return _mean(late, of) - _mean(early, of), math.sqrt(sum(spread))
+
+
+def _name(samples: Sequence[Sampled], note: Callable[[Sampled], str] = lambda sample: "") -> Iterator[str]:
+    yield from (f"  {sample.name}{note(sample)}: {sample.shown}" for sample in samples[:SHOWN])
+
+
+# -- what failed ------------------------------------------------------------------------------------------------------
+
+
+def _failures(folder: Path, unrewarded: int, rewarded: int) -> Iterator[str]:
+    kinds, first = Counter[str](), dict[str, str]()
+    try:
+        for event in events(folder):
+            if event["event"] == "failed":
+                named = [(f"prompt {event['prompt']}", event["error"])]
+            else:
+                named = [(f"prompt {event['prompt']}, sample {k}", e) for k, e in event.get("errors", {}).items()]
+            for who, error in named:
+                kind = re.sub(r"\d+", "N", error.partition(" at ")[0])[:120]
+                kinds[kind] += 1
+                first.setdefault(kind, f"{who}: {error[:200]}")
+    except (OSError, Damaged, KeyError) as error:
+        yield f"the ledger cannot be read to its end: {error}"
+    if unrewarded:
+        yield f"{unrewarded} of {unrewarded + rewarded} answers of trained groups have no reward"
+    for kind, count in kinds.most_common(10):
+        yield f"failed {count} time{'s' * (count > 1)}, first {first[kind]}"
+
+
+# -- the grader -------------------------------------------------------------------------------------------------------
+
+
+def _grader(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool) -> Iterator[str]:
+    before, after = ([s for s in samples if GRADER in s.parts] for samples in (early, late))
+    if not before or not after:
+        yield "no grader: task.grader would log another reward of the same answers, which is not trained on"
+        return
+
+    def grade(sample: Sampled) -> float:
+        return sample.parts[GRADER]
+
+    other, noise = _gain(before, after, grade)
+    every = [*before, *after]
+    agreement = [_correlation(samples, _reward, grade) for samples in (before, after)]
+    shown = ["undefined" if math.isnan(each) else f"{each:.2f}" for each in agreement]
+    what = f"grader: {_mean(before, grade):.3f}, then {_mean(after, grade):.3f}: {other:+.3f}"
+    yield f"{what}; its correlation with the reward is {shown[0]}, then {shown[1]}"
+    scale = [pstdev(map(of, every)) or 1.0 for of in (_reward, grade)]
+    follows = (other / scale[1]) / (gain / scale[0]) if grows else math.inf
+    if follows < FOLLOWS or (grows and other < -2 * noise):
+        yield f"{SUSPECT}the reward rose by {gain:.3f} and the grader did not follow ({other:+.3f})"
+        centers = _mean(every), _mean(every, grade)
+
+        def apart(sample: Sampled) -> float:
+            return (sample.reward - centers[0]) / scale[0] - (grade(sample) - centers[1]) / scale[1]
+
+        yield from _name(sorted(after, key=apart, reverse=True), lambda sample: f", grader {grade(sample):g}")
+
+
+def _correlation(samples: Sequence[Sampled], a: Callable[[Sampled], float], b: Callable[[Sampled], float]) -> float:
+    """Return Pearson's; NaN if one of the two is constant."""
+    x, y = [a(sample) for sample in samples], [b(sample) for sample in samples]
+    sx, sy, mx, my = pstdev(x), pstdev(y), fmean(x), fmean(y)
+    if not sx or not sy:
+        return math.nan
+    return fmean((p - mx) * (q - my) for p, q in zip(x, y, strict=True)) / (sx * sy)
+
+
+# -- length and format ------------------------------------------------------------------------------------------------
+
+
+def _features(early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool) -> Iterator[str]:
+    lengths = [_mean(samples, lambda sample: sample.tokens) for samples in (early, late)]
+    centered = _correlation(late, _centered(late, _reward), _centered(late, lambda sample: sample.tokens))
+    told = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
+    yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {told}"
+    if not grows:
+        return
+    features: dict[str, Callable[[Sampled], Hashable]] = {
+        "length": lambda sample: round(4 * math.log2(1 + sample.tokens)),
+        "format": lambda sample: sample.format,
+    }
+    for name, of in features.items():
+        share = _composition(early, late, of) / gain
+        yield f"{name} alone accounts for {share:.0%} of the gain"
+        if share >= ALONE:
+            counts = [Counter(map(of, samples)) for samples in (early, late)]
+            risen = max(counts[1], key=lambda key: counts[1][key] / len(late) - counts[0][key] / len(early))
+            was, now = (count[risen] / len(samples) for count, samples in zip(counts, (early, late), strict=True))
+            what = f"what rose most went from {was:.0%} to {now:.0%} of the answers"
+            yield f"{SUSPECT}{name} alone explains the gain; {what}"
+            yield from _name(sorted([s for s in late if of(s) == risen], key=_reward, reverse=True))
+
+
+def _composition(early: Sequence[Sampled], late: Sequence[Sampled], of: Callable[[Sampled], Hashable]) -> float:
+    """Return the part of the gain that is due to the frequencies of a feature's values."""
+    bins: tuple[defaultdict[Hashable, list[float]], ...] = (defaultdict(list), defaultdict(list))
+    for found, samples in zip(bins, (early, late), strict=True):
+        for sample in samples:
+            found[of(sample)].append(sample.reward)
+    total = 0.0
+    for key in bins[0].keys() | bins[1].keys():
+        rates = [fmean(found[key]) for found in bins if key in found]
+        shift = len(bins[1].get(key, ())) / len(late) - len(bins[0].get(key, ())) / len(early)
+        total += shift * fmean(rates)
+    return total
+
+
+def _centered(samples: Sequence[Sampled], of: Callable[[Sampled], float]) -> Callable[[Sampled], float]:
+    """Return `of` less its mean over the sample's group."""
+    groups: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.step, sample.prompt].append(of(sample))
+    means = {key: fmean(values) for key, values in groups.items()}
+    return lambda sample: of(sample) - means[sample.step, sample.prompt]
+
+
+# -- duplicates -------------------------------------------------------------------------------------------------------
+
+
+def _duplicates(early: Sequence[Sampled], late: Sequence[Sampled]) -> Iterator[str]:
+    shares = []
+    for samples in (early, late):
+        counts = Counter((sample.step, sample.prompt, sample.text) for sample in samples)
+        shares.append(1 - len(counts) / len(samples))
+    yield f"duplicates within groups: {shares[0]:.0%} of the answers, then {shares[1]:.0%}"
+    references: defaultdict[int, set[int]] = defaultdict(set)
+    alike: defaultdict[int, list[Sampled]] = defaultdict(list)
+    for sample in late:
+        references[sample.text].add(sample.answer)
+        alike[sample.text].append(sample)
+    mean = _mean(late)
+    for text in sorted(alike, key=lambda text: -len(alike[text]))[:20]:
+        earned, several = _mean(alike[text]), len(references[text])
+        if several >= EVERYWHERE and earned > mean:
+            yield (
+                f"{SUSPECT}one text answers prompts with {several} different references, {len(alike[text])} times, and "
+                f"earns {earned:.3f}; the mean is {mean:.3f}"
+            )
+            yield from _name(alike[text])
+
+
+# -- components -------------------------------------------------------------------------------------------------------
+
+
+def _components(
+    folder: Path, early: Sequence[Sampled], late: Sequence[Sampled], gain: float, grows: bool
+) -> Iterator[str]:
+    weights: Mapping[str, Any] = {}
+    with suppress(ConfigError, OSError, ValueError):
+        weights = load(folder / "config.toml").task.rewards
+    short = Counter([name.rpartition(":")[2] for name in weights] + [GRADER])
+    labels = {(own if short[own := name.rpartition(":")[2]] == 1 else name): float(w) for name, w in weights.items()}
+    if len(labels) < 2:
+        return
+    total = _centered(late, _reward)
+    spread = fmean(total(sample) ** 2 for sample in late)
+    for label, weight in labels.items():
+
+        def part(sample: Sampled, label: str = label, weight: float = weight) -> float:
+            return weight * sample.parts.get(label, 0.0)
+
+        own = _centered(late, part)
+        share = fmean(own(s) * total(s) for s in late) / spread if spread else 0.0
+        rise = _mean(late, part) - _mean(early, part)
+        told = f", {rise / gain:.0%} of the gain" if grows else ""
+        yield f"component {label}: {share:.0%} of what distinguishes answers to a prompt{told}"
+        if len({part(sample) for sample in late}) == 1:
+            constant = late[0].parts.get(label, 0.0)
+            yield f"component {label} is {constant:g} for every answer at the end: it teaches nothing"
+        if (share >= DOMINATES or (grows and rise / gain >= DOMINATES)) and not _graded_alike(late, part):
+            yield f"{SUSPECT}component {label} dominates the reward"
+            yield from _name(sorted(late, key=part, reverse=True))
+
+
+def _graded_alike(samples: Sequence[Sampled], part: Callable[[Sampled], float]) -> bool:
+    """Return True if the grader agrees with a component, which may then decide."""
+    graded = [sample for sample in samples if GRADER in sample.parts]
+    return bool(graded) and _correlation(graded, part, lambda sample: sample.parts[GRADER]) >= AGREES

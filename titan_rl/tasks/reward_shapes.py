@@ -1,0 +1,189 @@
+"""Recognizes a reward function by its signature, and calls it as the library does that it was written for.
+
+    f(prompt, completion, answer, row, messages)             ours: one answer
+    f(prompt, completions, answer, row)                      ours: all answers to a prompt at once
+    f(prompts, completions, completion_ids, **columns)       TRL's reward_funcs: lists with one entry per answer
+    f(data_source, solution_str, ground_truth, extra_info)   verl's compute_score
+
+A function gets those of the keywords that it takes, and may be async.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from titan_rl.tasks.rewards import OFFERED, Answered, given, load_function, number, parameters, shown, taken
+from titan_rl.tasks.verifiers import VERIFIERS
+from titan_rl.wire.types import Prompt
+
+Arguments = Mapping[str, bool | int | float | str]
+
+
+class Score(NamedTuple):
+    value: float | None  # None: the function does not apply to this answer
+    more: Mapping[str, float] = {}  # other numbers that it returned
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A reward function, ready to be called."""
+
+    name: str
+    call: Callable[..., Any]  # of (prompt, answer), or of (prompt, answers) if `at_once`; may return an awaitable
+    read: Callable[[Any], Any]  # makes a Score, or a list of them, of what `call` returned
+    at_once: bool = False  # it judges all answers to a prompt in one call
+    asynchronous: bool = False
+
+
+def component(name: str, arguments: Arguments | None = None) -> Component:
+    """Return the built-in verifier of that name, or the user's "package.module:function"."""
+    if name in VERIFIERS:
+        verify = VERIFIERS[name](arguments or {})
+        return Component(name, verify, lambda value: Score(number(value, name)), asynchronous=asynchronous(verify))
+    function = load_function(name, VERIFIERS)
+    found = {p.name: p for p in parameters(function, name)}
+    spread = any(p.kind is p.VAR_KEYWORD for p in found.values())
+    if "solution_str" in found:
+        return _of_verl(function, name)
+    if "completions" in found and (spread or "prompts" in found):
+        return _of_trl(function, name)
+    return _own(function, name, at_once="completions" in found)
+
+
+def asynchronous(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _own(function: Callable[..., Any], name: str, *, at_once: bool) -> Component:
+    keys = taken(function, name, [*_offered_at_once(Prompt(0, "", [], ""), ())] if at_once else OFFERED)
+
+    def one(prompt: Prompt, answer: Answered) -> Any:
+        return function(**given(keys, prompt, answer))
+
+    def all_at_once(prompt: Prompt, answers: Sequence[Answered]) -> Any:
+        every = _offered_at_once(prompt, answers)
+        return function(**{key: every[key] for key in keys})
+
+    if at_once:
+        return Component(name, all_at_once, lambda found: _scores(found, name, Extras()), at_once=True)
+    plain = Component(name, one, lambda value: Score(number(value, name)))
+    return Component(name, one, plain.read, asynchronous=asynchronous(function))
+
+
+def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, Any]:
+    texts, tokens = [answer.text for answer in answers], [list(answer.tokens) for answer in answers]
+    one = {"prompt": prompt.text, "completions": texts, "completion_ids": tokens}
+    return one | {"answer": prompt.answer, "row": prompt.row}
+
+
+# -- TRL ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Extras:
+    """What a function of TRL's says by log_metric and log_extra. Texts are not kept."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics[str(name)] = float(value)
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        self.columns[str(column)] = list(values)
+
+    def of(self, row: int) -> dict[str, float]:
+        cells = {name: values[row] for name, values in self.columns.items() if row < len(values)}
+        return self.metrics | numbers_of(cells)
+
+
+def _of_trl(function: Callable[..., Any], name: str) -> Component:
+    def call(prompt: Prompt, answers: Sequence[Answered]) -> Any:
+        extras = Extras()
+        found = function(**_columns(function, name, prompt, answers, extras))
+        if not inspect.isawaitable(found):
+            return found, extras
+
+        async def later() -> Any:
+            return await found, extras
+
+        return later()
+
+    return Component(name, call, lambda found: _scores(found[0], name, found[1]), at_once=True)
+
+
+def _columns(
+    function: Callable[..., Any], name: str, prompt: Prompt, answers: Sequence[Answered], extras: Extras
+) -> dict[str, Any]:
+    """Return what TRL calls a reward function with. Of a chat, prompts and completions are lists of messages."""
+    n, chat = len(answers), [dict(message) for message in prompt.messages]
+    said = [[{"role": "assistant", "content": answer.text}] if chat else answer.text for answer in answers]
+    reserved = ("prompt", "completion", "completion_ids")
+    row = {"answer": prompt.answer} | {key: value for key, value in prompt.row.items() if key not in reserved}
+    every: dict[str, Any] = {key: [value] * n for key, value in row.items()} | {
+        "prompts": [chat or prompt.text] * n,
+        "completions": said,
+        "completion_ids": [list(answer.tokens) for answer in answers],
+        "trainer_state": SimpleNamespace(global_step=max((answer.version for answer in answers), default=0)),
+        "log_metric": extras.log_metric,
+        "log_extra": extras.log_extra,
+    }
+    return {key: every[key] for key in taken(function, name, [*every])}
+
+
+def _scores(found: Any, name: str, extras: Extras) -> list[Score]:
+    if not isinstance(found, Sequence) and hasattr(found, "tolist"):  # an array, a tensor
+        found = found.tolist()
+    if not isinstance(found, Sequence) or isinstance(found, str | bytes):
+        raise TypeError(f"task.reward: expected {name!r} to return a list of rewards, found {shown(found)}")
+    values = [None if value is None else (value, name) for value in found]
+    return [Score(None if each is None else _finite(*each), extras.of(row)) for row, each in enumerate(values)]
+
+
+def _finite(value: Any, name: str) -> float:
+    """Return one of several rewards as a float; NaN if it is none, so that the others stay."""
+    try:
+        return number(value, name)
+    except ValueError:
+        return math.nan
+
+
+# -- verl ---------------------------------------------------------------------------------------------------------
+
+
+def _of_verl(function: Callable[..., Any], name: str) -> Component:
+    keys = ["data_source", "solution_str", "ground_truth", "extra_info"]
+    keys = taken(function, name, keys)
+
+    def call(prompt: Prompt, answer: Answered) -> Any:
+        row, model = prompt.row, prompt.row.get("reward_model")
+        truth = model.get("ground_truth", prompt.answer) if isinstance(model, Mapping) else prompt.answer
+        extra = row.get("extra_info")
+        every = {
+            "data_source": row.get("data_source", ""),
+            "solution_str": answer.text,
+            "ground_truth": row.get("ground_truth", truth),
+            "extra_info": dict(extra) if isinstance(extra, Mapping) else {},
+        }
+        return function(**{key: every[key] for key in keys})
+
+    def read(found: Any) -> Score:
+        if not isinstance(found, Mapping):
+            return Score(number(found, name))
+        if "score" not in found:
+            raise TypeError(f"task.reward: expected {name!r} to return a dict with a 'score', found {shown(found)}")
+        return Score(number(found["score"], name), numbers_of({k: v for k, v in found.items() if k != "score"}))
+
+    return Component(name, call, read, asynchronous=asynchronous(function))
+
+
+def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among some values; others cannot be logged."""
+    numbers = dict[str, float]()
+    for key, value in found.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            numbers[str(key)] = float(value)
+    return numbers

@@ -1,0 +1,180 @@
+"""Built-in verifiers: what task.reward, task.rewards, task.eval_reward and task.grader may name.
+
+Each is made from task.reward_args, so that a bad argument is found before a run starts, and judges one answer. Those
+that may hang ("regex", "math", "json_schema") run in reward processes, as a user's functions do.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_rl.sandbox.code_tests import code_tests
+from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
+from titan_rl.tasks.llm_judge import LlmJudge
+from titan_rl.tasks.rewards import BUILT_IN, Answered, Reward, last_number_of
+from titan_rl.wire.types import Prompt
+
+Arguments = Mapping[str, bool | int | float | str]
+Verify = Callable[[Prompt, Answered], Any]
+FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+MATH_SECONDS = 5  # of math-verify's own deadlines; the process's is task.reward_seconds
+
+
+def argument(arguments: Arguments, key: str, kind: type, default: Any = None) -> Any:
+    """Return an argument of task.reward_args. Raise ValueError if it is missing, or of another type."""
+    value = arguments.get(key, default)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        nouns = {str: "a string", int: "an integer", float: "a number"}
+        found = "none" if value is None else repr(value)
+        raise ValueError(f"task.reward_args: expected {key} to be {nouns[kind]}, found {found}")
+    return value
+
+
+def by_text(reward: Reward) -> Callable[[Arguments], Verify]:
+    return lambda arguments: lambda prompt, answer: reward(prompt, answer.text, answer.messages)
+
+
+def near_number(arguments: Arguments) -> Verify:
+    """1.0 if the answer's last number is that of the reference within `tolerance`, relative to the latter."""
+    tolerance = argument(arguments, "tolerance", float, 1e-6)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"task.reward_args: expected a tolerance from 0 to below 1, found {tolerance:g}")
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        expected = last_number_of(prompt.answer.rpartition("####")[2])
+        if expected is None:
+            raise ValueError(f'"number" expects a number in the reference answer, found {prompt.answer[:80]!r}')
+        found = last_number_of(answer.text)
+        return float(found is not None and abs(found - expected) <= tolerance * abs(expected))
+
+    return verify
+
+
+def pattern(arguments: Arguments) -> Verify:
+    """1.0 if `pattern`, or else the reference answer as a pattern, is found in the answer."""
+    given = arguments.get("pattern")
+    try:
+        compiled = None if given is None else re.compile(argument(arguments, "pattern", str))
+    except re.error as error:
+        raise ValueError(f"task.reward_args: expected pattern to be a regular expression, found {error}") from error
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        return float((compiled or re.compile(prompt.answer)).search(answer.text) is not None)
+
+    return verify
+
+
+def json_schema(arguments: Arguments) -> Verify:
+    """1.0 if the answer, or the last fenced block in it, is JSON that the schema accepts. The schema is `schema` (JSON,
+    or a file with it), else the row's column "schema", else the reference answer."""
+    try:
+        import jsonschema
+        from jsonschema.validators import validator_for
+    except ImportError as error:
+        raise ValueError('"json_schema" needs a package: pip install jsonschema') from error
+
+    def validator(schema: Any) -> Any:
+        kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+        kind.check_schema(schema)
+        return kind(schema)
+
+    fixed = None
+    if "schema" in arguments:
+        text = argument(arguments, "schema", str)
+        try:
+            fixed = validator(json.loads(text if text.lstrip().startswith("{") else Path(text).read_text("utf-8")))
+        except (OSError, ValueError, jsonschema.SchemaError) as error:
+            first = str(error).splitlines()[0]
+            raise ValueError(
+                f"task.reward_args: expected schema to be a JSON schema or a file, found {first}"
+            ) from error
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        given = prompt.row.get("schema", prompt.answer)
+        valid = fixed or validator(json.loads(given) if isinstance(given, str) else given)
+        blocks = FENCED.findall(answer.text)
+        try:
+            found = json.loads(blocks[-1] if blocks else answer.text)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(valid.is_valid(found))
+
+    return verify
+
+
+def math(arguments: Arguments) -> Verify:
+    """1.0 if the answer's mathematical expression equals the reference's, by math-verify."""
+    try:
+        from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError('"math" needs a package: pip install titan-rl[math]') from error
+
+    how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}  # what times out is not wrong
+
+    def judge(prompt: Prompt, answer: Answered) -> float:
+        text = prompt.answer
+        gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", **how)
+        if not gold:
+            raise ValueError(f'"math" expects an expression in the reference answer, found {text[:80]!r}')
+        found = parse(answer.text, **how)
+        return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
+
+    return judge
+
+
+def tagged(arguments: Arguments) -> Verify:
+    """The share of `tags` that the answer has as <tag>...</tag>, each once and in this order; 0 if anything else is
+    between or around them."""
+    tags = [tag.strip() for tag in argument(arguments, "tags", str, "think,answer").split(",")]
+    if not all(re.fullmatch(r"\w+", tag) for tag in tags):
+        raise ValueError(f"task.reward_args: expected tags to be names such as think,answer, found {','.join(tags)!r}")
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        rest, good = answer.text.strip(), 0
+        for tag in tags:
+            begin, end = f"<{tag}>", f"</{tag}>"
+            if rest.startswith(begin) and end in rest and rest.count(begin) == rest.count(end) == 1:
+                good, rest = good + 1, rest.partition(end)[2].lstrip()
+        return 0.0 if rest else good / len(tags)
+
+    return verify
+
+
+def length(arguments: Arguments) -> Verify:
+    """1.0 for an answer of at most `longest` tokens, falling linearly to 0.0 at twice as many."""
+    longest = argument(arguments, "longest", int)
+    if longest < 1:
+        raise ValueError(f"task.reward_args: expected longest to be at least 1, found {longest}")
+    return lambda prompt, answer: max(0.0, min(1.0, 2.0 - len(answer.tokens) / longest))
+
+
+def passes_tests(arguments: Arguments) -> Verify:
+    """1.0 if the program in the answer passes the tests of its row, in the sandbox (docs/sandbox.md)."""
+    return lambda prompt, answer: code_tests(answer.text, prompt.answer, prompt.row)
+
+
+VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
+    **{name: by_text(reward) for name, reward in BUILT_IN.items()},
+    "number": near_number,
+    "regex": pattern,
+    "json_schema": json_schema,
+    "math": math,
+    "format": tagged,
+    "length": length,
+    "code_tests": passes_tests,
+    "judge": lambda arguments: LlmJudge(arguments, argument),
+}
+"""By the names that the config uses."""
+TAKES: dict[str, tuple[str, ...]] = {
+    "number": ("tolerance",),
+    "regex": ("pattern",),
+    "json_schema": ("schema",),
+    "format": ("tags",),
+    "length": ("longest",),
+    "judge": JUDGE_ARGUMENTS,
+}
+"""The keys of task.reward_args that each of them reads."""
