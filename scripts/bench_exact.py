@@ -1,75 +1,61 @@
 #!/usr/bin/env python3
-"""Measure what exact mode costs: sampling and training of whole runs, with debug.exact and without.
+"""Measure what exact mode costs: sampling and training, with debug.exact and without, in turn.
 
-    .venv/bin/python scripts/bench_exact.py                     # about 2 minutes
+    .venv/bin/python scripts/bench_exact.py                     # about 3 minutes
     .venv/bin/python scripts/bench_exact.py --presets grpo_llama --rounds 1
 
-Runs of one trainer process and one engine, in turn. "sampling" is tokens per second of the engine's own time,
-"training" trained tokens per second of the trainer's own time; both are medians over a run's steps but the first.
-Appends to docs/benchmarks/exact.csv; a ratio is exact over normal.
+Tokens per CPU second of one process with one thread: an engine that decodes 128 samples of 32 prompts together, and a
+trainer's forward and backward over as many tokens. Appends to docs/benchmarks/exact.csv; a ratio is exact over
+usual.
 """
 
 import argparse
+import os
 import statistics
-import tempfile
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, metric_lines, report, run_to_end
+from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
+from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.launch_env import ENV
 
 COLUMNS = ("part", "case", "way", "measure", *FIGURES, "ratio", "note", *RAN_ON)
-WAYS = {"normal": "false", "exact": "true"}
-KEYS = {
-    "cold_start.steps": 10,
-    "cold_start.stop_at": 0,
-    "rollout.groups_per_step": 32,
-    "parallelism.data_parallel_shard_degree": 1,
-    "hosts.threads": 1,
-    "eval.size": 16,
-    "eval.interval": 0,
-    "checkpoint.interval": 1000,
-}
-MEASURES = {"sampling, tokens/s": "engine/sampling_seconds", "training, tokens/s": "engine/training_seconds"}
+SIDES = Path(__file__).parent / "bench" / "exact_sides.py"
+WAYS = [(side, mode) for side in ("sampling", "training") for mode in ("usual", "exact")]
 
 
-def measured(preset: str, exact: str, steps: int) -> list[float]:
-    """Return tokens per second of sampling and of training."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_to_end(
-            {
-                "config": preset,
-                **KEYS,
-                "debug.exact": exact,
-                "training.steps": 1 + steps,
-                "job.dump_folder": folder,
-            }
-        )
-        lines = metric_lines(Path(folder), "rl")[1:]
-    tokens = {"engine/sampling_seconds": "tokens/sampled", "engine/training_seconds": "tokens/trained"}
-    return [statistics.median(line[tokens[key]] / line[key] for line in lines) for key in MEASURES.values()]
+def measured(side: str, preset: str, mode: str) -> float:
+    """Return tokens per CPU second."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(ENV | vllm_cpu.ENV if side == "sampling" else {})}
+    command = [sys.executable, str(SIDES), side, preset, mode]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    return float(line.removeprefix("FOUND "))
 
 
-def price(preset: str, steps: int, rounds: int) -> Iterator[Row]:
-    found = defaultdict[str, list[list[float]]](list)
-    for _, way in in_turn(WAYS, rounds):
-        found[way].append(measured(preset, WAYS[way], steps))
-    for number, measure in enumerate(MEASURES):
-        values = {way: [each[number] for each in runs] for way, runs in found.items()}
-        for way in WAYS:
-            ratio = statistics.median(values[way]) / statistics.median(values["normal"]) if way == "exact" else None
-            yield Row("exact", preset, measure, values[way], way=way, ratio=ratio, note=f"{steps} steps a run")
+def price(preset: str, rounds: int) -> Iterator[Row]:
+    found = defaultdict[tuple[str, str], list[float]](list)
+    for _, (side, mode) in in_turn(WAYS, rounds):
+        found[side, mode].append(measured(side, preset, mode))
+    for side, mode in WAYS:
+        usual, own = (statistics.median(found[side, each]) for each in ("usual", mode))
+        ratio = own / usual if mode == "exact" else None
+        yield Row("exact", preset, f"{side}, tokens per CPU second", found[side, mode], way=mode, ratio=ratio)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "exact.csv")
     parser.add_argument("--presets", nargs="+", default=["grpo_llama", "grpo_qwen3"])
-    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     a = parser.parse_args()
     for preset in a.presets:
-        report(a.csv, COLUMNS, price(preset, a.steps, a.rounds))
+        report(a.csv, COLUMNS, price(preset, a.rounds))
 
 
 if __name__ == "__main__":

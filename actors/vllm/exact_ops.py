@@ -32,6 +32,8 @@ def use_exact_ops() -> None:
 
     torch.set_num_threads(1)
     utils.dispatch_cpu_unquantized_gemm = _linear_by_parts
+    if RMSNorm.forward is _norm:  # an earlier engine of this process has replaced the rest
+        return
     RMSNorm.forward = _norm
     SiluAndMul.forward = _silu_and_mul
     RotaryEmbedding.forward = _rotate

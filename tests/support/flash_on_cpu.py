@@ -27,12 +27,13 @@ def heads_first(x_TNH: Tensor, heads: int) -> Tensor:
     return x_TNH.transpose(0, 1).float().repeat_interleave(heads // x_TNH.shape[1], 0)
 
 
-def scores(q_NTH: Tensor, k_NTH: Tensor, scale: float) -> Tensor:
+def scores(q_NTH: Tensor, k_NTH: Tensor, scale: float, left: int) -> Tensor:
     queries, keys = q_NTH.shape[1], k_NTH.shape[1]
     future = torch.ones(queries, keys, dtype=torch.bool).triu(
         1 + keys - queries
     )  # aligned to the end, as FlashAttention
-    return (q_NTH @ k_NTH.transpose(1, 2) * scale).masked_fill(future, -math.inf)
+    past = torch.ones_like(future).tril(keys - queries - left - 1) if left >= 0 else ~torch.ones_like(future)
+    return (q_NTH @ k_NTH.transpose(1, 2) * scale).masked_fill(future | past, -math.inf)
 
 
 def forward(
@@ -43,6 +44,7 @@ def forward(
     cum_seq_k: Tensor,
     *_: Any,
     scale: float | None = None,
+    window_size_left: int = -1,
     **__: Any,
 ) -> tuple[Tensor, ...]:
     assert query.dtype == torch.bfloat16
@@ -51,7 +53,7 @@ def forward(
     output, lse_NT = torch.empty_like(query), query.new_empty((n, len(query)), dtype=torch.float32)
     for at, keys in documents(cum_seq_q, cum_seq_k):
         q, k, v = (heads_first(x, n) for x in (query[at], key[keys], value[keys]))
-        scored = scores(q, k, scale)
+        scored = scores(q, k, scale, window_size_left)
         output[at] = (scored.softmax(-1) @ v).transpose(0, 1).to(output.dtype)
         lse_NT[:, at] = scored.logsumexp(-1)
     state = torch.zeros(2, dtype=torch.uint64)
@@ -69,6 +71,7 @@ def backward(
     cum_seq_k: Tensor,
     *_: Any,
     scale: float | None = None,
+    window_size_left: int = -1,
     **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     calls["backward"] += 1
@@ -76,7 +79,7 @@ def backward(
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for at, keys in documents(cum_seq_q, cum_seq_k):
         q, k, v, g = (heads_first(x, n) for x in (query[at], key[keys], value[keys], grad[at]))
-        p = scores(q, k, scale).softmax(-1)
+        p = scores(q, k, scale, window_size_left).softmax(-1)
         dp = g @ v.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         for to, found in zip(grads, (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g), strict=True):

@@ -34,13 +34,13 @@ engine.set_version(0)
 g = torch.Generator().manual_seed(0)
 prompts = [torch.randint(3, 60, (20 + 13 * i,), generator=g).tolist() for i in range(5)]
 prompts.append(prompts[4][:64] + [5, 6])
-seeds, done = list(range(8)), []
-requests = [Request(str(i), p, seeds, Sampling(90, temperature)) for i, p in enumerate(prompts)]
+seeds, done = list(range(6)), []
+requests = [Request(str(i), p, seeds, Sampling(60, temperature)) for i, p in enumerate(prompts)]
 engine.add(requests[:2])
 for _ in range(9):
     done += engine.step()
 engine.add(requests[2:])
-for _ in range(30):
+for _ in range(20):
     done += engine.step()
 engine.suspend()
 state = load_file(after + "/model.safetensors")
@@ -121,8 +121,8 @@ LLAMA3 = {
 }
 FAMILIES = {
     "llama": ("float32", {"num_key_value_heads": 2, "rope_scaling": LLAMA3}),
-    "qwen2": ("bfloat16", {}),
-    "qwen3": ("bfloat16", {"hidden_size": 48, "tie_word_embeddings": True}),
+    "qwen2": ("bfloat16", {"num_key_value_heads": 2}),
+    "qwen3": ("bfloat16", {"num_key_value_heads": 2, "hidden_size": 48, "tie_word_embeddings": True}),
     "mistral": ("float32", {"sliding_window": 37}),
 }
 
@@ -138,7 +138,7 @@ def test_every_log_prob_of_the_newest_weights_has_the_trainers_bits(tmp_path: Pa
     assert engine["cached"] > 0 or family == "mistral"  # vLLM drops what has left the window
     assert engine["recomputed"] > 0
     trainer = told(TRAINER, tmp_path / "after", tmp_path, dtype, 0.7, given=json.dumps(engine["samples"]))
-    assert trainer["fresh"] > 1000
+    assert trainer["fresh"] > 500
     assert trainer["old"] > 100
     for packed in ("plain", "shared"):
         fresh, old = trainer[packed]

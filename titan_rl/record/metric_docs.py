@@ -2,7 +2,7 @@
 
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
-"reward_part/NAME" that of a component of the reward. A set of [eval.sets] logs "eval/NAME/avg@K" and
+"reward_part/NAME" that of a component of the reward, or of the grader. A set of [eval.sets] logs "eval/NAME/avg@K" and
 "eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/evaluation.md).
 """
 
@@ -92,7 +92,7 @@ DOCS: dict[str, str] = {
     "turns/mean": "Mean number of turns of a rollout.",
     "turns/max": "Largest number of turns of a rollout.",
     "branches/mean": "Mean number of branches of a rollout: 1 where every turn's context extends the turn before.",
-    "rollouts/failed": "Rollouts not trained on: their environment failed (stop/error, stop/lost, stop/timeout).",
+    "rollouts/failed": "Rollouts not trained on: the environment (stop/error, lost or timeout) or the reward failed.",
     "rollouts/begun_again": "Times that a rollout began again, because the process of its environment was lost.",
     **{f"stop/{status}": f"Share of the step's rollouts that ended as {status!r}." for status in get_args(Status)},
     "kl/k1": "k1 estimate of the KL to the reference.",

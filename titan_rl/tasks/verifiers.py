@@ -111,7 +111,7 @@ def math(arguments: Arguments) -> Verify:
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ValueError('"math" needs a package: pip install math-verify[antlr4_13_2]') from error
+        raise ValueError('"math" needs a package: pip install titan-rl[math]') from error
 
     how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}  # what times out is not wrong
 

@@ -25,6 +25,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch, Sample
 
 CPU = torch.device("cpu")
+WINDOW = 5  # it begins within most prompts
 ALGORITHMS = {
     "grpo": AlgorithmSection(kl_coef=0.05, entropy_coef=0.01, rejection="geometric", rejection_low=0.2),
     "gspo": AlgorithmSection(name="gspo"),
@@ -53,6 +54,7 @@ def model(family: Family, head: str, device: str = "cpu") -> TitanModel:
         rope_theta=10000.0,
         norm_eps=1e-5,
         tied=False,
+        sliding_window=WINDOW if family == "mistral" else 0,
     )
     config = Config(training=TrainingSection(seq_len=80))
     compute = "float32" if device == "cpu" else "bfloat16"
@@ -144,11 +146,45 @@ def test_a_step_repeats_to_the_last_bit_with_several_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one["gradients"], two["gradients"], strict=True))
 
 
-def test_flash_attention_shares_prompts() -> None:
-    """What CUDA computes in bfloat16, on its operators' CPU kernels: as near as rounding lets it be."""
+@pytest.mark.parametrize("name", ["grpo", "sft", "critic"])
+def test_shared_prompts_in_a_window_are_those_of_plain_rows(name: str) -> None:
+    """The window begins within the prompt, at its end, and beyond it."""
+    samples = with_role_columns([s for prompt in (2, 5, 20) for s in group(4, prompt, 9)], 0)
+    plain, shared = (learnt(name, "mistral", samples, share) for share in (False, True))
+    assert shared["places"] < plain["places"]
+    assert shared["loss"] == pytest.approx(plain["loss"], rel=1e-5, abs=1e-6)
+    for ours, theirs in zip(shared["scores"], plain["scores"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
+    for ours, theirs in zip(shared["gradients"], plain["gradients"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * max(1.0, float(theirs.abs().max())))
+
+
+def test_a_window_hides_what_is_before_it() -> None:
+    """Two layers see at most 2 * (WINDOW - 1) places back: what is before that changes no log-prob, what is in the
+    window does."""
+    tokens, on = np.random.default_rng(0).integers(3, 50, 30).tolist(), model("mistral", "lm")
+    reach = 2 * (WINDOW - 1)
+
+    def last(tokens: list[int]) -> float:
+        (batch,) = batches = rows_of([Sample(tokens, [0] * 29 + [1], {})], ALGORITHMS["sft"], share=False)
+        (scored,) = unpack(batches, [[on.score(rows) for rows in batch.microbatches]], [Sample(tokens, [0] * 29 + [1])])
+        return float(scored[-1])
+
+    def changed(place: int) -> list[int]:
+        return [*tokens[:place], (tokens[place] + 1) % 47 + 3, *tokens[place + 1 :]]
+
+    assert last(changed(28 - reach - 1)) == last(tokens)
+    assert last(changed(28 - reach)) != last(tokens)
+    assert last(changed(28 - WINDOW + 1)) != last(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_flash_attention_shares_prompts(family: Family) -> None:
+    """What CUDA computes in bfloat16, on its operators' CPU kernels: as near as rounding lets it be. In float32 the
+    model's other attention computes the same."""
     samples, found = group(8, 20, 6), []
     with flash_on_cpu() as calls:
-        on = model("llama3", "lm", "cuda")
+        on = model(family, "lm", "cuda")
         before = dict(calls)
         for share in (False, True):
             on.model.zero_grad(set_to_none=False)
@@ -166,6 +202,9 @@ def test_flash_attention_shares_prompts() -> None:
     (plain, ours), (shared, theirs), batch = found[0][:2], found[1][:2], found[1][2]
     assert batch.microbatches[0].segments[:, 3].any()
     np.testing.assert_allclose(plain, shared, atol=0.05)
+    exact, cpu = rows_of(samples, ALGORITHMS["sft"], share=False), model(family, "lm")
+    scored = unpack(exact, [[cpu.score(rows) for rows in b.microbatches] for b in exact], samples)
+    np.testing.assert_allclose(plain, np.stack(scored), atol=0.1)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(a.abs().max()))
 

@@ -1,0 +1,90 @@
+"""Every dense family from a folder that transformers made, against transformers itself, in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.family_folders import CASES, make_folder
+from support.whole_model import whole_model
+from titan_rl.actors.titan.rope import ScaledRoPE
+from titan_rl.actors.titan.spec import adapter, build_spec
+from titan_rl.batch.packing import pack, unpack
+from titan_rl.config.sections import Config, ModelSection, TrainingSection
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.wire.hf_config import rope_of, scaling_of
+from titan_rl.wire.model_families import FAMILIES
+from titan_rl.wire.types import Sample
+
+SEQ_LEN = 160
+cases = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folders")
+
+
+def folder_of(name: str, folders: Path) -> Path:
+    folder = folders / name
+    if not folder.exists():
+        make_folder(name, folder)
+    return folder
+
+
+def test_every_family_has_a_case() -> None:
+    kinds = {CASES[name][0].removesuffix("Config").lower() for name in CASES}
+    assert kinds == {parts.model_type for parts in FAMILIES.values()}
+
+
+@cases
+def test_the_trainers_log_probs_are_transformers(name: str, folders: Path) -> None:
+    """Packed rows of several documents, two of which share a prompt; one is longer than any window."""
+    folder = folder_of(name, folders)
+    shape = shape_of(ModelSection(hf_assets_path=str(folder)))
+    model = whole_model(shape, Config(training=TrainingSection(seq_len=SEQ_LEN)))
+    spec = build_spec(shape, seq_len=SEQ_LEN)
+    tensors = load_file(folder / "model.safetensors")
+    assert {key: tuple(w.shape) for key, w in tensors.items()} == shape.hf_tensors()
+    loaded = model.model.load_state_dict(adapter(spec, None).from_hf(dict(tensors)), strict=False)
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"tok_embeddings.weight"}
+    random = np.random.default_rng(0)
+    prompt = random.integers(3, 128, 40).tolist()
+    texts = [prompt + random.integers(3, 128, n).tolist() for n in (20, 30)]
+    texts.append(random.integers(3, 128, 130).tolist())
+    samples = [Sample(text, [0] + [1] * (len(text) - 1), {}, 40 if i < 2 else 0) for i, text in enumerate(texts)]
+    batches = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=2, pad_id=0, share=True)
+    scored = unpack(batches, [[model.score(rows) for rows in batch.microbatches] for batch in batches], samples)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for text, ours in zip(texts, scored, strict=True):
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            expected = theirs(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        assert np.abs(ours[1:] - expected).mean() < 5e-6
+        np.testing.assert_allclose(ours[1:], expected, atol=5e-5)
+    written = adapter(spec, None).to_hf(model.model.state_dict())
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensors[key]) for key in tensors)
+
+
+@cases
+def test_rotary_tables_are_transformers_to_the_last_bit(name: str, folders: Path) -> None:
+    config = AutoConfig.from_pretrained(folder_of(name, folders))
+    tables = torch.arange(SEQ_LEN)[None]
+    theirs: Any = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    cos, sin = theirs(torch.zeros(1), tables)
+    rope = rope_of(json.loads((folder_of(name, folders) / "config.json").read_text()))
+    shape = shape_of(ModelSection(hf_assets_path=str(folder_of(name, folders))))
+    assert shape.rope_scaling == scaling_of(rope)
+    ours = ScaledRoPE(
+        ScaledRoPE.Config(
+            dim=shape.head_dim, max_seq_len=SEQ_LEN, theta=shape.rope_theta, rope_scaling=shape.rope_scaling
+        )
+    )
+    assert torch.equal(ours.cache, torch.cat([cos[0], sin[0]], dim=-1))
