@@ -112,7 +112,7 @@ def confine(prepared: Prepared, limits: Mapping[str, float]) -> None:
     drop_capabilities()
     if "seccomp" in layers:
         with layer("seccomp"):
-            seccomp.restrict()
+            seccomp.restrict(alone="namespaces" not in layers)
     os.environ.clear()
     path = f"/usr/local/bin:/usr/bin:/bin:{sys.base_prefix}/bin"
     work = f"{scratch}/work"

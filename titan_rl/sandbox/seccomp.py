@@ -42,6 +42,17 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "ioperm": (173, None), "clock_settime": (227, 112), "settimeofday": (164, 170), "adjtimex": (159, 171),
     "clock_adjtime": (305, 266), "vhangup": (153, 58), "nfsservctl": (180, 42),
 }  # fmt: skip
+# Without namespaces the user's other files and processes are there, and Landlock has no say in these.
+REFUSED_ALONE: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "setpriority": (141, 140), "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+}  # fmt: skip
+PRLIMIT = {"x86_64": 302, "aarch64": 261}
 CLONE, CLONE3 = {"x86_64": 56, "aarch64": 220}, 435
 IOCTL = {"x86_64": 16, "aarch64": 29}
 SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
@@ -55,8 +66,8 @@ ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 
 
-def instructions(machine: str = MACHINE) -> list[bytes]:
-    """Return the filter as BPF."""
+def instructions(machine: str = MACHINE, *, alone: bool = False) -> list[bytes]:
+    """Return the filter as BPF. `alone`: there are no namespaces."""
     found: list[bytes] = []
 
     def add(code: int, value: int, if_true: int = 0, if_false: int = 0) -> None:
@@ -77,12 +88,17 @@ def instructions(machine: str = MACHINE) -> list[bytes]:
     add(AT_LEAST, NEWEST + 1, 0, 1)  # also x32
     add(RETURN, FAIL | errno.ENOSYS)
     fail(CLONE3, errno.ENOSYS)  # its flags are in memory, which a filter cannot read; libc falls back to clone
-    for numbers in REFUSED.values():
+    for numbers in [*REFUSED.values(), *(REFUSED_ALONE.values() if alone else ())]:
         if (number := numbers[which]) is not None:
             fail(number, errno.EPERM)
     add(EQUAL, CLONE[machine], 0, 4)
     argument(0)
     add(ANY_BIT, NAMESPACES, 0, 1)
+    add(RETURN, FAIL | errno.EPERM)
+    add(RETURN, ALLOW)
+    add(EQUAL, PRLIMIT[machine], 0, 4)
+    argument(0)
+    add(EQUAL, 0, 1, 0)  # its own limits, which it cannot raise
     add(RETURN, FAIL | errno.EPERM)
     add(RETURN, ALLOW)
     add(EQUAL, SOCKETPAIR[machine], 0, 5)
@@ -101,11 +117,11 @@ def instructions(machine: str = MACHINE) -> list[bytes]:
     return found
 
 
-def restrict() -> None:
+def restrict(*, alone: bool = False) -> None:
     """Put the calling process, and all that it starts, under the filter."""
     if MACHINE not in AUDIT:
         raise OSError(errno.ENOSYS, f"expected {' or '.join(AUDIT)}, found {MACHINE}")
-    program = instructions()
+    program = instructions(alone=alone)
     code = ctypes.create_string_buffer(b"".join(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
     control(NO_NEW_PRIVS, 1)

@@ -29,6 +29,15 @@ MANY = "for _ in range(150):\n  if os.fork() == 0: time.sleep(20); os._exit(0)\n
 LARGE = """
 libc.malloc.restype = ctypes.c_void_p
 if libc.malloc(ctypes.c_size_t(1 << 30)): escaped()"""  # none of it is touched, so nothing but the limit sees it
+METADATA = """
+for change in (lambda: os.chmod('.', 0o777), lambda: os.utime('.'), lambda: os.setxattr('.', 'user.x', b'1')):
+    try: change(); escaped()
+    except OSError: pass"""
+LIMITS_OF_OTHERS = """
+import resource
+resource.prlimit(os.getsid(0), resource.RLIMIT_NOFILE, (99, 99)); escaped()"""
+CORES_OF_OTHERS = "os.sched_setaffinity(os.getsid(0), os.sched_getaffinity(0)); escaped()"
+PRIORITY_OF_OTHERS = "os.setpriority(os.PRIO_PROCESS, os.getsid(0), 5); escaped()"
 HOLDS = {
     "namespaces": {
         **{name: ATTACKS[name] for name in ("read the run's file", "read through a symbolic link", "TCP", "UDP")},
@@ -42,6 +51,12 @@ HOLDS = {
         "signal a process outside": OUTSIDE,
     },
     "seccomp": {
+        "permissions, times and attributes of files": METADATA,
+        "limits of other processes": LIMITS_OF_OTHERS,
+        "cores of other processes": CORES_OF_OTHERS,
+        "priority of other processes": PRIORITY_OF_OTHERS,
+    }
+    | {
         name: ATTACKS[name]
         for name in (
             *("TCP", "UDP", "listen", "abstract Unix socket", "Unix socket with a path", "new user namespace"),

@@ -22,8 +22,9 @@ open("/proc/sys/user/max_user_namespaces", "w").write("0")
 NO_LANDLOCK = """
 import struct
 from titan_rl.sandbox import seccomp
-calls = (seccomp.LOAD, 0, 0, 0), (seccomp.EQUAL, 0, 1, 444), (seccomp.RETURN, 0, 0, seccomp.FAIL | 38)
-seccomp.instructions = lambda: [struct.pack("HBBI", *each) for each in (*calls, (seccomp.RETURN, 0, 0, seccomp.ALLOW))]
+refuse = (seccomp.EQUAL, 0, 1, 444), (seccomp.RETURN, 0, 0, seccomp.FAIL | 38)
+calls = (seccomp.LOAD, 0, 0, 0), *refuse, (seccomp.RETURN, 0, 0, seccomp.ALLOW)
+seccomp.instructions = lambda **_: [struct.pack("HBBI", *each) for each in calls]
 seccomp.restrict()
 """
 TRY = """
@@ -80,7 +81,7 @@ def test_a_sandbox_without_its_two_walls_is_never_made() -> None:
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_of_each_machine_fits_the_kernel(machine: str) -> None:
     program = seccomp.instructions(machine)
-    assert 150 < len(program) < 4096
+    assert 150 < len(program) < len(seccomp.instructions(machine, alone=True)) < 4096
     assert len(set(map(len, program))) == 1
 
 
