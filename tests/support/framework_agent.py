@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).with_name("smol_program.py")
 
 
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """The reward is the share of digits in the answer, so that a policy without a clue has something to learn."""
+    """Run the program. The reward is the share of digits in its answer, which an untrained policy gets too."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = await asyncio.create_subprocess_exec(
         *(os.environ["FRAMEWORK_PYTHON"], str(PROGRAM), base_url, api_key, row["question"]),

@@ -21,7 +21,7 @@ FRAMEWORK = ("smolagents==1.26.0", "openai")
 def test_an_agent_of_smolagents_is_trained_unchanged(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its policy knows nothing, so it makes no call that can be read; every token that it sampled is trained anyway."""
+    """The policy is untrained, so it makes no call that can be read. Every token that it sampled is trained on."""
     python = tmp_path / "framework" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "framework")], check=True)
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", *FRAMEWORK], check=True)

@@ -181,7 +181,8 @@ def task(setup: Setup) -> str:
     count = len(setup.task.train) - len(setup.task.unfit)
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
-    return f"{t.name}: {count:,} problems, {heldout} held out, {reward}"
+    sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
+    return f"{t.name}: {count:,} problems, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:

@@ -92,7 +92,7 @@ DOCS: dict[str, str] = {
     "turns/mean": "Mean number of turns of a rollout.",
     "turns/max": "Largest number of turns of a rollout.",
     "branches/mean": "Mean number of branches of a rollout: 1 where every turn's context extends the turn before.",
-    "rollouts/failed": "Rollouts not trained on: their environment (see stop/*) or their reward failed.",
+    "rollouts/failed": "Rollouts not trained on: the environment (stop/error, lost or timeout) or the reward failed.",
     "rollouts/begun_again": "Times that a rollout began again, because the process of its environment was lost.",
     **{f"stop/{status}": f"Share of the step's rollouts that ended as {status!r}." for status in get_args(Status)},
     "kl/k1": "k1 estimate of the KL to the reference.",

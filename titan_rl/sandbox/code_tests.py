@@ -62,7 +62,7 @@ def row_tests(answer: str, row: Mapping[str, Any]) -> list[str] | dict[str, list
     elif isinstance(found, Sequence) and found and all(isinstance(each, str) for each in found):
         return list(found)
     raise ValueError(
-        'task.reward = "code_tests" expects tests in the column "tests" or in the answer: a program, a list of '
+        '"code_tests" expects tests in the column "tests" or in the answer: a program, a list of '
         f'programs, or {{"inputs": [...], "outputs": [...]}} of the same length, found {str(found)[:80]!r}'
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
 from titan_rl.tasks.rewards import BUILT_IN, Answered, Reward, last_number_of
@@ -151,11 +152,9 @@ def length(arguments: Arguments) -> Verify:
     return lambda prompt, answer: max(0.0, min(1.0, 2.0 - len(answer.tokens) / longest))
 
 
-def code_tests(arguments: Arguments) -> Verify:
-    """1.0 if the program in the answer passes the tests of its row, in the sandbox."""
-    from titan_rl.sandbox import code_tests as sandboxed
-
-    return lambda prompt, answer: sandboxed.code_tests(answer.text, prompt.answer, prompt.row)
+def passes_tests(arguments: Arguments) -> Verify:
+    """1.0 if the program in the answer passes the tests of its row, in the sandbox (docs/sandbox.md)."""
+    return lambda prompt, answer: code_tests(answer.text, prompt.answer, prompt.row)
 
 
 VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
@@ -164,9 +163,9 @@ VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     "regex": pattern,
     "json_schema": json_schema,
     "math": math,
-    "code_tests": code_tests,
     "format": tagged,
     "length": length,
+    "code_tests": passes_tests,
     "judge": lambda arguments: LlmJudge(arguments, argument),
 }
 """By the names that the config uses."""

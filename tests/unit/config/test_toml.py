@@ -191,12 +191,12 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ),
         (
             '[model]\nname = "lama3"',
-            'run.toml: [model] name: expected one of "llama3", "qwen2", "qwen3", "mistral", found "lama3"; '
+            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found "lama3"; '
             "did you mean 'llama3'?",
         ),
         (
             "[model]\nname = [1]",
-            'run.toml: [model] name: expected one of "llama3", "qwen2", "qwen3", "mistral", found [1]',
+            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found [1]',
         ),
         ("[job]\nfresh = true\nfresh = = 3", "run.toml:3:9: Invalid value: fresh = = 3"),
         ('[job]\ndescription = "abc', 'run.toml:2:19: Unterminated string: description = "abc'),

@@ -101,8 +101,8 @@ def test_the_defaults_run() -> None:
         ),
         (
             '[task]\nreward = "exct"',
-            'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "code_tests", '
-            '"format", "length", "judge", "model" or "package.module:function"',
+            'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "format", '
+            '"length", "code_tests", "judge", "model" or "package.module:function"',
         ),
         (
             '[task]\nsystem_prompt = "Be brief."',

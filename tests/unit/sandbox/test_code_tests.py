@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 from titan_rl.config.sections import SandboxSection
+from titan_rl.sandbox import code_tests
 from titan_rl.sandbox.code_tests import examine, program, row_tests, same_lines
+from titan_rl.sandbox.execution import Execution, SandboxRefused, Verdict
 from titan_rl.sandbox.local import LocalSandbox
+from titan_rl.tasks.reward_shapes import component
+from titan_rl.tasks.rewards import Answered
+from titan_rl.wire.types import Prompt
 
 CHEATS = {
     "exit": "import os; os._exit(0)",
@@ -223,6 +228,23 @@ def test_the_shapes_of_rows(name: str, sandbox: LocalSandbox) -> None:
     assert examine(right, answer, row, sandbox).solved
     assert not examine(wrong, answer, row, sandbox).solved
     assert not examine("", answer, row, sandbox).solved
+
+
+def test_the_reward_is_built_in(monkeypatch: pytest.MonkeyPatch, sandbox: LocalSandbox) -> None:
+    monkeypatch.setattr(code_tests, "shared", lambda: sandbox)
+    prompt = Prompt(0, "Double it.", [1], "assert f(3) == 6", {})
+    scores = [component("code_tests").call(prompt, Answered(f"def f(x): return {n} * x")) for n in (2, 3)]
+    assert scores == [1.0, 0.0]
+
+
+def test_nothing_run_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def run_tests_here(self, code: str, tests: list[str], *, setup: str) -> Verdict:
+            return Verdict(0, 1, [], Execution("sandbox_failed", detail="namespaces: no"))
+
+    monkeypatch.setattr(code_tests, "shared", Broken)
+    with pytest.raises(SandboxRefused, match="the sandbox failed: namespaces: no"):
+        code_tests.code_tests("", "assert f(3) == 6", {})
 
 
 def test_a_row_without_tests_is_named() -> None:

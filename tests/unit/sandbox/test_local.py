@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from titan_rl.agents.tools import Toolbox, ToolCall, ToolFailed
@@ -143,6 +144,26 @@ def test_a_server_that_dies_is_named_and_replaced(sandbox: LocalSandbox) -> None
     assert found.status == "sandbox_failed"
     assert found.detail == "the fork server ended with exit code -9"
     assert sandbox.run_here("print(1)").stdout == "1\n"
+
+
+def test_nothing_outlives_its_host() -> None:
+    program = (
+        "import time\nfrom titan_rl.sandbox.local import shared\nprint(shared().run_here('').status, flush=True)\n"
+        "shared().run_here('import os; os.fork(); import time; time.sleep(77)')"
+    )
+    host = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    assert host.stdout.readline() == "ok\n"
+    mine = psutil.Process(host.pid)
+    deadline = time.monotonic() + 60
+    while (
+        len(found := mine.children(recursive=True)) < 5 and time.monotonic() < deadline
+    ):  # the server's, the program's
+        time.sleep(0.01)
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    assert psutil.wait_procs(found, timeout=60)[1] == []
 
 
 def is_server(pid: int) -> bool:

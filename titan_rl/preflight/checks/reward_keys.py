@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.reward_probe import probe
+from titan_rl.sandbox.code_tests import row_tests
 from titan_rl.tasks.jsonl_rows import Example
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN
@@ -21,7 +22,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
     """Check that every reward can be called. A user's function is called once, with the first row's own answer."""
     task = config.task
     yield from _table(task)
-    named = dict.fromkeys([*(name for _, name in rewards_of(task)), *_of_sets(config)])
+    named = dict.fromkeys([*(name for _, name in rewards_of(task)), *rewards_of_sets(config)])
     arguments = {key for name in named for key in TAKES.get(name, ())}
     for key in task.reward_args:
         if key not in arguments:
@@ -39,7 +40,7 @@ def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Ex
         yield from check_callable(f"task.{key}", name, prompt, task)
 
 
-def _of_sets(config: Config) -> list[str]:
+def rewards_of_sets(config: Config) -> list[str]:
     """Return the rewards of [eval.sets], whose tables may not be sound."""
     found = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
     return [name for name in found if isinstance(name, str) and name]
@@ -70,5 +71,7 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
         return
     try:
         component(name, task.reward_args)
+        if name == "code_tests" and prompt is not None:
+            row_tests(prompt.answer, prompt.row)
     except (TypeError, ValueError) as error:
         yield str(error) if str(error).startswith("task.") else f"{key}: {error}"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_rl.config.sections import Config
+from titan_rl.preflight.checks.reward_keys import rewards_of, rewards_of_sets
 from titan_rl.sandbox.cgroup import problems
 from titan_rl.sandbox.local import missing
 from titan_rl.sandbox.requirements import too_weak
@@ -26,17 +27,10 @@ def check_sandbox(config: Config) -> Iterator[str]:
 
 def used_by(config: Config) -> str:
     """Return the key whose code uses the sandbox, as far as its module's text says. Empty: none."""
-    task = config.task
-    named = {
-        "task.reward": task.reward,
-        **{f"task.rewards.{name}": name for name in task.rewards},
-        "task.eval_reward": task.eval_reward,
-        "task.grader": task.grader,
-        "environment.name": config.environment.name,
-        "task.agent": task.agent,
-        **{f"eval.sets.{name}.reward": str(chosen.get("reward", "")) for name, chosen in config.eval.sets.items()},
-    }
-    return next((key for key, name in named.items() if name == "code_tests" or _names_sandbox(name)), "")
+    named = [("environment.name", config.environment.name), ("task.agent", config.task.agent)]
+    named += [(f"task.{key}", name) for key, name in rewards_of(config.task)]
+    named += [("eval.sets", name) for name in rewards_of_sets(config)]
+    return next((key for key, name in named if name == "code_tests" or _names_sandbox(name)), "")
 
 
 def _names_sandbox(name: str) -> bool:
