@@ -129,21 +129,25 @@ def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scrat
 async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
     from titan_rl.rollout.player import Player, SingleTurn
     from titan_rl.rollout.session import SessionLimits
+    from titan_rl.sandbox.local import configure
     from titan_rl.train.launch import launch_loaded
 
     config, found = setup.config, []
-    async with launch_loaded(setup, terminal) as (generators, environments, watch):
-        player = Player(
-            environments or SingleTurn(),
-            generators,
-            setup.tokenizer.decode,
-            limits=SessionLimits.of(config, played=environments is not None),
-            attempts=config.fault.environment_attempts,
-        )
-        for each in problems:
-            with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):
-                found.append(await watch.drive(each.measure(player.alone, terminal.warn)))
-    await setup.judges.close()
+    configure(config.sandbox)  # of code that rewards execute
+    try:
+        async with launch_loaded(setup, terminal) as (generators, environments, watch):
+            player = Player(
+                environments or SingleTurn(),
+                generators,
+                setup.tokenizer.decode,
+                limits=SessionLimits.of(config, played=environments is not None),
+                attempts=config.fault.environment_attempts,
+            )
+            for each in problems:
+                with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):
+                    found.append(await watch.drive(each.measure(player.alone, terminal.warn)))
+    finally:
+        await setup.judges.close()
     return found
 
 
