@@ -58,8 +58,8 @@ class TaskSection:
     reward_seconds: float = bounds(0.0, ge=0, le=MOST_SECONDS)
     """Deadline of one call of a reward function. Its process is killed then, and the answer has no reward. 0:
     rollout.timeout_seconds."""
-    reward_memory_mb: int = bounds(8192, ge=0, le=2**24)
-    """Memory of a reward process in MiB above which it is killed. 0: no limit."""
+    reward_memory_mb: int = bounds(0, ge=0, le=2**24)
+    """Memory of a reward process in MiB above which it is killed. 0: half of the host's."""
     agent: str = ""
     """Your own agent as "package.module:function". It reaches the policy by the URL and key of an OpenAI-compatible
     endpoint, and returns the reward (docs/environments.md). [environment] has its limits; its name stays empty."""

@@ -12,6 +12,7 @@ from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.rubric import Rubric, Scorer
+from titan_rl.wire.cores import host_memory
 from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
 
 
@@ -34,8 +35,9 @@ class RewardJudges:
         task = config.task
         self._seconds = task.reward_seconds or config.rollout.timeout_seconds
         self._workers = task.reward_workers
+        memory = task.reward_memory_mb or host_memory() >> 21
         self._thread = SideThread()
-        self._pool = RewardPool(PoolLimits(task.reward_workers, self._seconds, task.reward_memory_mb))
+        self._pool = RewardPool(PoolLimits(task.reward_workers, self._seconds, memory))
 
     @property
     def parallel(self) -> int:
