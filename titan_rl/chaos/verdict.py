@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from titan_rl.record.summary import known_lines
 SHARED = Path("/dev/shm")
 EXACT_GAP = 1e-7  # between the same weights in float32
 STALE_GAP = 1e-2  # what an update or two change, which the gap includes where samples are older than the weights
+PASSING_SECONDS = 10.0
 LARGEST_GAP = 100.0  # times the median log-prob gap: damaged weights that were served exceed it by orders of magnitude
 
 
@@ -60,10 +62,14 @@ def _gaps(folder: Path) -> Iterator[str]:
 
 
 def _leaked(shared: set[Path]) -> set[Path]:
-    """Return new names that no process has mapped; other runs on this host have theirs mapped."""
+    """Return new names that no process has mapped and that do not go away: other runs on this host have theirs mapped,
+    and other programs use theirs for a moment."""
+    ends = time.monotonic() + PASSING_SECONDS
     new = shared_memory() - shared
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             text = maps.read_text(encoding="utf-8", errors="replace")
             new = {path for path in new if str(path) not in text}
-    return {path for path in new if path.exists()}
+    while (left := {path for path in new if path.exists()}) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return left

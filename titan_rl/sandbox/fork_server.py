@@ -137,7 +137,7 @@ def prepare(settings: dict[str, Any]) -> Prepared:
                 become_unused()
             if not entered:
                 separate(proc, NEWNS, os.geteuid())
-            enter(paths)
+            paths, packages = enter(paths, packages)
             if entered:
                 become_unused()
     else:

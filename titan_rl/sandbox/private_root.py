@@ -24,6 +24,7 @@ SYSTEM = (
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
+PACKAGES = "/packages"  # where installed packages are shown: their own folder may be below SCRATCH, which covers it
 USERS = "code:x:1000:1000::/tmp/work:/bin/sh\n"
 
 
@@ -36,8 +37,11 @@ def visible(packages: str = "") -> list[str]:
     return [path for path in found if os.path.lexists(path)]
 
 
-def enter(paths: list[str]) -> None:
-    """Make a root of `paths`, and leave every other file behind. Needs a mount namespace of its own."""
+def enter(paths: list[str], packages: str = "") -> tuple[list[str], str]:
+    """Make a root of `paths`, and leave every other file behind. Needs a mount namespace of its own. Return the paths
+    and the folder of packages as they are called there."""
+    if os.path.commonpath([sys.base_prefix, SCRATCH]) == SCRATCH:
+        raise OSError(f"expected a Python outside {SCRATCH}, which the sandbox hides, found {sys.base_prefix}")
     mount("", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
     os.mkdir(f"{SCRATCH}/old")
@@ -46,7 +50,7 @@ def enter(paths: list[str]) -> None:
     os.chdir("/")
     mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for path in paths:
-        _show(path)
+        _show(path, PACKAGES if path == packages else path)
     for device in DEVICES:
         _bind(device)
         set_read_only(f"/new{device}", recursive=False, attributes=ATTR_RDONLY | ATTR_NOSUID)
@@ -60,6 +64,9 @@ def enter(paths: list[str]) -> None:
     detach(".")
     os.chdir("/")
     set_read_only("/", recursive=False, attributes=ATTR_RDONLY | ATTR_NOSUID | ATTR_NODEV)
+    if packages not in paths:
+        return paths, packages
+    return [PACKAGES if path == packages else path for path in paths], PACKAGES
 
 
 def mount_scratch(size_mb: int) -> None:
@@ -67,18 +74,18 @@ def mount_scratch(size_mb: int) -> None:
     mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
 
 
-def _show(path: str) -> None:
+def _show(path: str, name: str) -> None:
     old = f"/old{path}"
     if os.path.islink(old):
-        os.makedirs(os.path.dirname(f"/new{path}"), exist_ok=True)
-        os.symlink(os.readlink(old), f"/new{path}")
+        os.makedirs(os.path.dirname(f"/new{name}"), exist_ok=True)
+        os.symlink(os.readlink(old), f"/new{name}")
         return
-    _bind(path)
-    set_read_only(f"/new{path}", recursive=True)
+    _bind(path, name)
+    set_read_only(f"/new{name}", recursive=True)
 
 
-def _bind(path: str) -> None:
-    old, new = f"/old{path}", f"/new{path}"
+def _bind(path: str, name: str = "") -> None:
+    old, new = f"/old{path}", f"/new{name or path}"
     if os.path.isdir(old):
         os.makedirs(new, exist_ok=True)
     else:
