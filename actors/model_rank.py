@@ -18,9 +18,10 @@ from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSecti
 from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import Recorded, span
-from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
+from titan_rl.wire.types import Batch, PhaseName, RoleName
 from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import Offer
 

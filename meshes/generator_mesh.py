@@ -24,8 +24,9 @@ from titan_rl.meshes.routing import Load
 from titan_rl.meshes.spawn import spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.reports import EngineStats, ReaderCost, SyncStats
 from titan_rl.wire.spans import Recorded
-from titan_rl.wire.types import Completion, EngineStats, ReaderCost, Request, SyncStats
+from titan_rl.wire.types import Completion, Request
 from titan_rl.wire.weight_source import Source
 
 POLICY = GeneratorPolicy()

@@ -19,7 +19,8 @@ from titan_rl.meshes.routing import Move
 from titan_rl.meshes.spawn import end
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
-from titan_rl.wire.types import Completion, ReaderCost, Request
+from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.types import Completion, Request
 
 BEATS = 10  # signs of life that an idle engine gives before it counts as hung
 GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says what it was reading

@@ -38,9 +38,10 @@ from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
+from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.sessions import Driver, Plays
-from titan_rl.wire.types import Group, PhaseName, Sample, SyncStats
+from titan_rl.wire.types import Group, PhaseName, Sample
 
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
 

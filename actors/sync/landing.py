@@ -22,7 +22,7 @@ from titan_rl.kernels.pack_weights import window
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
-from titan_rl.wire.types import ReaderCost
+from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import Source
 

@@ -31,9 +31,10 @@ from titan_rl.actors.titan.spec import adapter
 from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.actors.titan.summed_writer import SummedCheckpoints
 from titan_rl.kernels.statistics import Statistics
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Batch, StepStats
+from titan_rl.wire.types import Batch
 
 Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_rl.kernels.statistics import Statistics
-from titan_rl.wire.types import Batch, Difference, StepStats
+from titan_rl.wire.reports import Difference, StepStats
+from titan_rl.wire.types import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from titan_rl.actors.titan.objectives import Objectives
 from titan_rl.actors.titan.phase import Objective, Phase, Schedule, TrainState
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import SnapshotPart
-from titan_rl.wire.types import Batch, PhaseName, RoleName, StepStats
+from titan_rl.wire.types import Batch, PhaseName, RoleName
 
 
 class RoleModel(TitanModel):

@@ -30,7 +30,8 @@ from titan_rl.actors.vllm.vllm_args import engine_args, problem_of
 from titan_rl.config.choices import HeadDtype
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
-from titan_rl.wire.types import Completion, EngineStats, Request
+from titan_rl.wire.reports import EngineStats
+from titan_rl.wire.types import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor

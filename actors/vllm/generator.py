@@ -29,8 +29,9 @@ from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
+from titan_rl.wire.reports import EngineStats, ReaderCost
 from titan_rl.wire.spans import Recorded, Stretch, span
-from titan_rl.wire.types import EngineStats, ReaderCost, Request
+from titan_rl.wire.types import Request
 from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ import psutil
 
 from bench.rows import Row
 from bench.step_shapes import SHAPES
-from titan_rl.wire.types import EngineStats
+from titan_rl.wire.reports import EngineStats
 
 PROMPT_TOKENS = 14
 WARM_UP, WINDOWS = 3.0, 3  # seconds until all sessions have begun; equal parts of the measured time

@@ -13,7 +13,8 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.replica import Replica
 from titan_rl.record.incidents import Incidents
-from titan_rl.wire.types import Completion, ReaderCost, Request
+from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.types import Completion, Request
 
 SETTINGS = EngineSettings(model_dir="none")
 

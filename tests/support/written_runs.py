@@ -30,8 +30,9 @@ from titan_rl.tasks.prompts import PromptSource
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
+from titan_rl.wire.reports import StepStats, SyncStats
 from titan_rl.wire.sessions import Driver
-from titan_rl.wire.types import Completion, Request, Sampling, StepStats, SyncStats
+from titan_rl.wire.types import Completion, Request, Sampling
 
 TIMES: dict[str, float] = dict.fromkeys(
     ("time/step", "time/generate", "time/judge", "time/train", "time/sync", "time/wait"), 1.0

@@ -8,7 +8,7 @@ from support.trainer_cases import LAYOUTS, batches, config, samples
 from titan_rl.config.sections import CheckpointSection, Config, ProfilingSection
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
-from titan_rl.wire.types import StepStats
+from titan_rl.wire.reports import StepStats
 
 
 async def run(config: Config, *, resumed_at: int, last: int) -> tuple[list[float], set[str]]:

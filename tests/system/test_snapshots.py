@@ -30,8 +30,8 @@ from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.errors import RankFailed
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import WRITING, Snapshot, head, snapshot_bytes
-from titan_rl.wire.types import StepStats
 
 ONE = ParallelismSection()
 LARGE = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "hidden_dim": 2048, "n_layers": 4}  # 100 MB of state a rank of two

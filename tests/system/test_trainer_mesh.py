@@ -26,7 +26,7 @@ from titan_rl.config.sections import (
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.prompts import to_judge
-from titan_rl.wire.types import StepStats
+from titan_rl.wire.reports import StepStats
 
 ROLE_STEPS = 4
 AC_STEPS = 4

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_rl.wire.types import Difference, Group, Sample
+from titan_rl.wire.reports import Difference
+from titan_rl.wire.types import Group, Sample
 
 
 def with_current(groups: Sequence[Group], samples: Sequence[Sample], version: int, first: int) -> list[Sample]:

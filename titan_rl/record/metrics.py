@@ -6,7 +6,8 @@ from statistics import fmean
 
 import numpy as np
 
-from titan_rl.wire.types import Backlog, EngineStats, Group, Rollout, StepStats, SyncStats, uniform
+from titan_rl.wire.reports import Backlog, EngineStats, StepStats, SyncStats
+from titan_rl.wire.types import Group, Rollout, uniform
 
 NOTHING = Backlog(0, 0)
 NO_SCORES: Mapping[str, float] = {}

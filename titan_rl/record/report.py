@@ -22,7 +22,8 @@ from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
 from titan_rl.wire.clock import Clock
-from titan_rl.wire.types import Backlog, Group, StepStats, SyncStats
+from titan_rl.wire.reports import Backlog, StepStats, SyncStats
+from titan_rl.wire.types import Group
 
 SAMPLES_SHOWN = 3
 SOON = 0.02  # seconds: by then the controller has sent the calls with which the next step begins

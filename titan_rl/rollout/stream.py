@@ -11,8 +11,9 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import GroupSampler, Judge, StreamSettings, Unjudged
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.wire.clock import Clock
+from titan_rl.wire.reports import Backlog
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import Backlog, Decode, Generates, Group
+from titan_rl.wire.types import Decode, Generates, Group
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@ from titan_rl.batch.experience import dead
 from titan_rl.config.sections import Config
 from titan_rl.train.stragglers import Stragglers
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import EngineStats, Group, PhaseName, Sample, StepStats
+from titan_rl.wire.reports import EngineStats, StepStats
+from titan_rl.wire.types import Group, PhaseName, Sample
 
 REMEDY = "A smaller learning rate, float32 instead of bfloat16, or rewards without extremes may help."
 

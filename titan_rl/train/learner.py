@@ -24,8 +24,9 @@ from titan_rl.record.run_folder import Resume
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankFailed, RunError
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
-from titan_rl.wire.types import Batch, PhaseName, Sample, StepStats
+from titan_rl.wire.types import Batch, PhaseName, Sample
 
 WHY = 300  # characters of an error
 

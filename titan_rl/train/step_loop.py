@@ -17,7 +17,8 @@ from titan_rl.train.health import Rewind, Ruined
 from titan_rl.train.learner import Learner
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.types import PhaseName, StepStats
+from titan_rl.wire.reports import StepStats
+from titan_rl.wire.types import PhaseName
 
 UNMEASURED = "unmeasured"  # in a saved state: a stop cut the evaluation short, and the resumed run repeats it
 

@@ -27,8 +27,8 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import SyncStats
 from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import WeightPlan, plan
 from titan_rl.wire.weight_source import Source

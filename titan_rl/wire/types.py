@@ -10,9 +10,9 @@ and the controller never needs a tensor.
 import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -323,93 +323,3 @@ class Batch:
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if no prompt were shared
-
-
-class Difference(NamedTuple):
-    """A token whose log-probs differ in exact mode."""
-
-    gap: float
-    sample: int  # its number in the step
-    place: int  # of the token in its sample
-    trainer: float
-    generator: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Report of a training mesh about one step, already reduced over the mesh."""
-
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int  # trained tokens
-    seconds: float  # of the slowest rank
-    skipped: int = 0  # updates with a gradient that was not finite
-    busy: float = 0.0  # seconds in which this rank computed, or waited for a core
-    ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
-    difference: Difference | None = None  # the largest of the first update, in exact mode
-    metrics: dict[str, float] = field(default_factory=dict)  # by logged name
-    histograms: dict[str, list[float]] = field(default_factory=dict)
-    hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh
-
-
-class Backlog(NamedTuple):
-    """Groups in flight."""
-
-    inflight: int
-    finished: int  # of these, waiting to be trained on
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counts of an engine since start-up."""
-
-    steps: int = 0
-    tokens: int = 0  # sampled
-    prompt_tokens: int = 0  # of finished samples
-    cached_tokens: int = 0  # of these, read from the prefix cache
-    recomputed: int = 0  # tokens whose keys and values new weights have dropped
-    max_batch: int = 0  # most samples advanced by one step
-    seconds: float = 0.0  # in add and step
-
-    def since(self, before: "EngineStats") -> "EngineStats":
-        return EngineStats(
-            **{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self) if f.name != "max_batch"},
-            max_batch=self.max_batch,
-        )
-
-    @property
-    def hit_rate(self) -> float:
-        return self.cached_tokens / max(self.prompt_tokens, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderCost:
-    """What a weight sync cost on the reader's side: one rank that fetched, or one engine that switched."""
-
-    read: float = 0.0  # seconds, without verification
-    write: float = 0.0  # seconds
-    verify: float = 0.0  # seconds of comparing checksums
-    pause: float = 0.0  # seconds between two steps of an engine
-    bytes: int = 0  # fetched
-    changed: int = 0  # blocks fetched
-    blocks: int = 0  # blocks of the publication
-    engine: EngineStats = field(default_factory=EngineStats)  # what it did since the switch before
-
-
-@dataclass(frozen=True, slots=True)
-class SyncStats:
-    """Cost of one weight sync: seconds of the slowest rank per part, bytes over all generator ranks."""
-
-    version: int
-    bytes: int = 0
-    publish: float = 0.0
-    read: float = 0.0
-    write: float = 0.0
-    seconds: float = 0.0  # wall time in the controller
-    verify: float = 0.0  # seconds of comparing checksums
-    pause: float = 0.0  # seconds that an engine stood still
-    changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
-    waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
-    engines: Mapping[str, EngineStats] = field(default_factory=dict)  # what each replica did since the sync before
-    refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

@@ -16,7 +16,8 @@ from titan_rl.config.choices import Family
 from titan_rl.config.sections import AlgorithmSection, Config, DebugSection, Dtype, RolloutSection, TrainingSection
 from titan_rl.wire.model_families import FAMILIES
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.types import Batch, Difference, Sample
+from titan_rl.wire.reports import Difference
+from titan_rl.wire.types import Batch, Sample
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7

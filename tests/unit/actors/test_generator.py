@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.actors.vllm import generator as module
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.wire.types import EngineStats, ReaderCost
+from titan_rl.wire.reports import EngineStats, ReaderCost
 
 
 def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight: str = "swap") -> list[str]:

@@ -15,7 +15,8 @@ from titan_rl.actors.titan.reduction import Reduction, derived, finish
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.wire.types import RATIO_EDGES, Batch, Difference, StepStats
+from titan_rl.wire.reports import Difference, StepStats
+from titan_rl.wire.types import RATIO_EDGES, Batch
 
 
 def statistics(loss: float = 0.0, **kinds: dict[str, Any]) -> Statistics:

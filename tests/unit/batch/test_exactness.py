@@ -9,7 +9,8 @@ from titan_rl.batch.exactness import described, proximal_difference, with_curren
 from titan_rl.batch.experience import samples_of
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.train.health import Health
-from titan_rl.wire.types import Branch, Completion, Difference, Group, Prompt, Rollout, Sample, StepStats, Turn
+from titan_rl.wire.reports import Difference, StepStats
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Sample, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 

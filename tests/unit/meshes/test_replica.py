@@ -16,7 +16,8 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
-from titan_rl.wire.types import Completion, ReaderCost, Request, Sampling
+from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.types import Completion, Request, Sampling
 
 DIED = RankDied("generator1[tp=0]", "was killed by signal 9")
 

@@ -17,7 +17,8 @@ from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
 from titan_rl.record.metric_docs import DOCS, EVAL_SCORE
 from titan_rl.record.metrics import fit_metrics, step_metrics, step_times
-from titan_rl.wire.types import Batch, Branch, Completion, Finish, Group, Prompt, Rollout, StepStats, SyncStats, Turn
+from titan_rl.wire.reports import StepStats, SyncStats
+from titan_rl.wire.types import Batch, Branch, Completion, Finish, Group, Prompt, Rollout, Turn
 
 STATS = StepStats(0.01, 0.9, 1e-3, 5, 0.8, metrics={"entropy": 1.2, "kl/k3": 0.004})
 SYNC = SyncStats(3, 4_096, 0.01, 0.02, 0.03, 0.07)

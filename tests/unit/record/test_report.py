@@ -17,7 +17,8 @@ from titan_rl.record.report import Report
 from titan_rl.record.run_log import RunLog, checksum
 from titan_rl.record.terminal import Terminal
 from titan_rl.wire.clock import Clock
-from titan_rl.wire.types import Backlog, Group, StepStats, SyncStats
+from titan_rl.wire.reports import Backlog, StepStats, SyncStats
+from titan_rl.wire.types import Group
 
 GAPS = {"logprob_gap/mean": 0.0, "logprob_gap/max": 0.0, "logprob_gap/mult": 1.0}
 STATS = StepStats(0.5, 1.0, 0.1, 8, 1.0, metrics={**GAPS, "entropy": 1.0})

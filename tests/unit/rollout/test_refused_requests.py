@@ -13,7 +13,8 @@ from titan_rl.rollout.sampling import RewardFailed, SamplingFailed
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, Request, StepStats, SyncStats
+from titan_rl.wire.reports import StepStats, SyncStats
+from titan_rl.wire.types import Completion, Request
 
 
 class Refusing(Echo):

@@ -8,7 +8,8 @@ import pytest
 
 from titan_rl.config.sections import Config, FaultSection
 from titan_rl.train.health import Health, Rewind, Ruined
-from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, StepStats, Turn
+from titan_rl.wire.reports import StepStats
+from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 STEP = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 
