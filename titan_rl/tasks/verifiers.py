@@ -71,11 +71,8 @@ def pattern(arguments: Arguments) -> Verify:
 def json_schema(arguments: Arguments) -> Verify:
     """1.0 if the answer, or the last fenced block in it, is JSON that the schema accepts. The schema is `schema` (JSON,
     or a file with it), else the row's column "schema", else the reference answer."""
-    try:
-        import jsonschema
-        from jsonschema.validators import validator_for
-    except ImportError as error:
-        raise ValueError('"json_schema" needs a package: pip install jsonschema') from error
+    import jsonschema
+    from jsonschema.validators import validator_for
 
     def validator(schema: Any) -> Any:
         kind = validator_for(schema, default=jsonschema.Draft202012Validator)
