@@ -103,7 +103,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     needs = (*project["dependencies"], *extras["cpu"], *extras["cuda"], *extras["math"])
     declared = {re.split(r"[=<>!\[ ]", need)[0] for need in needs}
-    providers = importlib.metadata.packages_distributions() | {"math_verify": ["math-verify"]}  # it need not be here
+    providers = {**importlib.metadata.packages_distributions(), "math_verify": ["math-verify"]}  # it need not be here
     undeclared = {
         f"{path.relative_to(ROOT)}: {module}"
         for module, path in imports()
