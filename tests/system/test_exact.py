@@ -217,7 +217,7 @@ def test_a_weight_that_differs_in_the_engine_ends_the_run_by_name(
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo_llama": {},
     "grpo_llama_replicas": {},
-    "grpo_llama_fsdp_tp": {"parallelism__tensor_parallel_degree": 1},
+    "grpo_llama_fsdp_tp": {"parallelism__tensor_parallel_degree": 1, "generator__tensor_parallel_degree": 1},
     "grpo_qwen3": {"model__head_dim": 32},
     "dr_grpo_llama": {},
     "rloo_llama": {},
