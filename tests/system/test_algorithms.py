@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,7 +159,10 @@ def test_a_reward_that_raises_ends_the_run_by_name(runs: Runs, tmp_path: Path) -
     run = runs.start(tmp_path / "run", task__reward="dense_reward:broken", cold_start__steps=0, eval__size=0)
     out = run.finish()
     assert run.code == 1, out
-    assert "error: the reward failed on prompt 0: ZeroDivisionError: no such thing" in out
+    missing = (
+        r"error: the reward failed on prompt 0: (\d+) of \1 answers have no reward; the first: dense_reward:broken: "
+    )
+    assert re.search(missing + "ZeroDivisionError: no such thing at ", out), out
     assert "dense_reward.py" in out
     assert not run.processes()
 
