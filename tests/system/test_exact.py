@@ -47,7 +47,8 @@ state = load_file(after + "/model.safetensors")
 for name, parameter in engine.params().items():
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     key = name.split(".")[-2]
-    parameter.copy_(torch.cat([state[name.replace(key, part)] for part in fused.get(key, (key,))]))
+    whole = torch.cat([state[name.replace(key, part)] for part in fused.get(key, (key,))])
+    parameter[: len(whole)].copy_(whole)  # a vocabulary is padded
 swapped = len(preempted)
 engine.set_version(1)
 while engine.busy:
@@ -163,8 +164,9 @@ def assert_on_policy(lines: list[dict[str, Any]]) -> None:
     """Check the first minibatch of every step."""
     for line in lines:
         assert line["policy_age/max"] == 0
-        assert line["exact/compared"] == pytest.approx(1, abs=1e-12)  # a weighted mean
-        assert (line["logprob_gap/mean"], line["logprob_gap/max"], line["logprob_gap/mult"]) == (0, 0, 1)
+        assert (line["logprob_gap/mean"], line["logprob_gap/max"]) == (0, 0)
+        for mean_of_ones in ("exact/compared", "logprob_gap/mult"):  # their weights add up to 1 but for rounding
+            assert line[mean_of_ones] == pytest.approx(1, abs=1e-12)
         assert (line["exact/ratio_min"], line["exact/ratio_max"], line["exact/clipped"]) == (1, 1, 0)
 
 
