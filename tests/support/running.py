@@ -100,7 +100,11 @@ class Runs:
         """Start a run. Overrides have a double underscore for the dot: training__steps=3."""
         keys = dict(SMALL) if small else {}
         keys |= {key.replace("__", "."): value for key, value in overrides.items()}
-        flags = [part for key, value in keys.items() for part in (f"--{key}", str(value).lower())]
+        flags = [
+            part
+            for key, value in keys.items()
+            for part in (f"--{key}", (str(value).lower() if isinstance(value, bool) else str(value)))
+        ]
         process = subprocess.Popen(
             [sys.executable, "-m", "titan_rl.run", "--config", config, "--job.dump_folder", str(folder), *flags],
             stdout=subprocess.PIPE,
