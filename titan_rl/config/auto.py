@@ -35,7 +35,8 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     models = config.parallelism.world_size + sum(roles.values())
     if device == "cuda":  # only an optimizer in host memory computes there
         return max(1, cores // models) if kind == "model" and config.training.enable_cpu_offload else 1
-    engines = config.generator.replicas * config.generator.tensor_parallel_degree if config.samples_rollouts else 0
+    starts = config.samples_rollouts or kind == "generator"  # trained weights are served whatever trained them
+    engines = config.generator.replicas * config.generator.tensor_parallel_degree if starts else 0
     overlap = config.algorithm.kind == "rl" and (config.rollout.lag or config.training.stream_groups)
     judges = roles.get("reward_model", 0)  # while other groups are sampled
     together = models + engines if overlap else models if kind == "model" else engines + judges
