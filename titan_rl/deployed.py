@@ -7,14 +7,12 @@ Nothing is written to the run's folder, and the run may be active.
 """
 
 import asyncio
-import os
 import re
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +23,12 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import serving
-from titan_rl.wire.streams import outlive_readers
+from titan_rl.wire.program import FAILED, STOPPED, USAGE
 
 if TYPE_CHECKING:  # imported when this process has its own network
     from titan_rl.preflight.setup import Setup
     from titan_rl.record.terminal import Terminal
 
-DONE, FAILED, USAGE, STOPPED = 0, 1, 2, 130
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 STEP = re.compile(r"step-(\d+)(?:\.\d+)?")
 TARGET = "dump folder of a run (its newest weights), a checkpoint in it, or a Hugging Face folder"
@@ -255,26 +252,3 @@ def overrides_of(words: Sequence[str]) -> list[tuple[str, str]]:
             value = rest.pop(0)
         found.append((flag.removeprefix("--"), value))
     return found
-
-
-def enter(main: Callable[[], int]) -> None:
-    """Call a program's `main`, and exit without waiting for threads: workers die with this process."""
-    outlive_readers()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    with suppress(FileNotFoundError):  # the current folder was removed
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # where a reward's module is
-    try:
-        code = main()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else USAGE
-    except KeyboardInterrupt:
-        code = STOPPED
-    except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
-        traceback.print_exc()
-        code = FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

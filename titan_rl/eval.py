@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.config.eval_sets import HELD_OUT, problems_of
 from titan_rl.config.sections import Config
 from titan_rl.deployed import (
-    DONE,
-    FAILED,
     TARGET,
     Chosen,
     Refused,
     choose,
     drive,
-    enter,
     exported,
     in_own_network,
     named_refusals,
@@ -29,6 +26,7 @@ from titan_rl.deployed import (
     refuse_sets,
     setup_of,
 )
+from titan_rl.wire.program import DONE, FAILED, enter
 
 if TYPE_CHECKING:
     from titan_rl.preflight.setup import Setup

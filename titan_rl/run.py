@@ -3,11 +3,9 @@
 Exit codes: 0 finished, 1 failed (the failing actor and rank are named), 2 bad input, 130 stopped by a signal.
 """
 
-import os
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -17,14 +15,13 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
-from titan_rl.wire.streams import outlive_readers
+from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.preflight.cli import Invocation
     from titan_rl.preflight.setup import Setup
     from titan_rl.record.terminal import Terminal
 
-FINISHED, FAILED, STOPPED = 0, 1, 130
 OPTED_OUT = 'hosts.isolation is "off"'
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
@@ -94,7 +91,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
             setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
             terminal.plan(describe(setup, invocation.warnings))
             terminal.note("dry run: everything was checked, nothing was started")
-            return FINISHED
+            return DONE
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
         # None on CUDA: an import may initialize it, and then no process may fork.
         kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
@@ -107,7 +104,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
             terminal.note(
                 f"nothing is left to train in {setup.folder}: raise training.steps, or start over with --job.fresh"
             )
-            return FINISHED
+            return DONE
         return run(setup, terminal)
 
 
@@ -132,7 +129,7 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
     if not finished:
         terminal.note(f"stopped; {resume_hint(setup)}")
         return STOPPED
-    return FINISHED
+    return DONE
 
 
 def resume_hint(setup: "Setup") -> str:
@@ -149,27 +146,7 @@ def resume_hint(setup: "Setup") -> str:
 
 
 def entry() -> None:
-    """Exit without waiting for threads or workers: worker processes die with the controller."""
-    outlive_readers()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
-            signal.signal(number, signal.default_int_handler)
-    with suppress(FileNotFoundError):  # the current folder was removed
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # where a reward's module is, which `python -m` finds too
-    try:
-        code = main()
-    except SystemExit:
-        raise
-    except KeyboardInterrupt:  # later ones are the run's to handle
-        print("stopped before anything was started")
-        code = STOPPED
-    except BaseException:  # a bug; Monarch's threads would abort an interpreter that ends by an exception
-        traceback.print_exc()
-        code = FAILED
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    enter(main, stopped="stopped before anything was started")  # later signals are the run's to handle
 
 
 if __name__ == "__main__":

@@ -18,20 +18,18 @@ from typing import TYPE_CHECKING
 from titan_rl import isolation
 from titan_rl.config.sections import Config
 from titan_rl.deployed import (
-    DONE,
-    STOPPED,
     TARGET,
     Chosen,
     Refused,
     choose,
     drive,
-    enter,
     exported,
     in_own_network,
     named_refusals,
     overrides_of,
     setup_of,
 )
+from titan_rl.wire.program import DONE, STOPPED, enter
 
 if TYPE_CHECKING:
     from titan_rl.preflight.setup import Setup
