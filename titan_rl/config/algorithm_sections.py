@@ -12,6 +12,7 @@ from titan_rl.config.choices import (
     Clip,
     Estimator,
     Level,
+    NestedTables,
     Rejection,
     Table,
     Tables,
@@ -29,6 +30,8 @@ class TaskSection:
     path: str = ""
     """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
     hf:openai/gsm8k:main:train (docs/data.md)."""
+    sources: NestedTables = field(default_factory=dict, hash=False)
+    """Several weighted sources of training prompts, instead of path: tables [task.sources.NAME] (docs/data.md)."""
     eval_path: str = ""
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
