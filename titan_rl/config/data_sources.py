@@ -21,6 +21,7 @@ class DataSource:
     answer_key: str = ""
     chosen_key: str = ""
     rejected_key: str = ""
+    demonstration_key: str = ""
     system_prompt: str = ""  # of its prompts
     chat_template: str = ""
     chat_template_kwargs: Table = field(default_factory=dict, hash=False)

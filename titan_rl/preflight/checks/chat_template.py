@@ -25,8 +25,9 @@ def check_template_keys(config: Config) -> Iterator[str]:
     yield from _template_keys(own, task.template)
     for source in styled_sources(config):
         yield from _template_keys(source, task.template)
-        if config.rollout_code and _style(source) != _style(own):
-            why = f"because the later turns of {config.rollout_code!r} are rendered by that of [task]"
+        turns = config.rollout_code or source.demonstration_key
+        if turns and _style(source) != _style(own):
+            why = f"because the later turns of {turns!r} are rendered by that of [task]"
             yield f"{source.section}.chat_template: expected none of its own, {why}, found one, or its own kwargs"
 
 
