@@ -30,6 +30,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
     meshes = [trainers(setup)]
+    if config.curriculum.on:
+        facts.append(("curriculum", curriculum(config)))
     if config.cold_start.steps:
         facts.append(("cold start", cold_start(config)))
     if config.training.steps:
@@ -203,6 +205,13 @@ def chat(setup: Setup) -> str:
     )
     calls = "no tool calls" if renderer.call_format == "text" else f"calls as {renderer.call_format}"
     return f"template {source}, {verdict(inspect_template(setup.tokenizer))}; {calls}; thinking: {task.thinking}"
+
+
+def curriculum(config: Config) -> str:
+    c = config.curriculum
+    out = f"a prompt drops out after {c.solved_visits} solved visits" if c.solved_visits else "no prompt drops out"
+    waits = f"waits for {c.hopeless_wait} turns after a hopeless one" if c.hopeless_wait else "none waits"
+    return f"{out}, {waits}"
 
 
 def cold_start(config: Config) -> str:
