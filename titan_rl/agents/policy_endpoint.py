@@ -33,8 +33,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "best_of": (1,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -82,6 +80,8 @@ class PolicyEndpoint(OpenAIEndpoint):
         if 0 < temperature < 0.01:
             raise bad_request(f"temperature: expected 0 or a number of at least 0.01, found {temperature:g}")
         top_p = _number(body, "top_p", self._sampling.top_p, 1e-6, 1.0)
+        top_k = int(_number(body, "top_k", self._sampling.top_k, -1, 2**20))  # -1, as vLLM's 0: all
+        min_p = _number(body, "min_p", self._sampling.min_p, 0.0, 1.0)
         seed = secrets.randbelow(2**31) if body.get("seed") is None else body["seed"]
         if type(seed) is not int:
             raise bad_request(f"seed: expected an integer, found {seed!r}")
@@ -92,7 +92,8 @@ class PolicyEndpoint(OpenAIEndpoint):
         n = 1 if body.get("n") is None else body["n"]
         if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
             raise bad_request(f"n: expected an integer from 1 to {MOST_ANSWERS}, found {n!r}")
-        return replace(self._sampling, temperature=temperature, top_p=top_p), seed, stops, n
+        truncation = {"top_p": top_p, "top_k": max(top_k, 0), "min_p": min_p}
+        return replace(self._sampling, temperature=temperature, **truncation), seed, stops, n
 
     def _fresh(self, sampling: Sampling, seed: int, stops: Sequence[str]) -> AgentSession:
         """Return the session of one answer."""
