@@ -5,12 +5,13 @@ examples -> lengths -> RowLength(prompt, answer, rejected) in tokens -> limits_o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
-from titan_rl.tasks.jsonl_rows import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -166,10 +167,11 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
 
 def other_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
     """Return where the other unfit rows are, as far as a line can hold them."""
-    others = sorted(unfit)[1:MOST_NAMED]
-    lines = ", ".join(examples[i].where.rpartition(":")[2] for i in others if examples[i].where)
+    others = [examples[i].where.rpartition(":") for i in sorted(unfit)[1:MOST_NAMED] if examples[i].where]
+    files = {file for file, _, _ in others} | {examples[min(unfit)].where.rpartition(":")[0]}
+    lines = ", ".join(line if len(files) == 1 else f"{Path(file).name}:{line}" for file, _, line in others)
     more = "" if len(unfit) <= MOST_NAMED else ", ..."
-    return f" (the others: line {lines}{more})" if lines else ""
+    return f" (the others: {'line ' if len(files) == 1 else ''}{lines}{more})" if lines else ""
 
 
 def first_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
