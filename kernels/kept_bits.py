@@ -9,7 +9,8 @@ DROPPED = -1e30  # logit of a dropped token: finite, because -inf minus -inf wou
 
 
 def kept_bits(counts_T: torch.Tensor, ids_P: torch.Tensor, vocabulary: int, start: int = 0) -> torch.Tensor:
-    """Return the masks of T tokens, [T, ceil(vocabulary / 8)] uint8 (at least a byte each), over `vocabulary` ids from `start` on.
+    """Return the masks of T tokens over `vocabulary` ids from `start` on, [T, ceil(vocabulary / 8)] uint8; at least a
+    byte each.
 
     Token t keeps counts_T[t] ids, the next ones of ids_P; all ids where the count is 0.
     """

@@ -14,6 +14,7 @@ import numpy as np
 
 BITS = 2**32 - 1  # no id
 WORD = np.dtype("<u4")
+MASK = np.array(BITS, WORD).tobytes()
 
 
 def packed(kept: np.ndarray) -> bytes:
@@ -21,16 +22,17 @@ def packed(kept: np.ndarray) -> bytes:
     ids = np.flatnonzero(kept)
     if len(ids) == len(kept):
         return b""
-    if len(ids) <= 1 + len(kept) // 32:
+    if len(ids) <= 1 + -(-len(kept) // 32):
         return ids.astype(WORD).tobytes()
     mask = np.packbits(kept, bitorder="little").tobytes()
-    return b"\xff\xff\xff\xff" + mask + bytes(-len(mask) % 4)
+    return MASK + mask + bytes(-len(mask) % 4)
 
 
 def size_of(kept: bytes) -> int:
     """Return the number of tokens in a set, 0 for the whole vocabulary."""
-    words = np.frombuffer(kept, WORD)
-    return int(np.bitwise_count(words[1:]).sum()) if len(words) and words[0] == BITS else len(words)
+    if not kept.startswith(MASK):
+        return len(kept) // WORD.itemsize
+    return int(np.bitwise_count(np.frombuffer(kept, WORD)[1:]).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.kernels import token_logprob as kernel
-from titan_rl.kernels.kept_bits import dropped, kept_bits, keeps
+from titan_rl.kernels.kept_bits import dropped, keeps, kept_bits
 from titan_rl.kernels.row_blocks import block_token_logprob
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
@@ -69,9 +69,7 @@ def test_values_and_gradients_are_those_of_masked_logits(
         logprobs.gather(1, targets.unsqueeze(1)).squeeze(1),
         -(logprobs.exp() * logprobs.masked_fill(~kept, 0)).sum(1),
     )
-    for a, b in zip(
-        results(found, hidden, weight, entropy), results(want, hidden, weight, entropy), strict=True
-    ):
+    for a, b in zip(results(found, hidden, weight, entropy), results(want, hidden, weight, entropy), strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -287,7 +287,10 @@ def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
                 assert_same(found, (*want[:3], want[3][rows]), tolerance)
         hidden, weight, targets = case(9, cuts[-1], 6, torch.float64)
         kept = [sorted({int(target), *range(0, cuts[-1], 2 + i)}) for i, target in enumerate(targets)]
-        counts, ids = torch.tensor([0, *map(len, kept[1:])]), torch.tensor(sum(kept[1:], []))  # the first keeps all
+        counts, ids = (
+            torch.tensor([0, *map(len, kept[1:])]),
+            torch.tensor([id for each in kept[1:] for id in each]),
+        )  # the first keeps all
         bits, own = kept_bits(counts, ids, cuts[-1]), kept_bits(counts, ids, rows.stop - rows.start, rows.start)
         keys["with_entropy_grad"] = True
         want = results(token_logprob, hidden, weight, targets, entropy=True, with_entropy_grad=True, kept=bits)

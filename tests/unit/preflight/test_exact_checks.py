@@ -48,7 +48,8 @@ def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
     [
         "",
         '[training]\nmixed_precision_param = "bfloat16"\n[generator]\ndtype = "bfloat16"\nreplicas = 2',
-        "[rollout]\nlag = 2\ntemperature = 0.7\ntop_p = 0.9\ntop_k = 8\nmin_p = 0.05\n[parallelism]\ndata_parallel_shard_degree = 2\n[hosts]\nthreads = 1",
+        "[rollout]\ntop_p = 0.9\ntop_k = 8\nmin_p = 0.05",
+        "[rollout]\nlag = 2\ntemperature = 0.7\n[parallelism]\ndata_parallel_shard_degree = 2\n[hosts]\nthreads = 1",
     ],
 )
 def test_no_problem(tmp_path: Path, toml: str) -> None:
