@@ -36,6 +36,9 @@ class TaskSection:
     rows have none, those of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
     answer_key: str = "answer"
     """Column of the reference answer, such as "reward_model.ground_truth"."""
+    demonstration_key: str = ""
+    """Column of a conversation that solves the problem: cold_start and sft train on what its assistant says, and show
+    what others say. Rows without one teach their answer, as all do if this is empty."""
     chosen_key: str = "chosen"
     """Column of the preferred answer (dpo, ipo, reward_model)."""
     rejected_key: str = "rejected"

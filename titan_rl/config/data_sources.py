@@ -16,6 +16,7 @@ class DataSource:
     chosen_key: str
     rejected_key: str
     skip_bad_rows: bool
+    demonstration_key: str = ""
     name: str = ""  # of its table; empty: the keys are those of [task]
 
     @property
@@ -33,4 +34,5 @@ def source_of(task: TaskSection, path: str, path_key: str) -> DataSource:
         chosen_key=task.chosen_key,
         rejected_key=task.rejected_key,
         skip_bad_rows=task.skip_bad_rows,
+        demonstration_key=task.demonstration_key,
     )

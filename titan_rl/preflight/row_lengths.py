@@ -12,6 +12,7 @@ from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.prompts import demonstrated
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -110,8 +111,22 @@ def lengths(
         chunk = examples[start : start + CHUNK]
         answered = tokens([e.answer for e in chunk]) if answers else [-1] * len(chunk)
         rejected = tokens([e.rejected for e in chunk]) if answers else [-1] * len(chunk)
-        for prompt, answer, other in zip(prompts(chunk), answered, rejected, strict=True):
-            yield prompt if isinstance(prompt, str) else RowLength(prompt, answer + 1, other + 1)
+        for example, prompt, answer, other in zip(chunk, prompts(chunk), answered, rejected, strict=True):
+            if isinstance(prompt, str):
+                yield prompt
+            elif answers and example.demonstration:
+                yield _demonstrated_length(example, task, tokenizer)
+            else:
+                yield RowLength(prompt, answer + 1, other + 1)
+
+
+def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
+    try:
+        sample = demonstrated(task.prompt(example, 0, tokenizer), tokenizer)
+    except Exception as error:  # of a template
+        why = f"{type(error).__name__}: {error}"
+        return f"{example.where}: expected a demonstration that the chat template accepts, found {why}"
+    return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)
 
 
 def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest: int) -> int | str:

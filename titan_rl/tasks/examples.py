@@ -18,6 +18,7 @@ from titan_rl.tasks.parquet_rows import parquet_rows
 from titan_rl.tasks.row_files import FileState, row_files
 from titan_rl.tasks.row_formats import ABSENT, RowKeys, cell, keys_of
 from titan_rl.text.template import Message
+from titan_rl.wire.types import Demonstration
 
 MOST_NAMED = 20
 """Bad rows of a source that are named; the others are counted."""
@@ -36,6 +37,7 @@ class Example:
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     where: str = ""  # file:line
     source: str = ""  # of [task.sources]
+    demonstration: Demonstration = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,30 @@ def _example(row: dict[str, Any], where: str, source: DataSource, keys: RowKeys)
         for number, message in enumerate(prompt, 1):
             _check_message(message, f"message {number} of {keys.columns[0]!r}")
     answer, *rejected = (_answer_text(value, column) for value, column in zip(answers, keys.columns[1:], strict=True))
-    return Example(prompt, answer, row, *rejected, where=where, source=source.name)
+    shown = _demonstration(row, source.demonstration_key) if source.demonstration_key else ()
+    return Example(prompt, answer, row, *rejected, where=where, source=source.name, demonstration=shown)
+
+
+def _demonstration(row: dict[str, Any], column: str) -> Demonstration:
+    """Return a conversation as turns of the policy, each with what it reads next."""
+    said = cell(row, column)
+    if said is ABSENT or not said:
+        return ()
+    turns: list[tuple[str, list[Message]]] = []
+    if not _is_chat(said) or said[0]["role"] != "assistant" or said[-1]["role"] != "assistant":
+        expected = f"a list of chat messages in {column!r}, the first and the last of the assistant"
+        raise ValueError(f"expected {expected}, found {_short(said)}")
+    for number, message in enumerate(said, 1):
+        if not isinstance(message["content"], str) or message.get("tool_calls"):
+            expected = f"message {number} of {column!r} to have its text, also of calls, as content"
+            raise ValueError(f"expected {expected}, found {_short(message)}")
+        if message["role"] != "assistant":
+            turns[-1][1].append(message)
+        elif turns and not turns[-1][1]:
+            raise ValueError(f"expected message {number} of {column!r} not to follow another one of the assistant")
+        else:
+            turns.append((message["content"], []))
+    return turns
 
 
 def _answer_text(value: Any, column: str) -> str:

@@ -46,7 +46,9 @@ class Task:
         text, messages = example.prompt, ()
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
-        shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
+        shown = example.demonstration
+        if self.game:
+            shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
         given = (example.answer, example.row, example.rejected)
         return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
 

@@ -45,6 +45,35 @@ def test_a_parquet_file_has_the_rows_of_the_same_jsonl_file(tmp_path: Path) -> N
     assert told(task.heldout) == told(task.train[:2])
 
 
+SAID = [{"role": who, "content": text} for who, text in (("assistant", "?7"), ("tool", "9="), ("assistant", "9"))]
+
+
+def test_a_demonstration_is_read_as_turns_and_rows_may_lack_it(tmp_path: Path) -> None:
+    rows = [GOOD[0] | {"shown": SAID}, GOOD[1] | {"shown": None}, GOOD[2] | {"shown": SAID[2:]}]
+    for path in (parquet(tmp_path / "a.parquet", rows), jsonl(tmp_path / "a.jsonl", rows)):
+        examples = load(path, demonstration_key="shown").train
+        assert [e.demonstration for e in examples] == [[("?7", [SAID[1]]), ("9", [])], (), [("9", [])]]
+        assert [e.demonstration for e in load(path).train] == [()] * 3
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        ("?7", "expected a list of chat messages in 'shown', the first and the last of the assistant, found '?7'"),
+        (SAID[1:], "expected a list of chat messages in 'shown', the first and the last of the assistant, found"),
+        (SAID[:2], "expected a list of chat messages in 'shown', the first and the last of the assistant, found"),
+        ([SAID[0], SAID[2]], "expected message 2 of 'shown' not to follow another one of the assistant"),
+        ([SAID[2] | {"tool_calls": [1]}], "expected message 1 of 'shown' to have its text, also of calls, as content"),
+        ([SAID[2] | {"content": ["9"]}], "expected message 1 of 'shown' to have its text, also of calls, as content"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_imitated_is_a_bad_row(tmp_path: Path, shown: Any, why: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [GOOD[0] | {"shown": shown}])
+    with pytest.raises(BadRows) as caught:
+        load(path, demonstration_key="shown")
+    assert caught.value.problems[0].startswith(f"{path}:1: {why}")
+
+
 def test_messages_of_a_parquet_file_have_no_keys_that_only_others_have(tmp_path: Path) -> None:
     """Arrow gives every struct of a column all of its fields; templates ask which keys a message has."""
     asked = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}

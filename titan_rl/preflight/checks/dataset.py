@@ -36,6 +36,12 @@ def check_task(config: Config) -> Iterator[str]:
     task = config.task
     if task.system_prompt and task.template == "plain":
         yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
+    if key := task.demonstration_key:
+        if task.name != "jsonl":
+            yield f'task.demonstration_key: expected "" with task.name = "{task.name}", found {as_toml(key)}'
+        elif config.algorithm.kind in ("preference", "reward"):
+            why = f"with algorithm.name = {as_toml(config.algorithm.name)}, which reads pairs"
+            yield f'task.demonstration_key: expected "" {why}, found {as_toml(key)}'
     read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
     train, heldout = read(config)
     yield from check_rewards(config, train.examples, heldout.examples)
