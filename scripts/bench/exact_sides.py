@@ -94,7 +94,7 @@ def training(config: Config, folder: Path, mode: str) -> tuple[int, float]:
     return batch.tokens, seconds
 
 
-def sets_of(tokens: Sequence[int]) -> list[bytes]:
+def sets_of(tokens: Sequence[int] | np.ndarray) -> list[bytes]:
     """Return a set of top_k tokens for each token."""
     sets = (sorted({token, *range(token % 5, token % 5 + TRUNCATION["top_k"] - 1)}) for token in tokens)
     return [np.array(each, np.uint32).tobytes() for each in sets]
