@@ -23,7 +23,8 @@ def check_environment(config: Config) -> Iterator[str]:
         if task.name != e.name:
             yield f'task.name: expected "{e.name}" for environment.name = "{e.name}", found "{task.name}"'
     elif e.name:
-        yield from probe(e.name, None, key="environment.name")
+        yield from probe(e.name, None, key="environment.name", environment=e)
+        yield from _of_network(config)
     if e.turn_seconds > e.rollout_seconds:
         most = f"expected at most environment.rollout_seconds = {e.rollout_seconds:g}"
         yield f"environment.turn_seconds: {most}, found {e.turn_seconds:g}"
@@ -39,6 +40,18 @@ def check_environment(config: Config) -> Iterator[str]:
         yield f"training.seq_len: {why}, found {config.training.seq_len}"
 
 
+def in_flight(config: Config) -> int:
+    """Return how many rollouts are driven at the same time."""
+    r, e = config.rollout, config.environment
+    return min(r.groups_per_step * r.group_size * (1 + r.lag), e.processes * e.concurrency)
+
+
+def _of_network(config: Config) -> Iterator[str]:
+    if config.environment.name.startswith("openenv:") and config.hosts.isolation != "off":
+        why = "because the run's own network does not reach the server of environment.name"
+        yield f'hosts.isolation: expected "off", {why}, found "{config.hosts.isolation}"'
+
+
 def _of_agent(config: Config) -> Iterator[str]:
     e, agent = config.environment, config.task.agent
     if e.name:
@@ -48,4 +61,4 @@ def _of_agent(config: Config) -> Iterator[str]:
     if e.lockstep:
         why = "because an agent may ask for several turns at the same time"
         yield f"environment.lockstep: expected false with task.agent, {why}, found true"
-    yield from probe(agent, None, key="task.agent")
+    yield from probe(agent, None, key="task.agent", environment=e)
