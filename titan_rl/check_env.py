@@ -98,6 +98,8 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
     from titan_rl.agents.games import GAMES
 
     given = dict(overrides)
+    if not (options.name or options.config):
+        raise Refused("NAME: expected an environment, or --config with one, found none")
     if options.name:
         agent = options.agent or options.name.startswith("verifiers:")
         keys = ("task.agent", "environment.name") if agent else ("environment.name", "task.agent")
@@ -119,7 +121,7 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
     from titan_rl.record.terminal import Terminal, open_console
 
     if not config.rollout_code:
-        raise Refused("NAME: expected an environment, or --config with one, found none")
+        raise Refused(f"NAME: expected an environment, because {options.config} has none, found none")
     if config.task.name == "jsonl" and not config.task.path:
         row = scratch / "rows.jsonl"
         row.write_text(ROW, encoding="utf-8")

@@ -40,7 +40,7 @@ class Guest:
         self._threads = Threads(hello["concurrency"])
         key = hello["key"]
         if hello["agent"]:
-            self._maker = load_agent(self._name, self._args, key)
+            self._maker = load(self._name, key)
         else:
             self._maker = load_user_environment(self._name, self._args, key)
             if not isinstance(self._maker, type) and asynchronous(self._maker):
@@ -125,15 +125,6 @@ class Guest:
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
-
-
-def load_agent(name: str, args: dict[str, Any], key: str) -> Callable[..., Any]:
-    prefix, _, rest = name.partition(":")
-    if prefix == "verifiers":
-        from titan_rl.agents.verifiers_agent import verifiers_agent
-
-        return verifiers_agent(rest, args)
-    return load(name, key)
 
 
 async def serve() -> None:

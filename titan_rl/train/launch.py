@@ -169,8 +169,8 @@ async def launch_environments(
     watch, mesh = Watch(tended=["environment"]), None
     try:
         with without_lines(b"Monarch internal logs are being written"):
-            host = this_host()
-        mesh = await watch.drive(_environments(host, setup, terminal, incidents))
+            host = Host(this_host())
+        mesh = await watch.drive(_environments(lambda _: host, setup, terminal, incidents))
         yield mesh, watch
     except RunError as error:
         raise await watch.explained(error) from None
