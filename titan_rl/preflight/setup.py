@@ -204,7 +204,9 @@ def policy_of(config: Config, own_folder: Path) -> Policy:
     tokenizer = TextTokenizer.load(folder, chat_settings(config))
     rollout = config.rollout
     stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
-    return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))
+    truncation = {name: getattr(rollout, name) for name in ("top_p", "top_k", "min_p")}
+    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_token_ids=stops, **truncation)
+    return Policy(shape, folder, tokenizer, sampling)
 
 
 def practice_examples(task: Task, config: Config) -> list[Example]:

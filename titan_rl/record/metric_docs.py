@@ -91,6 +91,8 @@ DOCS: dict[str, str] = {
     "curriculum/waiting": "Training prompts that wait after a hopeless visit (curriculum.hopeless_wait).",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written with weight_sync.delta.",
+    "kept/mean": "Mean number of tokens that truncated sampling chose from, where it dropped any.",
+    "kept/whole": "Share of sampled tokens for which truncated sampling dropped nothing.",
     "reward/penalty": "Mean soft overlong penalty; not in reward/mean.",
     "turns/mean": "Mean number of turns of a rollout.",
     "turns/max": "Largest number of turns of a rollout.",
