@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, Table, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,8 @@ class WeightSyncSection:
 class HostsSection:
     kind: Literal["local"] = "local"
     """Where processes run. "local": on this host."""
+    count: int = bounds(0, ge=0, le=2**12)
+    """Number of hosts. 0: one, or one per address."""
     slots: int = bounds(0, ge=0, le=10**5)
     """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -221,6 +223,10 @@ class HostsSection:
     gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
     """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
     run fits. 0: check only where there are GPUs."""
+    memory_gb: float = bounds(0.0, ge=0, le=10**6)
+    """Memory of one host in GiB, against which --dry-run checks snapshots and staged weights. 0: unknown."""
+    link_gbps: float = bounds(0.0, ge=0, le=10**6)
+    """Bandwidth of one host's network in Gbit/s, each way, for the lower bounds that --dry-run prints. 0: unknown."""
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""
@@ -228,9 +234,17 @@ class HostsSection:
     """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
     1 where GPUs compute. Another number adds up floats in another order: losses of the same seed differ slightly."""
 
+    @property
+    def number(self) -> int:
+        """Return how many hosts there are."""
+        return self.count or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
     kind: Literal["disaggregated", "colocated"] = "disaggregated"
     """"disaggregated" gives generators and trainers devices of their own; "colocated" makes them take turns on the same
     devices: engines sleep while the trainers compute."""
+    hosts: Table = field(default_factory=dict, hash=False)
+    """Hosts of a role by number, such as {trainer = "0-1", generator = "2"}: its dp rows, or replicas, are dealt evenly
+    to them. A role without an entry fills the hosts in order."""

@@ -95,8 +95,8 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def planned_gpus(config: Config) -> Gpus:
-    """Return the GPUs of the host that a dry run plans for."""
-    count = config.hosts.slots or checks.gpus_needed(config)
+    """Return the GPUs of each host that a dry run plans for."""
+    count = config.hosts.slots or -(-checks.gpus_needed(config) // config.hosts.number)
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
 
 

@@ -42,7 +42,7 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
         if gpus.nbytes and config.hosts.device != "cpu":
-            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=gpus.count))
+            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=gpus.count * config.hosts.number))
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 
