@@ -85,14 +85,18 @@ def ours(start: Path, seed: int, score: float, way: str) -> list[tuple[int, floa
         command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
         env = {**CONTROLLER_ENV, **os.environ}
         with open(Path(dump, "log"), "wb") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as run:
-            ends, scores = time.monotonic() + SECONDS, [(0, 0.0)]
+            ends, scores, seen = time.monotonic() + SECONDS, [(0, 0.0)], 0
             while run.poll() is None and time.monotonic() < ends and scores[-1][1] < score:
-                time.sleep(0.02)
-                with suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet; or a line is being written
-                    lines = [json.loads(line) for line in Path(dump, "metrics.jsonl").read_text().splitlines()]
-                    scores = [(line["step"], line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line] or scores
+                time.sleep(0.05)
+                with suppress(FileNotFoundError), open(Path(dump, "metrics.jsonl"), "rb") as file:
+                    file.seek(seen)  # reading it whole takes time from the run
+                    new = file.read()
+                    whole = new[: new.rfind(b"\n") + 1]  # a line is being written
+                    seen += len(whole)
+                    lines = [json.loads(line) for line in whole.splitlines() if EVAL_SCORE.encode() in line]
+                    scores += [(line["step"], line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line]
             run.kill()  # its processes end with it; only the time so far is measured
-        return scores
+        return scores[1:] or scores
 
 
 def trl(python: Path, start: Path, seed: int, score: float) -> list[tuple[int, float]]:

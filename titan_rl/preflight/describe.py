@@ -10,6 +10,7 @@ from titan_rl.config.auto import threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.memory_tables import memory_tables
+from titan_rl.preflight.placement import host_rows, slots_per_host
 from titan_rl.preflight.quantities import count, size
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
@@ -55,8 +56,12 @@ def describe(
         if changed := ", ".join(changed_keys(setup)):
             facts.append(("changed", changed))
     meshes += roles(setup)
-    notes = [*warnings, *setup.dropped, *setup.resume_notes]
-    return RunPlan(setup.name, config.job.description, meshes, facts, notes, memory_tables(setup, sharded))
+    hosts = ()
+    if config.hosts.number > 1:
+        hosts = host_rows(config, slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0))
+    remarks = [*warnings, *setup.dropped, *setup.resume_notes]
+    tables = memory_tables(setup, sharded)
+    return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
 
 
 def changed_keys(setup: Setup) -> list[str]:
@@ -158,17 +163,19 @@ def environments(config: Config) -> MeshRow:
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
-    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
+    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)
 
 
 def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
     if setup.device == "cpu":
         own, cores = threads(setup.config, kind, "cpu", usable_cores()), usable_cores()
-        return f"cpu ({own} of {cores} cores each), this host"
-    hosts = setup.config.hosts.number
-    if hosts > 1:
-        return f"cuda, {hosts} hosts"
-    return "cuda, this host" if setup.gpus.here else "cuda, another host"
+        return f"cpu ({own} of {cores} cores each), {place_of(setup.config)}"
+    here = setup.gpus.here or setup.config.hosts.number > 1
+    return f"cuda, {place_of(setup.config) if here else 'another host'}"
+
+
+def place_of(config: Config) -> str:
+    return "this host" if config.hosts.number == 1 else f"{config.hosts.number} hosts"
 
 
 def task(setup: Setup) -> str:

@@ -1,13 +1,14 @@
-"""Which host, and which slot of it, each rank gets. A slot is a GPU where there are GPUs. Pure: no host runs.
+"""Which host, and which slot of it, each rank gets. A slot is a GPU where there are GPUs. Pure: no host is needed.
 
-    trainer, generators, other roles, in this order, each unit on one host: a dp row of a model, a generator replica
-
-A mesh fills the hosts in order. The ranks of a mesh are in rank order, so neighbours share a host.
+Trainer, generators and other roles are placed in this order. Each unit of them has one host: a dp row of a model, a
+replica of the generators. A mesh fills the hosts in order, so neighbouring ranks share a host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from titan_rl.config.choices import MOST_RANKS
 from titan_rl.config.sections import Config
 
 CPU_SLOTS = 16
@@ -38,6 +39,7 @@ class Units:
     role: str  # its name in placement.hosts
     count: int
     ranks: int
+    index: int = 0  # of a replica
 
 
 def units_of(config: Config) -> list[Units]:
@@ -52,7 +54,7 @@ def units_of(config: Config) -> list[Units]:
 
 
 def _replica(config: Config, index: int) -> Units:
-    return Units(f"generator{index}", "generator", 1, config.generator.tensor_parallel_degree)
+    return Units(f"generator{index}", "generator", 1, config.generator.tensor_parallel_degree, index)
 
 
 def slots_per_host(config: Config, gpus: int) -> int:
@@ -87,11 +89,13 @@ def place(config: Config, slots: int, replicas: int = 0) -> dict[str, list[Share
 
 def _dealt(config: Config, units: Units, used: list[int], slots: int) -> Iterator[Share]:
     given = str(config.placement.hosts.get(units.role, ""))
-    hosts = numbers(given) if given else range(config.hosts.number)
-    most = -(-units.count // len(hosts)) if given and units.role != "generator" else FULL
-    left = units.count
-    order = sorted(hosts, key=lambda host: used[host]) if given and units.role == "generator" else hosts
-    for host in order:
+    hosts, most, left = range(config.hosts.number), FULL, units.count
+    if given:
+        hosts = numbers(given)
+        most = -(-units.count // len(hosts))
+        first = units.index % len(hosts)
+        hosts = hosts[first : first + units.count]
+    for host in hosts:
         taken = min(left, most, (slots - used[host]) // units.ranks)
         if taken > 0:
             first, ranks = used[host], taken * units.ranks
@@ -119,3 +123,38 @@ def numbers(text: str) -> list[int]:
 def environment_host(config: Config, number: int) -> int:
     """Return the host of an environment process, which needs no slot."""
     return number % config.hosts.number
+
+
+def most_replicas(config: Config, slots: int) -> int:
+    """Return how many replicas there can be next to all other meshes."""
+    most = config.generator.replicas
+    if config.placement.kind == "colocated":
+        return most  # they share the trainers' devices, one each
+    with suppress(Unplaceable):
+        while most < MOST_RANKS:
+            place(config, slots, most + 1)
+            most += 1
+    return most
+
+
+def host_rows(config: Config, slots: int) -> list[tuple[str, str, str]]:
+    """Return name, ranks and taken slots of each host."""
+    found = place(config, slots)
+    ranks: list[list[str]] = [[] for _ in range(config.hosts.number)]
+    taken: list[set[int]] = [set() for _ in ranks]
+    for mesh, shares in found.items():
+        first = 0
+        for share in shares:
+            last = first + len(share.slots) - 1
+            span = f" {first}-{last}" if last > first else f" {first}" if len(shares) > 1 else ""
+            ranks[share.host].append(mesh + span)
+            taken[share.host] |= set(share.slots)
+            first = last + 1
+    if config.samples_rollouts and config.rollout_code:
+        for number in range(config.environment.processes):
+            ranks[environment_host(config, number)].append(f"environment{number}")
+    names = config.hosts.addresses or [f"host{number}" for number in range(config.hosts.number)]
+    return [
+        (name, ", ".join(here) or "nothing", f"{len(own)} of {slots}")
+        for name, here, own in zip(names, ranks, taken, strict=True)
+    ]

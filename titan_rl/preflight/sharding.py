@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, role_shapes
+from titan_rl.preflight.checks.host import gpus_of_hosts
 from titan_rl.preflight.memory_tables import check_host_memory
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.setup import Setup
@@ -31,7 +32,7 @@ def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
     config, shape, gpus = setup.resolved, setup.shape, setup.gpus
     if setup.device != "cuda" or not gpus.nbytes:
         return {}
-    most = gpus.count * config.hosts.number
+    most = gpus_of_hosts(config, gpus.count)
     try:
         sharded = ask_titan(questions(config, shape))
         problems = list(check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded))

@@ -119,8 +119,9 @@ def test_losses_scores_and_gradients_are_those_of_plain_rows(name: str, family: 
     assert shared["statistics"] == pytest.approx(plain["statistics"], rel=1e-5, abs=1e-5)
     for ours, theirs in zip(shared["scores"], plain["scores"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=2e-6)
+    loss = abs(plain["loss"])  # ipo squares: its terms may be larger than the gradients that they sum to
     for ours, theirs in zip(shared["gradients"], plain["gradients"], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * max(1.0, float(theirs.abs().max())))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * max(1.0, loss, float(theirs.abs().max())))
 
 
 def group(size: int, prompt: int, answer: int) -> list[Sample]:

@@ -104,6 +104,11 @@ def test_a_rollout_of_two_turns_has_a_request_of_set_length_for_each() -> None:
     assert shape.tokens == shape.sampled + shape.samples * (7 + shape.read)
 
 
+def test_what_the_guard_of_the_engines_asks_has_no_set_length() -> None:
+    asked = Request("engine-proof-0", [1], [5], Sampling(3))
+    assert all(requests_of(asked, shape) == [asked] for shape in SHAPES.values())
+
+
 def test_bare_torch_trains_on_the_sampled_tokens_of_both_turns() -> None:
     shape = SHAPES["calc"]
     ((tokens, filled, mask),) = padded(shape, 0)
