@@ -32,7 +32,7 @@ def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
     config, shape, gpus = setup.resolved, setup.shape, setup.gpus
     if setup.device != "cuda" or not gpus.nbytes:
         return {}
-    most = gpus_of_hosts(config, gpus.count)
+    most, sharded = gpus_of_hosts(config, gpus.count), dict[str, ShardedModel]()
     try:
         sharded = ask_titan(questions(config, shape))
         problems = list(check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded))
