@@ -12,6 +12,7 @@ from titan_rl.config.choices import (
     Clip,
     Estimator,
     Level,
+    NestedTables,
     Rejection,
     Table,
     Tables,
@@ -29,6 +30,8 @@ class TaskSection:
     path: str = ""
     """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
     hf:openai/gsm8k:main:train (docs/data.md)."""
+    sources: NestedTables = field(default_factory=dict, hash=False)
+    """Several weighted sources of training prompts, instead of path: tables [task.sources.NAME] (docs/data.md)."""
     eval_path: str = ""
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
@@ -86,6 +89,24 @@ class TaskSection:
     skip_bad_rows: bool = False
     """Leave out rows that are no JSON objects, or lack a usable prompt or answer, and print how many. False: refuse to
     start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSection:
+    solved_visits: int = bounds(0, ge=0, le=10**6)
+    """A prompt drops out when it was solved at its last N visits (docs/data.md). 0: none drops out."""
+    solved_rate: float = bounds(1.0, gt=0, le=1)
+    """Lowest share of correct answers with which a visit counts as solved."""
+    hopeless_wait: int = bounds(0, ge=0, le=10**6)
+    """Number of its turns for which a prompt waits after a hopeless visit. 0: none waits."""
+    hopeless_rate: float = bounds(0.0, ge=0, lt=1)
+    """Highest share of correct answers with which a visit counts as hopeless."""
+    correct_at: float = bounds(1.0, ge=0, le=1e6)
+    """Lowest reward of an answer that counts as correct."""
+
+    @property
+    def on(self) -> bool:
+        return self.solved_visits > 0 or self.hopeless_wait > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
