@@ -24,6 +24,7 @@ from titan_rl.actors.environment_rank import EnvironmentSettings, Taken
 from titan_rl.agents.episode_loop import Begin
 from titan_rl.meshes.environment_process import BlockedLoop, EnvironmentProcess, Episode, ProcessLost
 from titan_rl.meshes.environment_turns import TurnScript
+from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.spawn import spawn
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RunError
@@ -70,10 +71,17 @@ class EnvironmentMesh:
 
     @classmethod
     async def spawn(
-        cls, host: HostMesh, settings: EnvironmentSettings, policy: EnvironmentPolicy, env: Mapping[str, str]
+        cls,
+        host: HostMesh | Callable[[int], Host],
+        settings: EnvironmentSettings,
+        policy: EnvironmentPolicy,
+        env: Mapping[str, str],
     ) -> "EnvironmentMesh":
+        """`host`: one for all processes, or a function that returns that of a process."""
+
         async def make(number: int) -> EnvironmentProcess:
-            procs = await spawn(host, name=f"{NAME}{number}", shape={"env": 1}, env=env)
+            there = host if isinstance(host, HostMesh) else host(number)
+            procs = await spawn(there, name=f"{NAME}{number}", shape={"env": 1}, env=env)
             return EnvironmentProcess(number, f"{NAME}{number}", procs, settings, policy.hang_seconds)
 
         mesh = cls(make, settings.loop.concurrency, policy)

@@ -19,9 +19,10 @@ from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.dispatch import Dispatch
 from titan_rl.meshes.faults import ask, ask_all
 from titan_rl.meshes.healing import Fleet, GeneratorPolicy
+from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load
-from titan_rl.meshes.spawn import spawn
+from titan_rl.meshes.spawn import process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost, SyncStats
@@ -52,26 +53,26 @@ class GeneratorMesh:
     @classmethod
     async def spawn(
         cls,
-        host: HostMesh,
+        host: HostMesh | Callable[[int], Berth],
         settings: EngineSettings,
         *,
         replicas: int,
         env: Mapping[str, str],
-        env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
         policy: GeneratorPolicy = POLICY,
     ) -> "GeneratorMesh":
-        """`env_of` adds to `env` what differs by {"replica": i, "tp": j}: a GPU, say."""
+        """`host`: one for all replicas, or a function that returns where a replica goes."""
         tp = settings.tensor_parallel_degree
 
         async def make(replica: int) -> Replica:
-            def extra(point: dict[str, int]) -> Mapping[str, str]:
-                return env_of({"replica": replica, **point}) if env_of else {}
-
+            berth = Berth(Host(host), tp) if isinstance(host, HostMesh) else host(replica)
             name = f"generator{replica}"
-            environment = {**ENV, **env}
-            shape = {"tp": tp}
             procs = await spawn(
-                host, name=name, shape=shape, kind="generator", env=environment, env_of=extra, group=tp > 1
+                berth.host,
+                name=name,
+                shape={"tp": tp},
+                kind="generator",
+                env={**ENV, **env, **berth.env},
+                members=process_group(tp) if tp > 1 else None,
             )
             return Replica(
                 replica,

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from monarch.actor import HostMesh
+from monarch.actor import HostMesh, ProcMesh
 
 from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
-from titan_rl.meshes.spawn import end, spawn
+from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.spawn import end, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
@@ -36,12 +37,20 @@ class ModelMesh:
     """Each verb is one collective over the mesh."""
 
     def __init__(
-        self, host: HostMesh, role: RoleName, config: Config, shape: ModelShape, env: Mapping[str, str]
+        self,
+        host: HostMesh | Sequence[Berth],
+        role: RoleName,
+        config: Config,
+        shape: ModelShape,
+        env: Mapping[str, str],
     ) -> None:
+        """`host`: one for all ranks, or several, each with whole dp rows in rank order."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
-        self._host, self._env, self._given = host, env, (role, config, shape, parallelism)
+        self._berths = host if isinstance(host, Sequence) else [Berth(Host(host), self.dp * self.tp)]
+        self._env, self._given = env, (role, config, shape, parallelism)
+        self._procs: list[ProcMesh] = []  # by berth
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
@@ -50,18 +59,31 @@ class ModelMesh:
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._warm.clear()
-        shape = {"dp": self.dp, "tp": self.tp}
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
-        self._procs = await spawn(self._host, name=self.name, shape=shape, kind=kind, env=self._env, group=True)
-        actors: Any = self._procs.spawn(self.name, ModelRank, *self._given)
-        points = [{"dp": dp, "tp": tp} for dp in range(self.dp) for tp in range(self.tp)]
-        self._ranks = {label(self.name, point): actors.slice(**point) for point in points}
+        members = process_group(*(berth.ranks for berth in self._berths))
+        self._procs, self._ranks = [], {}
+        for berth in self._berths:
+            first, rows = len(self._ranks) // self.tp, berth.ranks // self.tp
+            procs = await spawn(
+                berth.host,
+                name=self.name,
+                shape={"dp": rows, "tp": self.tp},
+                first=first,
+                kind=kind,
+                env={**self._env, **berth.env},
+                members=members[len(self._ranks) :],
+            )
+            actors: Any = procs.spawn(self.name, ModelRank, *self._given)
+            self._procs.append(procs)
+            for dp in range(rows):
+                for tp in range(self.tp):
+                    self._ranks[label(self.name, {"dp": first + dp, "tp": tp})] = actors.slice(dp=dp, tp=tp)
         return await self._all("start", seconds=self._init_seconds)
 
     async def respawn(self) -> None:
         """Replace these processes, dead or alive, by new ones in the state after `start`."""
-        await end(list(self._ranks), self._procs)
+        await end(list(self._ranks), *self._procs)
         await self.start()
 
     async def load_weights(self, folder: str, lent: str = "") -> None:
@@ -146,7 +168,7 @@ class ModelMesh:
         await self._all("close", seconds=self._seconds)  # an asynchronous checkpoint ends first
 
     async def stop(self) -> None:
-        await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
+        await asyncio.gather(*(asyncio.wait_for(procs.stop().as_asyncio(), 10) for procs in self._procs))
 
     async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""

@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from monarch.actor import HostMesh, ProcMesh
 from titan_rl.actors.meeting import MEETING
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
+from titan_rl.meshes.hosts import Host, host_of
 from titan_rl.meshes.zygotes import OFF, VARIABLE, WORKER_ENV, Kind, warn_cold
 from titan_rl.wire.errors import DeadlinePassed
 
@@ -31,28 +32,29 @@ _ready: dict[Path, bool] = {}  # whether the zygote of a socket has answered
 
 
 async def spawn(
-    host: HostMesh,
+    host: HostMesh | Host,
     *,
     name: str,
     shape: Mapping[str, int],
+    first: int = 0,
     kind: Kind | None = None,
     env: Mapping[str, str] | None = None,
-    env_of: Callable[[dict[str, int]], Mapping[str, str]] | None = None,
-    group: bool = False,
+    members: Sequence[Mapping[str, str]] | None = None,
 ) -> ProcMesh:
-    """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. `env_of` adds what
-    differs by point (a GPU, for example); `group` adds what torch.distributed needs to make them one process group."""
-    zygote = await zygote_of(kind) if kind else ""
+    """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. Their names count
+    the first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
+    torch.distributed needs to make them one process group (see process_group)."""
+    host, zygote = host_of(host), await zygote_of(kind) if kind else ""
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
-    expected = deaths.follow([label(name, point) for point in points])
-    members = process_group(len(points)) if group else [{} for _ in points]
+    names = [label(name, {**point, (axis := next(iter(shape))): point[axis] + first}) for point in points]
+    expected = deaths.follow(names)
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
-        at = {axis: point[axis] for axis in shape}
-        own = {**expected[label(name, at)], "TITAN_RL_CONTROLLER": str(os.getpid())}
+        at = points.index({axis: point[axis] for axis in shape})
+        own = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
         if zygote:
             own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        own = {**WORKER_ENV, **(env or {}), **(env_of(at) if env_of else {}), **members[points.index(at)], **own}
+        own = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **own}
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 
     def begin() -> None:  # in the new process, before any actor
@@ -69,16 +71,19 @@ async def spawn(
             libc.signal(number, int(signal.SIG_IGN))
         outlive_readers()
 
-    return host.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
+    return host.mesh.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
 
 
-def process_group(size: int) -> list[dict[str, str]]:
-    """Return what torchrun would set in the processes of a group on this host. They meet in a file, not at a port."""
+def process_group(*shares: int) -> list[dict[str, str]]:
+    """Return what torchrun would set in the processes of a group, by rank; `shares` is the number of ranks on each
+    host. They meet in a file of this machine, not at a port."""
     meeting, path = tempfile.mkstemp(prefix="ranks-", dir=os.environ.get("TMPDIR"))
     os.close(meeting)
+    local = [(n, size) for size in shares for n in range(size)]
     return [
-        {"RANK": str(n), "LOCAL_RANK": str(n), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), MEETING: path}
-        for n in range(size)
+        {"RANK": f"{rank}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": f"{sum(shares)}", "LOCAL_WORLD_SIZE": f"{size}"}
+        | {MEETING: path}
+        for rank, (n, size) in enumerate(local)
     ]
 
 
@@ -135,15 +140,16 @@ def _last_line(path: Path) -> str:
 _endings: set[asyncio.Task[None]] = set()
 
 
-async def end(names: Collection[str], procs: ProcMesh) -> None:
+async def end(names: Collection[str], *meshes: ProcMesh) -> None:
     """Kill these processes, whatever their state. Monarch releases dead ones in the background, which takes seconds."""
     if left := await deaths.kill(names):
         raise DeadlinePassed(f"{', '.join(left)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
 
-    async def let_go() -> None:
+    async def let_go(procs: ProcMesh) -> None:
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost
             await asyncio.wait_for(procs.stop().as_asyncio(), LET_GO_SECONDS)
 
-    task = asyncio.create_task(let_go())
-    _endings.add(task)
-    task.add_done_callback(_endings.discard)
+    for procs in meshes:
+        task = asyncio.create_task(let_go(procs))
+        _endings.add(task)
+        task.add_done_callback(_endings.discard)

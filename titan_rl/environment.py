@@ -13,8 +13,8 @@ CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
 }
 PREFIX, LOCK = "titan_rl-", "in-use"
-# A socket's path has 107 bytes. Monarch's are TMPDIR/titan_rl-4194304-XXXXXXXX/.tmpXXXXXX/xxxxxxxxxxx.
-LONGEST_TMPDIR = 107 - 49
+# A socket's path has 107 bytes. Monarch's are TMPDIR/titan_rl-4194304-XXXXXXXX/h63/.tmpXXXXXX/xxxxxxxxxxx.
+LONGEST_TMPDIR = 107 - 53
 
 
 def prepare_environment(detect_seconds: float = 2.0) -> None:

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, Table, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +212,27 @@ class WeightSyncSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsSection:
-    kind: Literal["local"] = "local"
-    """Where processes run. "local": on this host."""
+    kind: Literal["local", "processes", "attach"] = "local"
+    """Where ranks run. "local": on this host; "processes": on this host, under `count` workers that stand for hosts;
+    "attach": on the hosts whose workers (python -m titan_rl.worker) wait at `addresses` (docs/scaling.md)."""
+    count: int = bounds(0, ge=0, le=2**12)
+    """Number of hosts. 0: one, or one per address."""
+    addresses: list[str] = field(default_factory=list)
+    """Addresses of the running workers, such as "tls://node1:26600", in the order in which hosts are filled."""
+    own_address: str = ""
+    """Name or IP of this host that the workers reach the run by. Empty: the host's name."""
+    tls: str = ""
+    """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl.worker --init-tls makes them. Runs across hosts
+    need it."""
+    insecure: bool = False
+    """Allow addresses that begin with tcp://: no encryption, and whoever reaches a port executes code as you."""
+    join_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
+    """Deadline for all workers to answer at the start."""
+    orphan_seconds: float = bounds(30.0, ge=2, le=MOST_SECONDS)
+    """Ranks on other hosts end when they have not heard from the run for this long."""
     slots: int = bounds(0, ge=0, le=10**5)
-    """Maximum number of processes on the host. 0: the number of GPUs, or 16 for a run on CPU."""
+    """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts says where; else an
+    even share of the ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses CUDA if the host has a GPU."""
     gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
@@ -228,9 +245,17 @@ class HostsSection:
     """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
     1 where GPUs compute. Another number adds up floats in another order: losses of the same seed differ slightly."""
 
+    @property
+    def number(self) -> int:
+        """Return how many hosts there are."""
+        return self.count or len(self.addresses) or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSection:
     kind: Literal["disaggregated", "colocated"] = "disaggregated"
     """"disaggregated" gives generators and trainers devices of their own; "colocated" makes them take turns on the same
     devices: engines sleep while the trainers compute."""
+    hosts: Table = field(default_factory=dict, hash=False)
+    """Hosts of a role by number, such as {trainer = "0-1", generator = "2"}: its dp rows, or replicas, are dealt evenly
+    to them. A role without an entry fills the hosts in order."""

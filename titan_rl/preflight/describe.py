@@ -10,6 +10,7 @@ from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
 from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
 from titan_rl.preflight.device_memory import gib
+from titan_rl.preflight.placement import host_rows, slots_per_host
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
@@ -52,7 +53,11 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
         if changed := ", ".join(changed_keys(setup)):
             facts.append(("changed", changed))
     meshes += roles(setup)
-    return RunPlan(setup.name, config.job.description, meshes, facts, [*warnings, *setup.dropped, *setup.resume_notes])
+    hosts = ()
+    if config.hosts.number > 1:
+        hosts = host_rows(config, slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0))
+    remarks = [*warnings, *setup.dropped, *setup.resume_notes]
+    return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts)
 
 
 def changed_keys(setup: Setup) -> list[str]:
@@ -166,14 +171,18 @@ def environments(config: Config) -> MeshRow:
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
-    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", "cpu, this host", "", holds)
+    return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)
 
 
 def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
     if setup.device == "cpu":
         own, cores = threads(setup.config, kind, "cpu", usable_cores()), usable_cores()
-        return f"cpu ({own} of {cores} cores each), this host"
-    return "cuda, this host" if setup.gpus.here else "cuda, another host"
+        return f"cpu ({own} of {cores} cores each), {place_of(setup.config)}"
+    return f"cuda, {place_of(setup.config) if setup.gpus.here else 'another host'}"
+
+
+def place_of(config: Config) -> str:
+    return "this host" if config.hosts.number == 1 else f"{config.hosts.number} hosts"
 
 
 def task(setup: Setup) -> str:

@@ -28,6 +28,7 @@ class RunPlan:
     meshes: Sequence[MeshRow]
     facts: Sequence[tuple[str, str]]
     warnings: Sequence[str] = ()
+    hosts: Sequence[tuple[str, str, str]] = ()  # name, ranks, taken slots; empty: one host
 
 
 def plan_view(plan: RunPlan) -> RenderableType:
@@ -35,7 +36,10 @@ def plan_view(plan: RunPlan) -> RenderableType:
     if plan.description:
         parts += [Text(plan.description, "italic")]
     holds = "\n".join(f"{row.name}: {row.holds}" for row in plan.meshes)
-    parts += ["", mesh_table(plan.meshes), "", labelled([("holds", holds), *plan.facts])]
+    parts += ["", mesh_table(plan.meshes)]
+    if plan.hosts:
+        parts += ["", host_table(plan.hosts)]
+    parts += ["", labelled([("holds", holds), *plan.facts])]
     if plan.warnings:
         parts += ["", labelled([("warning", text) for text in plan.warnings], style="yellow")]
     return Group(*parts, "")
@@ -59,4 +63,14 @@ def mesh_table(rows: Sequence[MeshRow]) -> Table:
         table.add_column(name)
     for row in rows:
         table.add_row(row.name, str(row.procs), row.layout, row.device, row.dtype)
+    return table
+
+
+def host_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("host", style="bold", no_wrap=True, min_width=10)
+    table.add_column("ranks")
+    table.add_column("slots", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table

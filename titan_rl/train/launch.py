@@ -1,6 +1,6 @@
 """Start all meshes of a run, and stop them whatever happens.
 
-controller ── trainer mesh (dp, tp)                                    the first GPUs
+controller ── trainer mesh (dp, tp)                                    the first GPUs (preflight/placement.py)
            ├─ generator replicas (tp) each                             the next ones
            ├─ environments                              no GPU
            └─ reference, teacher, reward model, critic (dp, tp) each   the next ones, if the algorithm needs them
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
-from monarch.actor import HostMesh, shutdown_context, this_host
+from monarch.actor import shutdown_context, this_host
 
 from titan_rl.actors.endpoint import without_lines
 from titan_rl.actors.environment_rank import EnvironmentSettings
@@ -22,19 +22,17 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
-from titan_rl.config.auto import threads
-from titan_rl.config.sections import Config
 from titan_rl.meshes import deaths, zygotes
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.zygotes import Kind
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
-from titan_rl.wire.cores import usable_cores
+from titan_rl.train.berths import Berths, joined_hosts, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
@@ -85,48 +83,43 @@ async def launch(
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=["generator", "environment"])
     meshes: Meshes | None = None
-    try:
-        with without_lines(b"Monarch internal logs are being written"):
-            host = this_host()
-        meshes = await watch.drive(_start(host, setup, terminal, incidents))
-        yield meshes, watch
-    except RunError as error:
-        raise await watch.explained(error) from None
-    finally:
-        watch.close()
-        if meshes is not None:
-            asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
-            seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
-            seconds = HURRIED_SECONDS if hurries() else seconds  # then the last checkpoint was waited for
-            with suppress(Exception):  # nothing may mask the error that ended the run
-                await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
+    async with joined_hosts(setup) as hosts:
+        try:
+            meshes = await watch.drive(_start(Berths(setup, hosts), setup, terminal, incidents))
+            yield meshes, watch
+        except RunError as error:
+            raise await watch.explained(error) from None
+        finally:
+            watch.close()
+            if meshes is not None:
+                asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
+                seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
+                seconds = HURRIED_SECONDS if hurries() else seconds  # then the last checkpoint was waited for
+                with suppress(Exception):  # nothing may mask the error that ended the run
+                    await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
 
 
-async def _start(host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
-    """Deal GPUs to trainers, generators and roles, in this order, and start them all. Generators that share the
-    trainers' GPUs start before them: vLLM measures how much memory is free, which nothing else may change meanwhile."""
-    config, g = setup.resolved, setup.config.generator
+async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
+    """Start all meshes. Generators that share the trainers' GPUs start before them: vLLM measures how much memory is
+    free, which nothing else may change meanwhile."""
+    config = setup.resolved
     shapes = {**setup.role_shapes, "critic": setup.shape.with_value_head()}
 
-    async def started(role: RoleName, first: int, ranks: int) -> ModelMesh:
+    async def started(role: RoleName) -> ModelMesh:
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
-            env = _resources(setup, "model", first=first, count=ranks)
-            mesh = ModelMesh(host, role, config, shapes.get(role, setup.shape), env)
+            env = {PLANNED: setup.device}
+            mesh = ModelMesh(berths.of_model(role), role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 
-    first = config.parallelism.world_size
-    starting: dict[str, Callable[[], Awaitable[Any]]] = {"trainers": partial(started, "trainer", 0, first)}
+    starting: dict[str, Callable[[], Awaitable[Any]]] = {"trainers": partial(started, "trainer")}
     if setup.config.samples_rollouts:
-        count = g.replicas * g.tensor_parallel_degree
-        first = max(first, count) if config.placement.kind == "colocated" else first + count
-        starting["generators"] = partial(_generators, host, setup, terminal, incidents)
+        starting["generators"] = partial(_generators, berths.of_replica, setup, terminal, incidents)
         if setup.config.rollout_code:
-            starting["environments"] = partial(_environments, host, setup, terminal, incidents)
-    for role, own in config.roles.items():
-        starting[role] = partial(started, cast(RoleName, role), first, own.parallelism.world_size)
-        first += own.parallelism.world_size
+            starting["environments"] = partial(_environments, berths.of_environment, setup, terminal, incidents)
+    for role in config.roles:
+        starting[role] = partial(started, cast(RoleName, role))
     meshes: dict[str, Any] = {}
     others = [name for name in starting if name != "generators"]
     for names in (["generators"], others) if _share_gpus(setup) else (starting,):
@@ -145,12 +138,18 @@ async def launch_loaded(
     meshes: list[GeneratorMesh | EnvironmentMesh] = []
     try:
         with without_lines(b"Monarch internal logs are being written"):
-            host = this_host()
-        generators = await watch.drive(_generators(host, setup, terminal, None, loaded=True))
+            host = Host(this_host())
+
+        def seated(replica: int) -> Berth:
+            tp = setup.config.generator.tensor_parallel_degree
+            devices = visible_devices()[replica * tp : (replica + 1) * tp] if setup.device == "cuda" else []
+            return Berth(host, tp, resources(setup, "generator", devices))
+
+        generators = await watch.drive(_generators(seated, setup, terminal, None, loaded=True))
         meshes.append(generators)
         environments = None
         if setup.config.rollout_code:
-            environments = await watch.drive(_environments(host, setup, terminal, None))
+            environments = await watch.drive(_environments(lambda _: host, setup, terminal, None))
             meshes.append(environments)
         yield generators, environments, watch
     except RunError as error:
@@ -162,12 +161,16 @@ async def launch_loaded(
 
 
 async def _generators(
-    host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents | None, *, loaded: bool = False
+    berth_of: Callable[[int], Berth],
+    setup: Setup,
+    terminal: Terminal,
+    incidents: Incidents | None,
+    *,
+    loaded: bool = False,
 ) -> GeneratorMesh:
     """Start the engines, which get their weights by weight sync, or have `loaded` them from setup.model_folder."""
     config, g = setup.config, setup.config.generator
     shares = _share_gpus(setup) and not loaded
-    first_gpu = (lambda replica: replica * g.tensor_parallel_degree) if loaded else partial(_first_gpu, setup)
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
@@ -180,11 +183,10 @@ async def _generators(
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
         mesh = await GeneratorMesh.spawn(
-            host,
+            berth_of,
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
-            env_of=lambda at: _resources(setup, "generator", first=first_gpu(at["replica"]), count=tp),
             policy=GeneratorPolicy(
                 init_seconds=config.comm.init_timeout_seconds,
                 seconds=config.comm.train_timeout_seconds,
@@ -209,7 +211,7 @@ async def _generators(
 
 
 async def _environments(
-    host: HostMesh, setup: Setup, terminal: Terminal, incidents: Incidents | None
+    host_of: Callable[[int], Host], setup: Setup, terminal: Terminal, incidents: Incidents | None
 ) -> EnvironmentMesh:
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
@@ -221,7 +223,7 @@ async def _environments(
     policy = EnvironmentPolicy(e.processes, *patience, e.lockstep, agent, incidents)
     with terminal.phase("environment: processes"):
         return await EnvironmentMesh.spawn(
-            host, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
+            host_of, settings, policy, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(setup.config.hosts.threads)}
         )
 
 
@@ -234,37 +236,6 @@ def _engine_env(setup: Setup) -> dict[str, str]:
     if setup.device == "cpu":
         return vllm_cpu.ENV
     return BATCH_INVARIANT if setup.config.debug.deterministic else {}
-
-
-def _first_gpu(setup: Setup, replica: int) -> int:
-    """Return a replica's first GPU: after the trainers'; for one added during the run, after all other meshes'."""
-    config, g = setup.config, setup.config.generator
-    first = 0 if config.placement.kind == "colocated" else config.parallelism.world_size
-    if replica >= g.replicas:
-        first += sum(role.parallelism.world_size for role in config.roles.values())
-    return first + replica * g.tensor_parallel_degree
-
-
-def _resources(setup: Setup, kind: Kind, *, first: int, count: int) -> dict[str, str]:
-    """Return the environment of a mesh's processes: the GPUs they see, in rank order (none on CPU), and threads. Only
-    GPUs that this process was given are dealt: the others may be another user's."""
-    gpus = visible_devices()[first : first + count] if setup.device == "cuda" else []
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, usable_cores())),
-        PLANNED: setup.device,
-        **(cuda_environment(setup.config) if setup.device == "cuda" else {}),
-    }
-
-
-def cuda_environment(config: Config) -> dict[str, str]:
-    """Return what CUDA's libraries read once, before a rank could set it."""
-    found = {}
-    if config.generator.dtype == "float32":
-        found["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's float32 attention would multiply in TF32, which has three digits
-    if config.debug.deterministic:
-        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return found
 
 
 async def shutdown() -> None:

@@ -7,7 +7,7 @@ from titan_rl.control.server import RequestRefused
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.preflight.checks.host import CPU_SLOTS
+from titan_rl.preflight.placement import most_replicas, slots_per_host
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.launch import Meshes
@@ -72,8 +72,4 @@ class Scale:
     def _most(self) -> int:
         """Return how many replicas fit next to all other processes of the run."""
         config = self._setup.config
-        others = config.parallelism.world_size + sum(role.parallelism.world_size for role in config.roles.values())
-        if config.placement.kind == "colocated":
-            return config.generator.replicas  # they share the trainers' devices, one each
-        slots = config.hosts.slots or (visible_gpus() if self._setup.device == "cuda" else CPU_SLOTS)
-        return (slots - others) // config.generator.tensor_parallel_degree
+        return most_replicas(config, slots_per_host(config, visible_gpus() if self._setup.device == "cuda" else 0))

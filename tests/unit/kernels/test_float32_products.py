@@ -3,7 +3,7 @@
 import pytest
 
 from titan_rl.config.sections import Config, GeneratorSection
-from titan_rl.train.launch import cuda_environment
+from titan_rl.train.berths import cuda_environment
 
 triton = pytest.importorskip("triton")
 from triton import language as tl  # noqa: E402

@@ -13,10 +13,11 @@ import pytest
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineInfo
 from titan_rl.config.toml import find, load, shipped
-from titan_rl.meshes import deaths
+from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.spawn import process_group
 from titan_rl.record.terminal import Terminal
 from titan_rl.train import launch
+from titan_rl.train.berths import Berths, cuda_environment, resources
 from titan_rl.wire import gpus
 
 # In a process of its own: the end of a run is the end of Monarch and of all ranks in the controller's process.
@@ -65,33 +66,30 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
-    meshes = [(0, run.parallelism.world_size)]
-    if run.placement.kind == "colocated":
-        meshes.clear()  # trainers and generators share
+    host: Any = None
+    berths = Berths(setup, [host])
+    meshes = [] if run.placement.kind == "colocated" else berths.of_model("trainer")  # generators share its GPUs
     if run.samples_rollouts:
-        tp = run.generator.tensor_parallel_degree
-        meshes += [(launch._first_gpu(setup, replica), tp) for replica in range(run.generator.replicas)]
-    first = max(first + count for first, count in meshes)
-    for role in run.roles.values():
-        meshes.append((first, role.parallelism.world_size))
-        first += role.parallelism.world_size
+        meshes += [berths.of_replica(replica) for replica in range(run.generator.replicas)]
+    for role in run.roles:
+        meshes += berths.of_model(role)
     dealt = []
-    for first, count in meshes:
-        seen = launch._resources(setup, "model", first=first, count=count)["CUDA_VISIBLE_DEVICES"].split(",")
-        dealt += [seen[int(rank["LOCAL_RANK"])] for rank in process_group(count)]
-    assert len(dealt) == len(set(dealt)) == sum(count for _, count in meshes)
+    for berth in meshes:
+        seen = berth.env["CUDA_VISIBLE_DEVICES"].split(",")
+        dealt += [seen[int(rank["LOCAL_RANK"])] for rank in process_group(berth.ranks)]
+    assert len(dealt) == len(set(dealt)) == sum(berth.ranks for berth in meshes)
     assert set(dealt) <= set(given.split(",") if given else map(str, range(12)))
 
 
 def test_a_rank_that_was_planned_for_a_gpu_does_not_train_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device="cuda")
-    for name, value in launch._resources(setup, "model", first=0, count=1).items():
+    for name, value in resources(setup, "model", ["0"]).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="planned for CUDA, found none that torch can use"):
         gpus.require_planned_device(cuda_is_available=False)
     gpus.require_planned_device(cuda_is_available=True)
     setup.device = "cpu"
-    monkeypatch.setenv(gpus.PLANNED, launch._resources(setup, "model", first=0, count=1)[gpus.PLANNED])
+    monkeypatch.setenv(gpus.PLANNED, resources(setup, "model")[gpus.PLANNED])
     gpus.require_planned_device(cuda_is_available=False)
 
 
@@ -99,11 +97,11 @@ def test_cuda_ranks_are_launched_with_what_exact_and_deterministic_products_need
     run = load(find("grpo_llama"), [("debug.deterministic", "true"), ("generator.dtype", "float32")])
     setup: Any = SimpleNamespace(config=run, device="cuda")
     needed = {"TRITON_F32_DEFAULT": "ieee", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    assert needed.items() <= launch._resources(setup, "model", first=0, count=1).items()
+    assert needed.items() <= resources(setup, "model", ["0"]).items()
     setup.device = "cpu"
-    assert not needed.keys() & launch._resources(setup, "model", first=0, count=1).keys()
+    assert not needed.keys() & resources(setup, "model").keys()
     fast = load(find("grpo_llama"), [("generator.dtype", "bfloat16")])
-    assert launch.cuda_environment(fast) == {}
+    assert cuda_environment(fast) == {}
 
 
 class Started:
@@ -122,7 +120,7 @@ class Started:
             config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
         )
         nothing: Any = None
-        asyncio.run(launch._start(nothing, setup, Terminal(), nothing))
+        asyncio.run(launch._start(Berths(setup, [nothing]), setup, Terminal(), nothing))
 
     def model_mesh(self, host: Any, role: str, *_: Any) -> Any:
         return SimpleNamespace(start=lambda: self._note(role))
@@ -174,7 +172,8 @@ def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
         return launch.Meshes(SimpleNamespace(close=lambda: asyncio.sleep(0)))  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(deaths, "kill_seconds", 0.0)
-    monkeypatch.setattr(launch, "this_host", lambda: None)
+    monkeypatch.setattr(hosts, "local_hosts", list)
+    monkeypatch.setattr(launch, "Berths", lambda *_: None)
     monkeypatch.setattr(launch, "_start", none_started)
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
     nothing: Any = None

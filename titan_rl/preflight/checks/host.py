@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.checks.titan_keys import check_compiled
+from titan_rl.preflight.placement import CPU_SLOTS
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 from titan_rl.wire.torch_build import as_numbers, torch_cuda, vllm_needs_gpu
 
-CPU_SLOTS = 16
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -44,7 +44,9 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
         total = gpus_needed(config)
         processes = f"{total} GPUs ({', '.join(parts)}; trainer and generators share GPUs)"
     slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
-    if total > slots:
+    if hosts.number > 1:
+        pass  # check_hosts
+    elif total > slots:
         yield f"hosts.slots: expected room for {processes}, found {slots}; raise it, or lower the parallel degrees"
     elif on_gpu and total > gpus:
         yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"

@@ -1,0 +1,100 @@
+"""The hosts of a run: this one, or workers that stand for hosts (titan_rl/worker.py).
+
+    local        ranks are children of this process
+    processes    workers on this machine, started here; each has a folder of sockets, and a log in the run's folder
+
+A mesh gets berths on them, which titan_rl/train/berths.py deals.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from monarch.actor import HostMesh, attach_to_workers, this_host
+
+from titan_rl.wire.errors import RunError
+
+POLL_SECONDS = 0.02  # while a worker starts
+LINES = 5  # of a worker's log, shown when it fails
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where ranks can be spawned."""
+
+    mesh: HostMesh
+    name: str = "this host"
+    parent: int = 0  # process that ranks on this machine are children of; 0: this one
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """A host for consecutive ranks of a mesh, and what those are launched with there: GPUs, for example."""
+
+    host: Host
+    ranks: int
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def host_of(host: HostMesh | Host) -> Host:
+    return host if isinstance(host, Host) else Host(host)
+
+
+@asynccontextmanager
+async def worker_processes(count: int, folder: Path, logs: Path, seconds: float) -> AsyncIterator[list[Host]]:
+    """Start `count` workers on this machine, and kill them at the end. Their sockets are below `folder`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[Worker] = []
+    try:
+        for number in range(count):
+            worker = Worker(f"host{number}", folder / f"h{number}", logs / f"host{number}.log")
+            started.append(worker)  # one by one: whatever was started is killed
+        deadline = time.monotonic() + seconds
+        yield await asyncio.gather(*(worker.joined(deadline) for worker in started))
+    finally:
+        for worker in started:
+            worker.process.kill()
+        for worker in started:
+            worker.process.wait()
+
+
+class Worker:
+    """A worker on this machine, which ends with this process."""
+
+    def __init__(self, name: str, folder: Path, log: Path) -> None:
+        self.name, self._log, self._socket = name, log, folder / "worker"
+        folder.mkdir(mode=0o700)
+        command = [sys.executable, "-m", "titan_rl.worker", "--address", f"ipc://{self._socket}"]
+        with open(log, "wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C in the terminal reaches the controller only
+                env={**os.environ, "TMPDIR": str(folder)},
+            )
+
+    async def joined(self, deadline: float) -> Host:
+        while not self._socket.exists():
+            if (code := self.process.poll()) is not None:
+                raise RunError(f"the worker of {self.name} ended with exit code {code}", last_lines(self._log))
+            if time.monotonic() > deadline:
+                raise RunError(f"{self.name} did not join within hosts.join_seconds", last_lines(self._log))
+            await asyncio.sleep(POLL_SECONDS)
+        mesh = attach_to_workers(ca="trust_all_connections", workers=[f"ipc://{self._socket}"], name=self.name)
+        return Host(mesh, self.name, self.process.pid)
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
+
+
+def local_hosts() -> Sequence[Host]:
+    return [Host(this_host())]
