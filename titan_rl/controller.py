@@ -320,7 +320,8 @@ class Controller:
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
         ledger, bounds = Ledger(self.setup.folder, self.run.terminal.warn), bounds_of(self.config)
-        ledger.begun(start, cut.get("next", 0), cut.get("open", ()), attempt=self.attempt, bounds=bounds)
+        unfinished, bad_rows = cut.get("open", ()), self.setup.task.bad_rows
+        ledger.begun(start, cut.get("next", 0), unfinished, attempt=self.attempt, bounds=bounds, bad_rows=bad_rows)
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
         if reward_model is None:

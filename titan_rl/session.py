@@ -87,7 +87,7 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 async def attempt(resume: Resume) -> None:
                     if recovery.attempt > 1:
                         log.rewind(resume.kept_rl, resume.kept_cold_start)
-                    report.ready(resume.rl or 0)
+                    report.ready(resume.rl or 0, setup.task.bad_rows)
                     controller = Controller(run, learner, resume, attempt=recovery.attempt, began=recovery.began)
                     await controller.drive()
 

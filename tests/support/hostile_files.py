@@ -71,7 +71,7 @@ ROWS: list[tuple[bytes, str, str]] = [  # file, further flags, message
     (lines(GOOD, GOOD | {"answer": " "}), "--cold_start.steps 1", "cold_start.steps: expected 0, because"),
     (lines(GOOD | {"answer": "two"}), "--task.reward last_number", "task.reward: expected a number in the answer of"),
     (lines(GOOD | {"answer": "1" * 9999}), "--task.reward last_number", "found one of 1000 digits or more"),
-    (lines(GOOD), "--eval.size 8", "task.eval_path: expected a JSONL file for eval.size = 8"),
+    (lines(GOOD), "--eval.size 8", "task.eval_path: expected a JSONL or Parquet file for eval.size = 8"),
     (lines(GOOD), "--task.answer_key solution", "train.jsonl:1: expected task.answer_key = 'solution'"),
     (lines(GOOD), "--algorithm.name dpo", "train.jsonl:1: expected task.chosen_key = 'chosen'"),
 ]

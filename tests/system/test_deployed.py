@@ -133,7 +133,10 @@ def test_what_cannot_be_evaluated_is_one_line(run: Run, tmp_path: Path) -> None:
     for argv, problem in (
         ([str(tmp_path / "none")], "found none of them at"),
         ([str(run.folder), "--step", "3"], "--step: expected one of "),
-        ([str(run.folder), "--set", "a=/no/file"], "eval.sets.a.path: expected a JSONL file, found none at '/no/file'"),
+        (
+            [str(run.folder), "--set", "a=/no/file"],
+            "eval.sets.a.path: expected a JSONL or Parquet file, found none at '/no/file'",
+        ),
     ):
         command = [sys.executable, "-m", "titan_rl.eval", *argv]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

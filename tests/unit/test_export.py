@@ -63,7 +63,7 @@ def test_a_folder_that_exists(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_config_that_cannot_be_read_or_whose_files_are_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.toml").write_text(to_toml(Config(task=TaskSection(name="jsonl", path="gone.jsonl"))))
-    assert "task.path: expected a JSONL file, found none at 'gone.jsonl'" in refusal(capsys, str(run))
+    assert "task.path: expected a JSONL or Parquet file, found none at 'gone.jsonl'" in refusal(capsys, str(run))
     (run / "config.toml").write_text("[model]\ndims = 3\n[eval]\nsiz = 3\n")
     found = refusal(capsys, str(run))
     assert found.startswith(f"{run}: config.toml: [model] has no key 'dims'")

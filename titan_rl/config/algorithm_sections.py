@@ -25,15 +25,20 @@ from titan_rl.config.model_sections import ParallelismSection
 class TaskSection:
     name: Literal["addition", "calc", "hunt", "jsonl"] = "addition"
     """"addition" generates its own data, as do "calc" (products, with a calculator) and "hunt" (a treasure on a board),
-    which need environment.name; "jsonl" reads files."""
+    which need environment.name; "jsonl" reads files, JSONL or Parquet."""
     path: str = ""
-    """JSONL file with the training prompts."""
+    """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
+    hf:openai/gsm8k:main:train (docs/data.md)."""
     eval_path: str = ""
-    """JSONL file with the held-out prompts. Its first eval.size rows are used."""
+    """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
-    """Column of the prompt: a string or a list of chat messages."""
+    """Column of the prompt: a string or a list of chat messages. With dots inside a table. If it is the default and the
+    rows have none, those of TRL, verl, slime and verifiers are recognized, here and in answer_key."""
     answer_key: str = "answer"
-    """Column of the reference answer."""
+    """Column of the reference answer, such as "reward_model.ground_truth"."""
+    demonstration_key: str = ""
+    """Column of a conversation that solves the problem: cold_start and sft train on what its assistant says, and show
+    what others say. Rows without one teach their answer, as all do if this is empty."""
     chosen_key: str = "chosen"
     """Column of the preferred answer (dpo, ipo, reward_model)."""
     rejected_key: str = "rejected"
@@ -78,6 +83,9 @@ class TaskSection:
     on_unfit_rows: Literal["refuse", "drop"] = "refuse"
     """Rows that are too long for training.seq_len, generator.max_model_len and rollout.max_new_tokens, or whose prompt
     has no tokens: "refuse" to start, or "drop" them and print how many."""
+    skip_bad_rows: bool = False
+    """Leave out rows that are no JSON objects, or lack a usable prompt or answer, and print how many. False: refuse to
+    start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

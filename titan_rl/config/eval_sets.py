@@ -21,7 +21,7 @@ class EvalSet:
     """One evaluation set. Its name is that of its table."""
 
     name: str
-    path: str = ""  # JSONL file with the columns of [task]; empty: the run's held-out problems
+    path: str = ""  # as task.eval_path, with the columns of [task]; empty: the run's held-out problems
     size: int = bounds(0, ge=0, le=10**6)  # the first problems of it; 0: all
     samples: int = bounds(1, ge=1, le=2**12)  # answers per problem
     temperature: float = bounds(0.0, ge=0, le=2)  # 0: greedy

@@ -5,12 +5,14 @@ examples -> lengths -> RowLength(prompt, answer, rejected) in tokens -> limits_o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.sections import Config
 from titan_rl.tasks.announced import announced
-from titan_rl.tasks.jsonl_rows import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.examples import MOST_NAMED, BadRows, Example
+from titan_rl.tasks.prompts import demonstrated
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 
@@ -109,8 +111,22 @@ def lengths(
         chunk = examples[start : start + CHUNK]
         answered = tokens([e.answer for e in chunk]) if answers else [-1] * len(chunk)
         rejected = tokens([e.rejected for e in chunk]) if answers else [-1] * len(chunk)
-        for prompt, answer, other in zip(prompts(chunk), answered, rejected, strict=True):
-            yield prompt if isinstance(prompt, str) else RowLength(prompt, answer + 1, other + 1)
+        for example, prompt, answer, other in zip(chunk, prompts(chunk), answered, rejected, strict=True):
+            if isinstance(prompt, str):
+                yield prompt
+            elif answers and example.demonstration:
+                yield _demonstrated_length(example, task, tokenizer)
+            else:
+                yield RowLength(prompt, answer + 1, other + 1)
+
+
+def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
+    try:
+        sample = demonstrated(task.prompt(example, 0, tokenizer), tokenizer)
+    except Exception as error:  # of a template
+        why = f"{type(error).__name__}: {error}"
+        return f"{example.where}: expected a demonstration that the chat template accepts, found {why}"
+    return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)
 
 
 def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest: int) -> int | str:
@@ -166,10 +182,11 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
 
 def other_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:
     """Return where the other unfit rows are, as far as a line can hold them."""
-    others = sorted(unfit)[1:MOST_NAMED]
-    lines = ", ".join(examples[i].where.rpartition(":")[2] for i in others if examples[i].where)
+    others = [examples[i].where.rpartition(":") for i in sorted(unfit)[1:MOST_NAMED] if examples[i].where]
+    files = {file for file, _, _ in others} | {examples[min(unfit)].where.rpartition(":")[0]}
+    lines = ", ".join(line if len(files) == 1 else f"{Path(file).name}:{line}" for file, _, line in others)
     more = "" if len(unfit) <= MOST_NAMED else ", ..."
-    return f" (the others: line {lines}{more})" if lines else ""
+    return f" (the others: {'line ' if len(files) == 1 else ''}{lines}{more})" if lines else ""
 
 
 def first_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:

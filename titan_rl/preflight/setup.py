@@ -14,10 +14,11 @@ from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
+from titan_rl.tasks.examples import Example
 from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.rubric import Rubric
-from titan_rl.tasks.task import Example, Task, chat_settings, load_task, set_examples, shuffled
+from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows, shuffled
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.cores import host_memory
@@ -55,7 +56,7 @@ class Setup:
     resume: Resume
     role_shapes: dict[str, ModelShape]  # of a teacher and a reward model; other roles have the policy's shape
     judges: RewardJudges  # by reward functions, in training and in evaluations
-    dropped: tuple[str, ...] = ()  # what task.on_unfit_rows = "drop" left out, for the plan
+    dropped: tuple[str, ...] = ()  # rows that are left out, and whose rows they are, for the plan
     resume_notes: tuple[str, ...] = ()  # damaged checkpoints, for the plan
 
     @property
@@ -87,7 +88,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     tokenizer = policy.tokenizer
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    dropped: list[str] = []
+    dropped = [*task.notes]
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
     judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
@@ -175,8 +176,10 @@ def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped:
 def fitting(
     config: Config, chosen: EvalSet, task: Task, tokenizer: TextTokenizer, dropped: list[str]
 ) -> Sequence[Example]:
-    """Return the rows of an evaluation set that fit, and append to `dropped` how many are left out."""
-    examples = set_examples(config, chosen, task)
+    """Return the rows of an evaluation set that fit, and append to `dropped` how many are left out, and why."""
+    rows = set_rows(config, chosen)
+    dropped += rows.notes(f"eval.sets.{chosen.name}.path")
+    examples = rows.examples
     if config.task.on_unfit_rows == "refuse":  # the checks have measured them
         return examples
     files = replace(config, task=replace(config.task, name="jsonl"))

@@ -66,4 +66,5 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "digests": _is_list(_is_int),
     "statuses": _is_list(_is_status),
     "attempts": _is_list(_is_int),
+    "bad_rows": _is_int,
 }

@@ -74,13 +74,14 @@ class Ledger(SelfClosing):
         *,
         attempt: int = 1,
         bounds: Mapping[str, int] | None = None,
+        bad_rows: int = 0,
     ) -> None:
         """The run continues after step `step`, at the cut in that step's checkpoint or snapshot: prompts before `next`
         were trained on or dropped, except the `open` ones. Everything later is undone. `attempt` counts the attempts
-        of this process."""
-        more: dict[str, Any] = {}
+        of this process; `bad_rows` were left out of the data."""
+        more: dict[str, Any] = {"bad_rows": bad_rows} if bad_rows else {}
         if bounds is not None:
-            more = {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
+            more |= {"attempt": attempt, "time": time.time(), "bounds": dict(bounds)}
             if (config := self._path.with_name("config.toml")).exists():
                 more["config"] = zlib.crc32(config.read_bytes())
         self._append("begun", step=step, next=next, open=list(open), **more)

@@ -44,9 +44,9 @@ class Report(SelfClosing):
         self._unwritten: Callable[[], Written] | None = None  # writes the last step
         self._lines: Future[Written] | None = None  # of the last step, until `written` returns them
 
-    def ready(self, step: int) -> None:
-        """Report that all meshes are up: the seconds until now were start-up."""
-        self._log.startup(step, self._clock.lap()["wall"])
+    def ready(self, step: int, bad_rows: int = 0) -> None:
+        """Report that all meshes are up: the seconds until now were start-up. `bad_rows` were left out of the data."""
+        self._log.startup(step, self._clock.lap()["wall"], bad_rows)
 
     @contextmanager
     def fitting(self, name: str, start: int, last: int) -> Iterator[None]:

@@ -73,9 +73,9 @@ class RunLog(SelfClosing):
         self._evaluations = open_after(self.folder / "evaluations.jsonl", self._last, self._warn)
         self._curves: dict[str, Curves] = {}
 
-    def startup(self, step: int, seconds: float) -> None:
+    def startup(self, step: int, seconds: float, bad_rows: int = 0) -> None:
         """Log that this process was ready to continue after step `step`, `seconds` after it started."""
-        self._line("startup", step, {"time/startup": seconds})
+        self._line("startup", step, {"time/startup": seconds, **({"bad_rows": bad_rows} if bad_rows else {})})
 
     def cold_start(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a supervised step. The held-out score before the cold start is the "eval/score" of its step 0."""

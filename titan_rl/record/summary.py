@@ -40,6 +40,7 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
         "cold_start_eval": cold_start_evals[0] if cold_start_evals else None,
         "initial_eval": initial_evals[-1] if initial_evals else None,
         "final_eval": evals[-1] if evals else None,
+        "bad_rows": next((line.get("bad_rows", 0) for line in reversed(lines) if line["kind"] == "startup"), 0),
         "wall_seconds": wall,
         "seconds": seconds,
         "logprob_gap": {

@@ -72,7 +72,7 @@ def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
     """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
     turns, what the policy says is trained on, and never what it reads."""
     if prompt.demonstration:
-        return [_demonstrated(prompt, tokenizer)]
+        return [demonstrated(prompt, tokenizer)]
     return [_answered(prompt, prompt.answer, tokenizer)]
 
 
@@ -93,7 +93,7 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
     return Sample(tokens=[*tokens, pad], mask=[0] * len(tokens) + [1], prompt=prompt)
 
 
-def _demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
+def demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
     """Return a demonstration as a rollout would have it. It ends before what the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
     for said, read in prompt.demonstration:
@@ -102,8 +102,11 @@ def _demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
         mask += [1] * len(spoken)
         if not read:
             continue
-        chat = bool(prompt.messages)
-        shown = tokenizer.chat.extend(tokens, [{"role": "user", "content": read}]) if chat else tokenizer.encode(read)
+        messages = [{"role": "user", "content": read}] if isinstance(read, str) else read
+        if prompt.messages:
+            shown = tokenizer.chat.extend(tokens, messages)
+        else:
+            shown = tokenizer.encode("".join(message["content"] for message in messages))
         if shown is None:
             break
         tokens += shown

@@ -2,11 +2,11 @@
 
     config.TaskSection -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
 
-"addition", "calc" and "hunt" generate their own data; "jsonl" reads one JSON object per line.
+"addition", "calc" and "hunt" generate their own data; "jsonl" reads files (docs/data.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,9 @@ import numpy as np
 
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
+from titan_rl.config.data_sources import source_of
 from titan_rl.config.eval_sets import EvalSet
-from titan_rl.tasks.jsonl_rows import Example, jsonl
+from titan_rl.tasks.examples import Example, SourceRows, read_source
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
 from titan_rl.wire.seeds import derive
@@ -36,6 +37,8 @@ class Task:
     unfit: frozenset[int] = frozenset()  # indices of training examples that are left out, because they do not fit
     game: Game | None = None  # which demonstrates its problems
     seed: int = 0  # of the demonstrations
+    notes: tuple[str, ...] = ()  # what a person should know about the rows
+    bad_rows: int = 0  # that task.skip_bad_rows left out
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
@@ -43,7 +46,9 @@ class Task:
         text, messages = example.prompt, ()
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
-        shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id)) if self.game else ()
+        shown = example.demonstration
+        if self.game:
+            shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
         given = (example.answer, example.row, example.rejected)
         return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
 
@@ -64,16 +69,24 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
     elif task.name == "addition":
         train, heldout = addition(seed, eval_size)
     else:
-        train = jsonl(task, "path", pairs=pairs)
-        heldout = jsonl(task, "eval_path", eval_size, pairs=pairs) if eval_size else []
+        return _of_files(task, eval_size, pairs)
     return Task(train, heldout, task.template, task.system_prompt, game=game, seed=seed)
 
 
-def set_examples(run: config.Config, chosen: EvalSet, task: Task) -> Sequence[Example]:
-    """Return the examples of an evaluation set: of its file, or the held-out ones of the task."""
-    if not chosen.path:
-        return task.heldout[: chosen.size or None]
-    return jsonl(replace(run.task, eval_path=chosen.path), "eval_path", chosen.size or None)
+def _of_files(task: config.TaskSection, eval_size: int, pairs: bool) -> Task:
+    train, notes = read_source(source_of(task, task.path, "task.path"), pairs=pairs), list[str]()
+    notes += train.notes("task.path")
+    heldout, bad = list[Example](), train.bad
+    if eval_size:
+        rows = read_source(source_of(task, task.eval_path, "task.eval_path"), eval_size, pairs=pairs)
+        notes += rows.notes("task.eval_path")
+        heldout, bad = rows.examples, bad + rows.bad
+    return Task(train.examples, heldout, task.template, task.system_prompt, notes=tuple(notes), bad_rows=bad)
+
+
+def set_rows(run: config.Config, chosen: EvalSet) -> SourceRows:
+    """Return the rows of an evaluation set that has files of its own."""
+    return read_source(source_of(run.task, chosen.path, f"eval.sets.{chosen.name}.path"), chosen.size or None)
 
 
 @lru_cache(maxsize=1)

@@ -41,6 +41,10 @@ RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float
 """Bin edges of the histogram of importance ratios."""
 
 
+Demonstration = Sequence[tuple[str, str | list[dict[str, Any]]]]
+"""What the policy says in each turn, and what it reads next: text, or chat messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One task item. The policy reads `tokens`; the reward compares with `answer`.
@@ -55,7 +59,7 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
-    demonstration: Sequence[tuple[str, str]] = ()  # of several turns: what the policy says, what it reads next
+    demonstration: Demonstration = ()
     where: str = ""  # file:line of its row
 
 

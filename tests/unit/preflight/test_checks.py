@@ -112,7 +112,7 @@ def test_the_defaults_run() -> None:
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
         (
             '[task]\nname = "jsonl"\n[eval]\nsize = 0',
-            'task.path: expected a JSONL file for task.name = "jsonl", found ""',
+            'task.path: expected a JSONL or Parquet file for task.name = "jsonl", found ""',
         ),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_sound_set_becomes_problems_with_their_own_settings(rows: str, tmp_pat
 @pytest.mark.parametrize(
     ("table", "problem"),
     [
-        ({"path": "/no/such"}, "eval.sets.a.path: expected a JSONL file, found none at '/no/such'"),
+        ({"path": "/no/such"}, "eval.sets.a.path: expected a JSONL or Parquet file, found none at '/no/such'"),
         ({"reward": "model"}, 'eval.sets.a.reward: expected a reward other than "model"'),
         ({"reward": "no_such_module:f"}, "eval.sets.a.reward = 'no_such_module:f': No module named"),
         ({"path": "{rows}", "reward": "last_number", "size": 1}, ""),
@@ -65,10 +65,8 @@ def test_one_problem(table: dict[str, Any], problem: str, rows: str, tmp_path: P
 
 def test_a_set_of_held_out_problems_needs_some() -> None:
     (problem,) = check_evaluation(config({"a": {}}, size=0))
-    assert (
-        problem
-        == "eval.sets.a.path: expected a JSONL file, because eval.size = 0 leaves no held-out problems, found none"
-    )
+    why = "because eval.size = 0 leaves no held-out problems"
+    assert problem == f"eval.sets.a.path: expected a JSONL or Parquet file, {why}, found none"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
             "",
             "train.jsonl:2: expected task.answer_key = 'answer', found the col",
         ),
-        ([{"prompt": "2", "answer": "3"}], "", "['answer', 'prompt']"),
+        ([{"text": "2", "answer": "3"}], "", "['answer', 'text']"),
         ([], "", "task.path: expected at least one row"),
         ([CHAT], "", 'task.template: expected "chat" for the messages in {}/train.jsonl:1, found "plain"'),
         (
@@ -98,7 +98,7 @@ def test_good_rows(tmp_path: Path) -> None:
     text = f'[task]\nname = "jsonl"\npath = "{train}"\nreward = "last_number"\n[cold_start]\nsteps = 3\n[eval]\nsize = '
     assert problems(config(tmp_path, text + "0")) == []
     (problem,) = problems(config(tmp_path, text + "8"))
-    assert problem.startswith("task.eval_path: expected a JSONL file for eval.size = 8")
+    assert problem.startswith("task.eval_path: expected a JSONL or Parquet file for eval.size = 8")
     chat = rows(tmp_path / "chat.jsonl", CHAT)
     text = f'[task]\nname = "jsonl"\ntemplate = "chat"\npath = "{chat}"\n[eval]\nsize = 0'
     assert problems(config(tmp_path, text)) == []

@@ -13,6 +13,7 @@ from titan_rl.run import main
 
 SHORT = {"question": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}  # 5 tokens with BOS, 2 of an answer
 LONG = SHORT | {"question": "1+1=" + "+" * 24}
+SAID = {"role": "assistant", "content": "1234567890"}
 WORDY = SHORT | {"answer": "2" * 40, "chosen": "2" * 22}
 SIZES = "[training]\nseq_len = 32\n[rollout]\nmax_new_tokens = 4\n"
 
@@ -72,6 +73,18 @@ def written(folder: Path, train: list[Any], heldout: list[Any] = [SHORT], more: 
 def test_rows_that_are_too_long(tmp_path: Path, train: list[Any], heldout: list[Any], more: str, message: str) -> None:
     (problem,) = problems(config(tmp_path, written(tmp_path, train, heldout, more)))
     assert re.search(message, problem), problem
+
+
+def test_a_demonstration_is_measured_with_all_its_turns(tmp_path: Path) -> None:
+    train = [SHORT, SHORT | {"shown": [SAID, SAID | {"role": "tool"}, SAID]}]  # 5 + 10 + 1 + 10 + 10 + 1 tokens
+    for more, found in (("[cold_start]\nsteps = 1", ["train.jsonl:2: expected at most 33 tokens"]), ("", [])):
+        text = written(tmp_path, train, more=more, task='demonstration_key = "shown"')
+        problem = problems(config(tmp_path, text))
+        assert [re.search(r"train.*tokens", each)[0] for each in problem] == found  # pyright: ignore[reportOptionalSubscript]
+        assert all("found 37;" in each for each in problem)
+    text = written(tmp_path, train, more='[algorithm]\nname = "dpo"', task='demonstration_key = "shown"')
+    (problem,) = problems(config(tmp_path, text))
+    assert problem.startswith('task.demonstration_key: expected "" with algorithm.name = "dpo"')
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,21 @@ def test_a_demonstration_trains_what_the_policy_says_and_never_what_it_reads(fol
     assert characters.decode(read, skip_special=False) == "347*862=299114="
 
 
+def test_a_demonstration_in_messages_is_that_in_text_and_a_chat_renders_their_roles(folder: Path) -> None:
+    characters = TextTokenizer.load(folder)
+    told = [{"role": "tool", "content": "299114="}]
+    prompt = Prompt(0, "347*862=", characters.encode("347*862="), "299114", demonstration=[("?347*862", told)])
+    text = replace(prompt, demonstration=[("?347*862", "299114=")])
+    assert supervised(prompt, characters) == supervised(text, characters)
+    asked = [{"role": "user", "content": "347*862="}]
+    tokens = characters.prompt(asked, "chat")
+    chat = replace(prompt, tokens=tokens, messages=asked, demonstration=[("?347*862", told), ("299114", [])])
+    (sample,) = supervised(chat, characters)
+    assert characters.decode(sample.tokens[len(tokens) :], skip_special=False).startswith("?347*862</s>")
+    said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]
+    assert characters.decode(said, skip_special=False) == "?347*862</s>299114</s>"
+
+
 def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(folder: Path) -> None:
     characters = TextTokenizer.load(folder)
     task = load_task(TaskSection(name="hunt"), seed=3, eval_size=20)

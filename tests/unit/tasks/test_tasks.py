@@ -142,7 +142,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: object, messa
 
 def test_a_missing_or_empty_file_is_named_by_its_key(tmp_path: Path) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"task\.eval_path: expected a JSONL file, found none at ''.*eval\.size"
+        FileNotFoundError, match=r"task\.eval_path: expected a JSONL or Parquet file, found none at ''.*eval\.size"
     ):
         jsonl(tmp_path, {"question": "1", "answer": "1"}, eval_size=1)
     with pytest.raises(ValueError, match=r"task\.path.*at least one row"):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,12 @@ asyncio.run(shutdown())
 took = time.monotonic() - began
 print(took < 4, *(rank.wait(5) for rank in ranks))  # below CLOSE_SECONDS: nothing had to time out
 """
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meetings of process groups are files, in the folder that a run takes with it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def test_ranks_that_ignore_every_request_do_not_delay_the_end() -> None:

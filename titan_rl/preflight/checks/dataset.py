@@ -1,4 +1,4 @@
-"""Checks of [task]: the reward functions, and every row of JSONL files."""
+"""Checks of [task]: the reward functions, and every row of its files."""
 
 import re
 from collections.abc import Iterator
@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_rl.agents.games import GAMES
+from titan_rl.config.data_sources import source_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
 from titan_rl.preflight.checks.reward_keys import check_rewards, rewards_of
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.tasks.announced import announced
-from titan_rl.tasks.jsonl_rows import BadRows, Example, jsonl, named
+from titan_rl.tasks.examples import BadRows, Example, named, read_source
 from titan_rl.tasks.rewards import last_number
+from titan_rl.tasks.row_files import EXPECTED
 from titan_rl.tasks.task import addition, load_task, played
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
@@ -34,6 +36,12 @@ def check_task(config: Config) -> Iterator[str]:
     task = config.task
     if task.system_prompt and task.template == "plain":
         yield f'task.system_prompt: expected "" with task.template = "plain", found {as_toml(task.system_prompt)}'
+    if key := task.demonstration_key:
+        if task.name != "jsonl":
+            yield f'task.demonstration_key: expected "" with task.name = "{task.name}", found {as_toml(key)}'
+        elif config.algorithm.kind in ("preference", "reward"):
+            why = f"with algorithm.name = {as_toml(config.algorithm.name)}, which reads pairs"
+            yield f'task.demonstration_key: expected "" {why}, found {as_toml(key)}'
     read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
     train, heldout = read(config)
     yield from check_rewards(config, train.examples, heldout.examples)
@@ -64,19 +72,20 @@ def _files(config: Config) -> tuple[Rows, Rows]:
     if task.path:
         train = _rows(config, "path")
     else:
-        train = Rows([], ['task.path: expected a JSONL file for task.name = "jsonl", found ""'])
+        train = Rows([], [f'task.path: {EXPECTED} for task.name = "jsonl", found ""'])
     if size and task.eval_path:
         heldout = _rows(config, "eval_path")
     elif size:
         why = f"eval.size = {size} (0 disables evaluation)"
-        heldout = Rows([], [f'task.eval_path: expected a JSONL file for {why}, found ""'])
+        heldout = Rows([], [f'task.eval_path: {EXPECTED} for {why}, found ""'])
     return train, heldout
 
 
 def _rows(config: Config, key: Literal["path", "eval_path"]) -> Rows:
     try:
         limit = config.eval.size if key == "eval_path" else None
-        examples = jsonl(config.task, key, limit, pairs=config.algorithm.kind in ("preference", "reward"))
+        source = source_of(config.task, getattr(config.task, key), f"task.{key}")
+        examples = read_source(source, limit, pairs=config.algorithm.kind in ("preference", "reward")).examples
     except BadRows as error:
         return Rows([], error.problems)
     except (OSError, ValueError) as error:

@@ -13,10 +13,11 @@ from titan_rl.preflight.checks.reward_keys import check_callable
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
-from titan_rl.tasks.jsonl_rows import BadRows, Example
+from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
-from titan_rl.tasks.task import Task, set_examples
+from titan_rl.tasks.row_files import EXPECTED
+from titan_rl.tasks.task import Task, set_rows
 from titan_rl.wire.types import Prompt
 
 
@@ -50,18 +51,18 @@ def _passes(chosen: EvalSet) -> list[str]:
 def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
     label = f"eval.sets.{chosen.name}"
     if not chosen.path and not config.eval.size:
-        yield f"{label}.path: expected a JSONL file, because eval.size = 0 leaves no held-out problems, found none"
+        yield f"{label}.path: {EXPECTED}, because eval.size = 0 leaves no held-out problems, found none"
         return
     if chosen.path and config.task.name in GAMES:
         yield f'{label}.path: expected none with task.name = "{config.task.name}", found {as_toml(chosen.path)}'
         return
     examples: Sequence[Example] = ()
     try:
-        examples = set_examples(config, chosen, Task((), ())) if chosen.path else ()
+        examples = set_rows(config, chosen).examples if chosen.path else ()
     except BadRows as error:
         yield from error.problems
     except (OSError, ValueError) as error:
-        yield str(error).replace("task.eval_path", f"{label}.path").partition("; eval.size")[0]
+        yield str(error)
     yield from _check_reward(config, chosen, label, examples)
     if examples:
         yield from _check_rows(config, label, examples)

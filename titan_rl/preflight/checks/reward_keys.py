@@ -6,7 +6,7 @@ from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.reward_probe import probe
 from titan_rl.sandbox.code_tests import row_tests
-from titan_rl.tasks.jsonl_rows import Example
+from titan_rl.tasks.examples import Example
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.verifiers import TAKES, VERIFIERS
