@@ -184,7 +184,7 @@ def test_all_problems_are_named_before_anything_is_submitted(
         "launch.extra_args: expected arguments of sbatch, such as --constraint=h100, found 'constraint'",
         'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0',
         "--on slurm: expected sbatch, squeue, scontrol on PATH, found no sbatch, squeue, scontrol",
-        "rollout.max_new_tokens: expected",
+        "training.seq_len: expected at least 507",
     ):
         assert expected in found
     assert not (tmp_path / "run").exists()
