@@ -12,10 +12,12 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from titan_rl.config import toml as config_file
+from titan_rl.config.sections import HostsSection
 from titan_rl.launch import sbatch
 from titan_rl.launch.following import ENDED, follow
 from titan_rl.launch.job import Job
@@ -77,25 +79,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
-    """Return the run, checked as --dry-run checks it. Exit with 2 after printing every problem."""
-    argv = ["--config", options.config, *rest]
+    """Return the run, checked as --dry-run checks it. Exit with 2 after printing every problem. Its addresses are not
+    known yet: stand-ins are checked instead, and left out of what is returned."""
+    argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
-        config = config_file.load(config_file.find(options.config), cli.read(argv).overrides)
-        argv += placed(config.hosts.number)
-    invocation = cli.parse([*argv, "--dry-run"], also=partial(check_submission, on=options.on, prints=options.print))
+        hosts = config_file.load(config_file.find(options.config), cli.read(argv).overrides).hosts
+    also = partial(check_submission, hosts=hosts, on=options.on, prints=options.print)
+    invocation = cli.parse([*argv, *stand_ins(hosts.number), "--dry-run"], also)
     try:
         check_folder(invocation.config.job)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
-    return invocation
+    warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
+    return replace(invocation, config=replace(invocation.config, hosts=hosts), warnings=tuple(warnings))
 
 
-def placed(nodes: int) -> list[str]:
-    """Return the flags of a run on so many nodes. The job replaces the addresses by real ones."""
+def stand_ins(nodes: int) -> list[str]:
     if nodes == 1:
         return ["--hosts.kind=local", "--hosts.count=0", "--hosts.addresses=[]"]
-    addresses = ",".join(f"tls://node{number}:1" for number in range(nodes))
-    return ["--hosts.kind=attach", f"--hosts.addresses={addresses}"]
+    addresses = ",".join(f"tcp://node{number}:1" for number in range(nodes))
+    return ["--hosts.kind=attach", f"--hosts.addresses={addresses}", "--hosts.insecure=true"]
 
 
 def live_job(job: Job, terminal: Terminal) -> SlurmJob | None:

@@ -71,7 +71,7 @@ workers=$!
 CERTIFICATES = """\
 tls=$launch/tls-$SLURM_JOB_ID
 step=@INIT_COMMAND@
-srun@INIT_ARGS@ bash -c "$step" certificates "$tls" "${nodes[@]}" || exit 1
+srun@INIT_ARGS@ bash -c "$step" certificates "$tls" "$(IFS=,; echo "${nodes[*]}")" || exit 1
 """
 
 END_WORKERS = """\
@@ -104,7 +104,9 @@ def script(job: Job, cwd: Path) -> str:
 def workers(job: Job, cwd: Path) -> str:
     tls = job.config.hosts.tls
     own = {
-        "INIT_COMMAND": shlex.quote(commands(job, f'exec {python(job)} -m titan_rl.worker --init-tls "$@"')),
+        "INIT_COMMAND": shlex.quote(
+            commands(job, f'exec {python(job)} -m titan_rl.worker --init-tls "$1" --hosts "$2"')
+        ),
         "INIT_ARGS": step_arguments(job, cwd, "--nodes=1", "--overlap", "--gres=none"),
     }
     made = filled(CERTIFICATES, own) if job.scheme == "tls" and not tls else f"tls={shlex.quote(tls)}\n"
@@ -172,7 +174,7 @@ def python(job: Job) -> str:
 def worker_command(job: Job) -> str:
     """$1 is the port, $2 the folder of the certificates."""
     own = "" if job.config.hosts.tls else "/$SLURMD_NODENAME"
-    tls = f' --tls "$2{own}"' if job.scheme == "tls" else ""
+    tls = f' --tls "$2{own}"' if job.scheme == "tls" else " --insecure"
     return commands(
         job,
         f'echo "$SLURM_STEP_ID" > {shlex.quote(str(job.own / "step-workers"))}',

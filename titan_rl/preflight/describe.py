@@ -30,6 +30,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
     meshes = [trainers(setup)]
+    if config.curriculum.on:
+        facts.append(("curriculum", curriculum(config)))
     if config.cold_start.steps:
         facts.append(("cold start", cold_start(config)))
     if config.training.steps:
@@ -190,8 +192,10 @@ def task(setup: Setup) -> str:
     count = len(setup.task.train) - len(setup.task.unfit)
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
+    drawn = ", ".join(f"{part.name} {part.count:,} x {part.weight:g}" for part in setup.task.parts)
+    sources = f" ({drawn})" if drawn else ""
     sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
-    return f"{t.name}: {count:,} problems, {heldout} held out{sets}, {reward}"
+    return f"{t.name}: {count:,} problems{sources}, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:
@@ -201,6 +205,13 @@ def chat(setup: Setup) -> str:
     )
     calls = "no tool calls" if renderer.call_format == "text" else f"calls as {renderer.call_format}"
     return f"template {source}, {verdict(inspect_template(setup.tokenizer))}; {calls}; thinking: {task.thinking}"
+
+
+def curriculum(config: Config) -> str:
+    c = config.curriculum
+    out = f"a prompt drops out after {c.solved_visits} solved visits" if c.solved_visits else "no prompt drops out"
+    waits = f"waits for {c.hopeless_wait} turns after a hopeless one" if c.hopeless_wait else "none waits"
+    return f"{out}, {waits}"
 
 
 def cold_start(config: Config) -> str:

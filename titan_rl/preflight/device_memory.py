@@ -158,9 +158,10 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 def head(config: Config, shape: ModelShape) -> int:
     """Return the bytes of the log-prob head: masked positions, their gradient in float32 (twice) and in
-    the compute dtype, and one tile of logits. A value head has a fraction of them."""
+    the compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     size = BYTES[config.training.mixed_precision_param]
-    return tokens(config) * shape.dim * (2 * size + 8) + (TILE_BYTES if shape.head == "lm" else 0)
+    kept = tokens(config) * shape.vocab_size // 8 if config.rollout.truncates else 0
+    return tokens(config) * shape.dim * (2 * size + 8) + (TILE_BYTES + kept if shape.head == "lm" else 0)
 
 
 def block_parameters(shape: ModelShape) -> int:

@@ -17,7 +17,7 @@ here=$(dirname "$0")
 echo "$SLURMD_NODENAME $*" >> "$here/calls"
 case "$2 $3" in
 "titan_rl.worker --init-tls")
-    for node in "${@:5}"; do mkdir -p "$4/$node"; done ;;
+    mkdir -p "$4" ;;
 titan_rl.worker*)
     echo "a worker on $SLURMD_NODENAME"
     touch "$here/up-$SLURMD_NODENAME"
@@ -169,7 +169,7 @@ def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launch
     port = 20000 + int(job) % 10000
     certificates, *others = launched.calls()
     tls = launched.run / f"launch/tls-{job}"
-    assert certificates == f"127.0.0.2 -m titan_rl.worker --init-tls {tls} 127.0.0.2 127.0.0.3"
+    assert certificates == f"127.0.0.2 -m titan_rl.worker --init-tls {tls} --hosts 127.0.0.2,127.0.0.3"
     assert sorted(call for call in others if "titan_rl.worker" in call) == [
         f"{node} -m titan_rl.worker --address tls://{node}:{port} --tls {tls}/{node}"
         for node in ("127.0.0.2", "127.0.0.3")

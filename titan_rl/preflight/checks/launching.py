@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Literal
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml
 
 Scheduler = Literal["slurm", "kubernetes"]
@@ -49,8 +49,9 @@ def check_launch(config: Config) -> Iterator[str]:
         )
 
 
-def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[str]:
-    launch, hosts = config.launch, config.hosts
+def check_submission(config: Config, hosts: HostsSection, on: Scheduler, prints: bool) -> Iterator[str]:
+    """`hosts` is the section as given: the addresses in `config` are stand-ins."""
+    launch = config.launch
     if prints and config.job.fresh:
         yield "job.fresh: expected false with --print, which moves no folder, found true"
     if hosts.device == "cuda" and not gpus_of_node(config):
