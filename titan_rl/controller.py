@@ -13,7 +13,7 @@ a lag, generators sample and take weights while the trainers step.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
-from titan_rl.tasks.judging import training_rubric
+from titan_rl.tasks.judging import grader_rubric, training_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.train import engine_proof
@@ -68,13 +68,15 @@ class Controller:
         self.loop = StepLoop(run, learner, resume)
         self.best = BestWeights(run)
         self.proven = False  # the engines compute what the trainers do
+        self.sources = ExitStack()  # closes the sources of prompts
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
-        if self.resume.rl is None and self.config.cold_start.steps > 0:
-            await self.cold_start()
-        if not self.stop.requested:
-            await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
+        with self.sources:
+            if self.resume.rl is None and self.config.cold_start.steps > 0:
+                await self.cold_start()
+            if not self.stop.requested:
+                await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
             if (unsound := self.health.at_the_end()) is not None:
                 raise unsound
@@ -196,7 +198,7 @@ class Controller:
         if phase == "rl":
             await self.learner.begin(start)
         seed = derive(self.config.debug.seed, "prompts", phase)
-        source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
+        source = self.sources.enter_context(closing(PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)))
         if start:
             source.load_state_dict(kept)
         version = start if phase == "rl" else BEFORE_RL
@@ -328,6 +330,7 @@ class Controller:
             judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
+        grader = grader_rubric(config.task)
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,
@@ -341,5 +344,6 @@ class Controller:
             driver_attempts=config.fault.environment_attempts,
             limits=self.session_limits(),
             warn=self.run.terminal.warn,
+            grade=grader and self.setup.judges.judge(grader),
         )
         return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)

@@ -16,9 +16,11 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from titan_rl.actors.vllm.kept_tokens import last_kept
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.types import Finish
 
 WRITTEN_FOR = "0.32.0"
@@ -41,6 +43,8 @@ class Sampled(NamedTuple):
     logprob: float
     finish: Finish | None  # once it has ended
     prefill: Prefill | None  # with its first token
+    kept: bytes | None = None  # its kept set, if sets are recorded
+    context: Sequence[ContextScore] = ()  # of what it read, with its first token, if that is asked for
 
 
 class StepScheduler(Scheduler):
@@ -124,6 +128,7 @@ class StepScheduler(Scheduler):
         logprobs = model_runner_output.logprobs
         values = logprobs.logprobs[:, 0].tolist() if logprobs else []  # the sampled token's comes first
         rows = logprobs.cu_num_generated_tokens if logprobs else None
+        sets = last_kept()
         index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         stopped: set[Request] = set()
         for id in scheduler_output.num_scheduled_tokens:
@@ -143,7 +148,10 @@ class StepScheduler(Scheduler):
                 request.status, finish = ended, FINISHES[ended]
                 self._free_request(request)
                 stopped.add(request)
-            self._sampled.append(Sampled(id, token, values[rows[at] if rows else at], finish, prefill))
+            row = rows[at] if rows else at
+            kept = sets[row] if sets else None
+            scores = context_scores(model_runner_output.prompt_logprobs_dict.get(id))
+            self._sampled.append(Sampled(id, token, values[row], finish, prefill, kept, scores))
         self.running = remove_all(self.running, stopped)
         return {}
 
@@ -155,3 +163,11 @@ class StepScheduler(Scheduler):
         if len(request._output_token_ids) >= request.max_tokens or len(request._all_token_ids) >= self.max_model_len:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None
+
+
+def context_scores(found: LogprobsTensors | None) -> Sequence[ContextScore]:
+    """Return vLLM's prompt log-probs: of each token first its own, then that of the most likely one."""
+    if found is None:
+        return ()
+    pairs = zip(found.logprobs.tolist(), found.logprob_token_ids.tolist(), strict=True)
+    return [ContextScore(own, best, most) for (own, most), (_, best) in pairs]

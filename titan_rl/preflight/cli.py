@@ -2,7 +2,7 @@
 
 import difflib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,8 +62,9 @@ class Arguments:
 
 
 @refusing
-def parse(argv: Sequence[str]) -> Invocation:
-    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help."""
+def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda _: ()) -> Invocation:
+    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help. `also`
+    returns more problems of a config."""
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
@@ -76,7 +77,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     gpus = found_gpus()
     if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
         gpus = planned_gpus(config)
-    problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
+    problems = [*arguments.problems, *also(config), *checks.problems(config, gpus=gpus)]
     warnings = checks.warnings(config, gpus=gpus)
     if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
@@ -95,8 +96,11 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def planned_gpus(config: Config) -> Gpus:
-    """Return the GPUs of the host that a dry run plans for."""
-    count = config.hosts.slots or checks.gpus_needed(config)
+    """Return the GPUs that a dry run plans for: of one host, or of a machine whose `processes` share them."""
+    hosts = config.hosts
+    count = hosts.slots or -(-checks.gpus_needed(config) // hosts.number)
+    if hosts.kind == "processes":
+        count *= hosts.number
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
 
 

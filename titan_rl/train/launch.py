@@ -200,6 +200,7 @@ async def _generators(
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         exact=config.debug.exact,
+        records_kept=config.rollout.truncates and not loaded,
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
