@@ -73,7 +73,8 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
         ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
         (
             '[task]\nagent = "json:dumps"',
-            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model",
+            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model, tok"
+            "enizer",
         ),
         (
             '[task]\nagent = "no_such:run"',
