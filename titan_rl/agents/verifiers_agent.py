@@ -16,12 +16,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 SERVER = """
-import json, os, sys, threading
+import json, os, shutil, sys, threading
 from verifiers.v1.serve.pool import serve_env
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+
+def end():
+    sys.stdin.read()
+    shutil.rmtree(os.path.dirname(sys.argv[1].removeprefix("ipc://")), ignore_errors=True)
+    os._exit(0)
+
+threading.Thread(target=end, daemon=True).start()
 serve_env(max_workers=1, address=sys.argv[1], config_data=json.loads(sys.argv[2]))
 """
-"""It ends with the pipe to the process that started it."""
+"""It ends, and its socket's folder with it, when the pipe to the process that started it does."""
 START_SECONDS = 300.0
 SEAT: Mapping[str, Any] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 """Of each seat, unless environment.args say otherwise: its program runs on this machine, and talks in chat completions,
@@ -65,6 +71,7 @@ class EnvServed:
             [sys.executable, "-c", SERVER, address, json.dumps(self._config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
+            start_new_session=True,  # to clean up after a parent that is killed
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         client = EnvClient(address)

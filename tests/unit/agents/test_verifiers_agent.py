@@ -3,13 +3,14 @@ is in tests/system/test_adapters.py."""
 
 import asyncio
 import json
-import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.played import PATIENCE
 from titan_rl.agents.guest import GuestPython
 
 LIKE = Path(__file__).parents[2] / "support" / "verifiers_like"
@@ -33,7 +34,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(LIKE)
 
 
-def test_a_row_is_played_by_the_environment_server_over_the_rollouts_url(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_row_is_played_by_the_environment_server_over_the_rollouts_url(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     found = played({"prompt": "say 2", "idx": 3, "question": "no column of it"}, **{"taskset.split": "train"})
     assert found == {"reward": 0.75, "turns": 2.0}
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
@@ -46,7 +50,10 @@ def test_a_row_is_played_by_the_environment_server_over_the_rollouts_url(capfd: 
     assert "sk-secret" not in json.dumps(said["config"])
     assert said["config"]["taskset"] == {"id": "counting", "split": "train"}
     assert said["config"]["agent"] == {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
-    assert os.environ.get("TITAN_RL_UNUSED") is None
+    deadline = time.monotonic() + PATIENCE
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, "the server outlives the process that started it, or its folder does"
+        time.sleep(0.05)
 
 
 def test_an_episode_that_failed_is_an_error_and_no_reward() -> None:

@@ -128,3 +128,5 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
     assert plain.holds.startswith("os:getcwd: up to 64 rollouts per process, 8 turns or 32 tokens each")
     assert plain.holds.endswith("; endpoint on loopback, completions only")
     assert chat.holds.endswith("; endpoint on loopback, chat")
+    elsewhere = environments(config(tmp_path, agent + 'python = "./envs/one"\n'))
+    assert "tokens each, in ./envs/one; endpoint" in elsewhere.holds
