@@ -18,6 +18,7 @@ from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, this_host
 
+from titan_rl.meshes.host_agent import HostFacts
 from titan_rl.wire.errors import RunError
 
 POLL_SECONDS = 0.02  # while a worker starts
@@ -30,7 +31,9 @@ class Host:
 
     mesh: HostMesh
     name: str = "this host"
-    parent: int = 0  # process that ranks on this machine are children of; 0: this one
+    parent: int = 0  # process that ranks are children of; 0: this one
+    facts: HostFacts | None = None  # of a host that has an agent
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True)

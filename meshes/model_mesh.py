@@ -18,7 +18,7 @@ from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.hosts import Berth, Host
-from titan_rl.meshes.spawn import end, process_group, spawn
+from titan_rl.meshes.spawn import end, meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
@@ -62,6 +62,9 @@ class ModelMesh:
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
         members = process_group(*(berth.ranks for berth in self._berths))
+        first_host = self._berths[0].host
+        apart = len(self._berths) > 1 and first_host.facts is not None  # else a file of one machine
+        meeting = {} if apart else meeting_file(first_host)
         self._procs, self._ranks = [], {}
         for berth in self._berths:
             first, rows = len(self._ranks) // self.tp, berth.ranks // self.tp
@@ -71,7 +74,7 @@ class ModelMesh:
                 shape={"dp": rows, "tp": self.tp},
                 first=first,
                 kind=kind,
-                env={**self._env, **berth.env},
+                env={**self._env, **berth.env, **meeting},
                 members=members[len(self._ranks) :],
             )
             actors: Any = procs.spawn(self.name, ModelRank, *self._given)
@@ -79,7 +82,12 @@ class ModelMesh:
             for dp in range(rows):
                 for tp in range(self.tp):
                     self._ranks[label(self.name, {"dp": first + dp, "tp": tp})] = actors.slice(dp=dp, tp=tp)
-        return await self._all("start", seconds=self._init_seconds)
+        address = ""
+        if apart:
+            name, rank = next(iter(self._ranks.items()))
+            opened = rank.open_meeting.call_one()
+            address = await ask(opened, actor=name, verb="open_meeting", seconds=self._init_seconds)
+        return await self._all("start", address, seconds=self._init_seconds)
 
     async def respawn(self) -> None:
         """Replace these processes, dead or alive, by new ones in the state after `start`."""

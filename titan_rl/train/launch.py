@@ -242,5 +242,5 @@ async def shutdown() -> None:
     """Kill the processes, whose meshes are closed, and shut Monarch down, which removes its sockets. Ending living
     processes by messages takes Monarch 1 to 6 s."""
     with suppress(Exception):
-        await deaths.kill(deaths.alive())
+        await deaths.kill(deaths.living())
         await asyncio.wait_for(shutdown_context(GOODBYE_SECONDS).as_asyncio(), CLOSE_SECONDS)

@@ -15,7 +15,7 @@ from titan_rl.preflight.checks.exact import check_exact
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
 from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
-from titan_rl.preflight.checks.hosts import check_hosts
+from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.sandbox import check_sandbox
@@ -80,5 +80,5 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    found += chat_warnings(config)
+    found += [*attach_warnings(config), *chat_warnings(config)]
     return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]
