@@ -2,7 +2,7 @@
 
     shims ── AF_UNIX ──> HostAgent ── take ──> the controller (remote_host.py)
 
-When it has not been asked for `orphan_seconds`, the controller is gone: it kills the ranks, and ends.
+When it has not been asked for `orphan_seconds`, the controller is gone: it ends all processes of the run there.
 """
 
 import asyncio
@@ -95,6 +95,11 @@ class HostAgent(Actor):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    @concurrent_endpoint
+    async def end(self) -> None:
+        """End all processes of the run on this host. Its worker waits for the next run."""
+        self._end()
+
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection, pid = next(self._connections), 0
         while line := await reader.readline():
@@ -114,8 +119,11 @@ class HostAgent(Actor):
     async def _end_with_the_run(self) -> None:
         while time.monotonic() - self._asked < self._orphan_seconds:
             await asyncio.sleep(self._orphan_seconds / WATCHES)
-        for pid in self._pids:
+        self._end()
+
+    def _end(self) -> None:
+        self._private.cleanup()
+        for pid in (*self._pids, os.getppid()):  # the worker's death is that of all its children
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._private.cleanup()
         os._exit(1)

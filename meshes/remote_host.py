@@ -6,6 +6,7 @@ controller ── attach ──> worker ──> HostAgent (host_agent.py)
 
 import asyncio
 import os
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,13 +17,13 @@ from typing import Any
 from monarch.actor import HostMesh, attach_to_workers
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import ask
 from titan_rl.meshes.host_agent import HostAgent, HostFacts, own_versions
 from titan_rl.meshes.hosts import Host
-from titan_rl.wire.dial import why_silent
+from titan_rl.wire.dial import takes_connections, why_silent
 from titan_rl.wire.errors import RunError
 
-LEAVE_SECONDS = 5.0
+LEAVE_SECONDS = 0.5
+SILENT_SECONDS = 60.0  # of an agent whose host is reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,6 @@ class Remote:
 
     def __init__(self, address: str, mesh: HostMesh, agent: Any, facts: HostFacts, detect_seconds: float) -> None:
         self._address, self._agent, self._detect_seconds = address, agent, detect_seconds
-        self._mesh = mesh
         self._loop = asyncio.get_running_loop()
         self._shims: defaultdict[int, deaths.Shim] = defaultdict(lambda: deaths.Shim(kill=self._kill))
         self._kills: set[asyncio.Task[None]] = set()
@@ -97,20 +97,30 @@ class Remote:
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
-        within = self._detect_seconds / 4
+        while (news := await self._next()) is not None:
+            for connection, line in news:
+                if not self._shims[connection].hear(line):
+                    del self._shims[connection]
+        self.lost.set()
+        for shim in list(self._shims.values()):
+            if not shim.ended:
+                shim.end(f"is gone: its host {self._address} does not answer")
+
+    async def _next(self) -> list[tuple[int, bytes]] | None:
+        """Wait for the agent's answer. None: the host is lost. One that is only slow still takes a connection, because
+        its kernel does."""
+        quarter = self._detect_seconds / 4
+        answer = asyncio.ensure_future(self._agent.take.call_one(quarter).as_asyncio())
+        began, patience = time.monotonic(), 2 * quarter
+        while not (await asyncio.wait({answer}, timeout=patience))[0]:
+            reached = await asyncio.to_thread(takes_connections, self._address, quarter)
+            if not reached or time.monotonic() - began > SILENT_SECONDS:
+                answer.cancel()
+                return None
         try:
-            while True:
-                call = self._agent.take.call_one(within)
-                for connection, line in await ask(
-                    call, actor=f"agent of {self._address}", verb="take", seconds=within + self._detect_seconds / 2
-                ):
-                    if not self._shims[connection].hear(line):
-                        del self._shims[connection]
-        except RunError:
-            self.lost.set()
-            for shim in list(self._shims.values()):
-                if not shim.ended:
-                    shim.end(f"is gone: its host {self._address} does not answer")
+            return answer.result()
+        except Exception:  # the agent has ended
+            return None
 
     def _kill(self, pid: int) -> None:
         self._loop.call_soon_threadsafe(partial(self._ask_to_kill, pid))
@@ -126,9 +136,8 @@ class Remote:
             task.add_done_callback(self._kills.discard)
 
     async def leave(self) -> None:
-        """End the agent, and let the worker wait for the next run."""
+        """End what the run has on this host. Its worker waits for the next run."""
         self._following.cancel()
-        if self.lost.is_set():
-            return
-        with suppress(Exception):  # the run is over: what is left ends after hosts.orphan_seconds
-            await asyncio.wait_for(self._mesh.stop().as_asyncio(), LEAVE_SECONDS)
+        if not self.lost.is_set():
+            with suppress(Exception):  # it ends without an answer
+                await asyncio.wait_for(self._agent.end.call_one().as_asyncio(), LEAVE_SECONDS)

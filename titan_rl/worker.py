@@ -11,7 +11,9 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +24,11 @@ from titan_rl.meshes.zygotes import KINDS, VARIABLE, serving
 from titan_rl.wire.certificates import certificate_problems, make_certificates
 from titan_rl.wire.dial import split_address
 from titan_rl.wire.gpus import visible_gpus
-from titan_rl.wire.program import DONE, USAGE, enter
+from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 
 PR_SET_PDEATHSIG = 1
 READY_SECONDS = 120.0
+SHORTEST_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--days", type=float, default=365, help="with --init-tls: how long certificates are valid")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.parent:  # a run started it, and it has the run's zygotes
+    if given.parent:  # a run, or serve_runs
         return serve_run(given.address, given.parent)
     if given.init_tls:
         hosts = [name.strip() for name in given.hosts.split(",") if name.strip()]
@@ -73,27 +76,30 @@ def refusals(address: str | None, tls: str, *, insecure: bool) -> list[str]:
 
 
 def serve_runs(address: str, tls: str) -> int:
-    scheme, host, _ = split_address(address)
-    os.environ[HOST] = host
+    """Serve one run after the other, each in a new process: what Monarch keeps of a run ends with it."""
+    _, os.environ[HOST], _ = split_address(address)
     prepare_environment(tls=tls)
-    from monarch.actor import enable_transport, run_worker_loop_forever
-
-    enable_transport(scheme)
-    print(f"worker at {address}", flush=True)
-    run_worker_loop_forever(address=address, ca="trust_all_connections")
-    return DONE
+    command = [sys.executable, "-m", "titan_rl.worker", "--address", address, "--parent", str(os.getpid())]
+    print(f"worker at {address}; Ctrl-C ends it", flush=True)
+    while True:
+        began = time.monotonic()
+        code = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0).wait()
+        if time.monotonic() - began < SHORTEST_SECONDS:
+            print(f"titan_rl.worker: expected to serve {address}, found exit code {code}", file=sys.stderr)
+            return FAILED
 
 
 def serve_run(address: str, parent: int) -> int:
-    """Be a host of one run on this machine, and die with it. Signals are the run's to handle."""
+    """Be a host of one run, and die with the parent. Signals are the parent's to handle."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return DONE
     prepare_environment()
-    from monarch.actor import run_worker_loop_forever
+    from monarch.actor import enable_transport, run_worker_loop_forever
 
+    enable_transport(address.partition("://")[0])
     run_worker_loop_forever(address=address, ca="trust_all_connections")
     return DONE
 

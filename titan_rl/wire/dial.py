@@ -27,6 +27,16 @@ def route_to(address: str) -> str:
         return any_socket.getsockname()[0]
 
 
+def takes_connections(address: str, seconds: float) -> bool:
+    """Return whether something listens at an address: the kernel answers, however busy the host is."""
+    _, host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError:
+        return False
+    return True
+
+
 def why_silent(address: str, tls: str = "") -> str:
     """Connect as Monarch does, and return how that fails."""
     _, host, port = split_address(address)
