@@ -93,7 +93,7 @@ class Remote:
         self._shims: defaultdict[int, deaths.Shim] = defaultdict(lambda: deaths.Shim(kill=self._kill))
         self._kills: set[asyncio.Task[None]] = set()
         self.lost = asyncio.Event()
-        self.host = Host(mesh, address, facts.parent, facts, self.lost)
+        self.host = Host(mesh, address, facts.parent, facts, self.lost.is_set)
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:

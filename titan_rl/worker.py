@@ -64,6 +64,8 @@ def refusals(address: str | None, tls: str, *, insecure: bool) -> list[str]:
     try:
         scheme, host, _ = split_address(address or "")
         socket.getaddrinfo(host, None)
+    except UnicodeError as error:
+        return [f"--address: expected a name or an address of this host, found {address} ({error})"]
     except ValueError:
         return [f"--address: expected tls://NAME:PORT, found {address}"]
     except OSError as error:

@@ -89,6 +89,20 @@ def test_three_processes_as_hosts_change_no_bit(runs: Runs, local: Run, tmp_path
     assert {path.name for path in (run.folder / "hosts").iterdir()} == {"host0.log", "host1.log", "host2.log"}
 
 
+@pytest.mark.parametrize(("lost", "ranks"), [(0, "trainer"), (2, "generator1")])
+def test_a_lost_host_costs_no_bit(runs: Runs, local: Run, tmp_path: Path, lost: int, ranks: str) -> None:
+    """Its ranks are started again on the others, and the run continues from a snapshot in memory."""
+    run = runs.start(tmp_path / "run", **{**KEYS, "hosts__kind": "processes", **THREE, "fault__snapshot_interval": 1})
+    run.wait_for_step(1)
+    workers = [each for each in psutil.Process(run.process.pid).children() if "titan_rl.worker" in each.cmdline()]
+    (worker,) = (each for each in workers if f"/h{lost}/" in " ".join(each.cmdline()))
+    worker.kill()
+    out = run.finish()
+    assert run.code == 0, out
+    assert f"{ranks} is back after" in out
+    assert same(run, local)
+
+
 def test_ranks_are_where_the_plan_says_and_end_with_the_controller(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(tmp_path / "run", **{**KEYS, "training__steps": 1000, "hosts__kind": "processes", **THREE})
     run.wait_for_step(1)
@@ -166,16 +180,33 @@ def test_attached_workers_change_no_bit_and_serve_the_next_run(
     assert not left, "ranks outlive their run by hosts.orphan_seconds at most"
 
 
+def test_an_attached_host_that_is_lost_is_noticed_and_done_without(
+    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    """The last one that takes the run's ranks: a trainer's, whose mesh moves. Its worker is not there for later tests."""
+    run = runs.start(tmp_path / "run", **{**KEYS, **cluster.keys, "fault__snapshot_interval": 1})
+    run.wait_for_step(1)
+    lost = cluster.workers.pop(0)
+    address = cluster.addresses.pop(0)
+    lost.kill()
+    out = run.finish()
+    assert run.code == 0, out
+    assert f"its host {address} does not answer" in " ".join(out.split())
+    assert "trainer is back after" in out
+    assert same(run, local)
+
+
 def test_a_peer_without_a_certificate_of_this_ca_gets_nothing(runs: Runs, cluster: Cluster, tmp_path: Path) -> None:
     make_certificates(tmp_path / "strange", ["127.0.0.1"])
-    keys = {**KEYS, **cluster.keys, "hosts__join_seconds": 8}
+    keys = {**KEYS, **cluster.keys, "hosts__join_seconds": 8, "placement__hosts": "{}"}
     strange = runs.start(tmp_path / "run", **{**keys, "hosts__tls": str(tmp_path / "strange" / "127.0.0.1")})
     out = strange.finish()
     assert strange.code == 1, out
-    assert "3 of 3 hosts did not join" in out
+    number = len(cluster.addresses)
+    assert f"{number} of {number} hosts did not join" in out
     assert "TLS fails: certificate signature failure" in " ".join(out.split())
     plain = cluster.addresses[0].replace("tls://", "tcp://")
-    keys |= {"hosts__addresses": plain, "hosts__insecure": True, "hosts__tls": "", "placement__hosts": "{}"}
+    keys |= {"hosts__addresses": plain, "hosts__insecure": True, "hosts__tls": ""}
     run = runs.start(tmp_path / "plain", **keys)
     out = run.finish()
     assert run.code == 1, out

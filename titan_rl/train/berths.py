@@ -14,7 +14,7 @@ from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.zygotes import Kind
-from titan_rl.preflight.placement import Share, environment_host, place, slots_per_host
+from titan_rl.preflight.placement import Share, Unplaceable, environment_host, place, place_again, slots_per_host
 from titan_rl.preflight.setup import Setup
 from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
@@ -34,18 +34,30 @@ class Berths:
         self._cores = sum(machines.values()) or usable_cores()
 
     def of_model(self, role: str) -> list[Berth]:
-        return [self._berth(share, "model") for share in self._placement[role]]
+        return [self._berth(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int) -> Berth:
         """Return where a replica goes. One that is added during a run goes where slots are left."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
-        (share,) = self._placement[name]
+        (share,) = self._shares(name)
         return self._berth(share, "generator")
 
     def of_environment(self, number: int) -> Host:
-        return self._hosts[environment_host(self._setup.config, number)]
+        first = environment_host(self._setup.config, number)
+        return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
+
+    def _shares(self, mesh: str) -> Sequence[Share]:
+        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others."""
+        lost = [number for number, host in enumerate(self._hosts) if host and host.lost()]
+        if any(share.host in lost for share in self._placement[mesh]):
+            try:
+                self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
+            except Unplaceable as error:
+                names = ", ".join(self._hosts[number].name for number in lost)
+                raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
+        return self._placement[mesh]
 
     def _berth(self, share: Share, kind: Kind) -> Berth:
         environment = resources(self._setup, kind, self._devices(share), self._cores)

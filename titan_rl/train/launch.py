@@ -109,7 +109,7 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
             env = {PLANNED: setup.device}
-            mesh = ModelMesh(berths.of_model(role), role, config, shapes.get(role, setup.shape), env)
+            mesh = ModelMesh(partial(berths.of_model, role), role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 

@@ -42,8 +42,8 @@ def why_silent(address: str, tls: str = "") -> str:
     _, host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return f"the name {host} resolves to nothing ({error.strerror or error})"
+    except (OSError, UnicodeError) as error:
+        return f"the name {host} resolves to nothing ({getattr(error, 'strerror', None) or error})"
     try:
         connection = socket.create_connection((host, port), SECONDS)
     except OSError as error:

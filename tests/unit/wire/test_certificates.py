@@ -102,7 +102,7 @@ def test_why_a_worker_is_silent_is_found_out(folder: Path, theirs: str, ours: st
 
 
 def test_a_name_that_resolves_to_nothing_and_a_port_without_a_worker_are_told_apart() -> None:
-    assert "resolves to nothing" in why_silent("tcp://no-such-host.invalid:26600")
+    assert "resolves to nothing" in why_silent("tcp://-no-such-host-.:26600")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert takes_connections(f"tcp://127.0.0.1:{port}", 5), "nobody accepts, but the kernel does"
@@ -126,4 +126,4 @@ def test_a_worker_without_certificates_does_not_start(folder: Path) -> None:
     assert "--tls: expected the folder" in refusals("tls://127.0.0.1:26600", "", insecure=True)[0]
     assert refusals("tls://127.0.0.1:26600", str(folder / "127.0.0.1"), insecure=False) == []
     assert "valid now" in refusals("tls://127.0.0.1:26600", str(folder / "expired/127.0.0.1"), insecure=False)[0]
-    assert "no-such-host.invalid" in refusals("tcp://no-such-host.invalid:1", "", insecure=True)[0]
+    assert "-no-such-host-." in refusals("tcp://-no-such-host-.:1", "", insecure=True)[0]
