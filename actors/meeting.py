@@ -37,7 +37,7 @@ def listen() -> str:
 
 def meet_at(address: str) -> None:
     """Make env:// use rank 0's port, and gloo and NCCL the interface by which this host is reached."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     interface = interface_of(socket.gethostbyname(os.environ[HOST]))
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

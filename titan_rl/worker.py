@@ -63,13 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def refusals(address: str | None, tls: str, *, insecure: bool) -> list[str]:
     try:
         scheme, host, _ = split_address(address or "")
-        socket.getaddrinfo(host, None)
-    except UnicodeError as error:
-        return [f"--address: expected a name or an address of this host, found {address} ({error})"]
     except ValueError:
         return [f"--address: expected tls://NAME:PORT, found {address}"]
-    except OSError as error:
-        return [f"--address: expected a name or an address of this host, found {host} ({error.strerror or error})"]
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return [f"--address: expected a name or an address of this host, found {host} ({error})"]
     if scheme == "tcp" and not insecure:
         return [f"--address: expected tls://, or --insecure on a network that is yours alone, found {address}"]
     if scheme == "tls" and not tls:

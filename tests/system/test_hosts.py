@@ -183,7 +183,7 @@ def test_attached_workers_change_no_bit_and_serve_the_next_run(
 def test_an_attached_host_that_is_lost_is_noticed_and_done_without(
     runs: Runs, local: Run, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The last one that takes the run's ranks: a trainer's, whose mesh moves. Its worker is not there for later tests."""
+    """A host with a trainer, whose mesh moves. Later tests do without it."""
     run = runs.start(tmp_path / "run", **{**KEYS, **cluster.keys, "fault__snapshot_interval": 1})
     run.wait_for_step(1)
     lost = cluster.workers.pop(0)
