@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from titan_rl.config.algorithm_sections import (
     AlgorithmSection,
     CriticSection,
+    CurriculumSection,
     EvalSection,
     ReferenceSection,
     RewardModelSection,
@@ -71,6 +72,7 @@ class Config:
     task: TaskSection = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sandbox: SandboxSection = field(default_factory=SandboxSection)

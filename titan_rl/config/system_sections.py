@@ -136,8 +136,13 @@ class GeneratorSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     name: str = ""
-    """What drives rollouts of several turns: "calc", "hunt", or your own "package.module:name" (docs/environments.md).
-    Empty: the policy answers the prompt once."""
+    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name" (docs/environments.md), or
+    one of a package, as "gymnasium:FrozenLake-v1" (docs/adapters.md). Empty: the policy answers the prompt once."""
+    args: Table = field(default_factory=dict, hash=False)
+    """Arguments of the environment's constructor, as {is_slippery = false}."""
+    python: str = ""
+    """Python that imports the environment or the agent: a virtual environment's folder, if its packages conflict with
+    this project's. Empty: this one."""
     processes: int = bounds(2, ge=1, le=MOST_RANKS)
     """Number of processes that run environments. One that dies or hangs is replaced."""
     concurrency: int = bounds(64, ge=1, le=2**16)
@@ -238,6 +243,10 @@ class HostsSection:
     gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
     """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
     run fits. 0: check only where there are GPUs."""
+    memory_gb: float = bounds(0.0, ge=0, le=10**6)
+    """Memory of one host in GiB, against which --dry-run checks snapshots and staged weights. 0: unknown."""
+    link_gbps: float = bounds(0.0, ge=0, le=10**6)
+    """Bandwidth of one host's network in Gbit/s, each way, for the lower bounds that --dry-run prints. 0: unknown."""
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""

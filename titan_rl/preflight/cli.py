@@ -74,9 +74,13 @@ def parse(argv: Sequence[str]) -> Invocation:
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
     gpus = found_gpus()
-    if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
+    away = config.hosts.kind == "attach" and config.hosts.device == "cuda"  # the workers' hosts have GPUs
+    planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
+    if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
+    if not arguments.dry_run:
+        problems += checks.missing_addresses(config.hosts)
     warnings = checks.warnings(config, gpus=gpus)
     if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
@@ -95,8 +99,11 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def planned_gpus(config: Config) -> Gpus:
-    """Return the GPUs of the host that a dry run plans for."""
-    count = config.hosts.slots or checks.gpus_needed(config)
+    """Return the GPUs that a dry run plans for: of one host, or of a machine whose `processes` share them."""
+    hosts = config.hosts
+    count = hosts.slots or -(-checks.gpus_needed(config) // hosts.number)
+    if hosts.kind == "processes":
+        count *= hosts.number
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
 
 

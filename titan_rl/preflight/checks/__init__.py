@@ -14,8 +14,14 @@ from titan_rl.preflight.checks.evaluation import check_evaluation
 from titan_rl.preflight.checks.exact import check_exact
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
-from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
-from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts
+from titan_rl.preflight.checks.host import (
+    check_driver,
+    check_placement,
+    gpus_needed,
+    gpus_of_hosts,
+    snapshot_warning,
+)
+from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts, missing_addresses
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.sandbox import check_sandbox
@@ -23,7 +29,7 @@ from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 
-__all__ = ["gpus_needed", "host_problems", "problems", "warnings"]
+__all__ = ["gpus_needed", "host_problems", "missing_addresses", "problems", "warnings"]
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
@@ -44,7 +50,8 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
         if gpus.nbytes and config.hosts.device != "cpu":
-            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=gpus.count))
+            most = gpus_of_hosts(config, gpus.count)
+            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=most))
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 
@@ -66,11 +73,6 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         found.append(
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
             'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
-        )
-    if config.rollout.top_p < 1:
-        found.append(
-            f"rollout.top_p is {config.rollout.top_p}: the sampling log-probs are of the truncated distribution, the "
-            "trainer's of the full one, so their ratio is biased; 1.0 is exact"
         )
     a = config.algorithm
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
