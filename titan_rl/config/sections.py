@@ -36,6 +36,7 @@ from titan_rl.config.choices import (  # noqa: F401 (declared for all rooms)
     Weight,
     bounds,
 )
+from titan_rl.config.launch_section import LaunchSection
 from titan_rl.config.model_sections import (
     ActivationCheckpointSection,
     CheckpointSection,
@@ -93,6 +94,7 @@ class Config:
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
     hosts: HostsSection = field(default_factory=HostsSection)
+    launch: LaunchSection = field(default_factory=LaunchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     profiling: ProfilingSection = field(default_factory=ProfilingSection)

@@ -163,6 +163,8 @@ def environments(config: Config) -> MeshRow:
     e = config.environment
     tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    if e.python:
+        holds += f", in {e.python}"
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)

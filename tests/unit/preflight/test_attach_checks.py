@@ -1,6 +1,7 @@
 """What is refused before a run joins workers: addresses, and transport that is not safe."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import missing_addresses, problems, warnings
 from titan_rl.preflight.cli import parse
+from titan_rl.run import check_and_run
 from titan_rl.wire.certificates import make_certificates
 
 
@@ -59,7 +61,8 @@ def test_what_is_not_encrypted_is_said() -> None:
 def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", "grpo_llama", "--hosts.kind", "attach", "--hosts.count", "2"]
     assert parse([*argv, "--dry-run"]).config.hosts.number == 2
+    nothing: Any = object()  # zygotes, which a refused run does not use
     with pytest.raises(SystemExit):
-        parse(argv)
+        check_and_run(argv, nothing)
     assert "hosts.addresses: expected 2, where workers wait" in capsys.readouterr().err
     assert list(missing_addresses(attached("tls://a:1").hosts)) == []
