@@ -75,7 +75,9 @@ def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda 
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
     gpus = found_gpus()
-    if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
+    away = config.hosts.kind == "attach" and config.hosts.device == "cuda"  # the workers' hosts have GPUs
+    planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
+    if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
     problems = [*arguments.problems, *also(config), *checks.problems(config, gpus=gpus)]
     warnings = checks.warnings(config, gpus=gpus)
