@@ -15,7 +15,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.endpoint import fallible
 from titan_rl.agents.conversation import ChatText, PlainText
-from titan_rl.agents.episode_loop import Answer, Begin, Blocked, EpisodeLoop, LoopSettings, News
+from titan_rl.agents.episode_loop import EpisodeLoop, LoopSettings
+from titan_rl.agents.episode_news import Answer, Begin, Blocked, News
 from titan_rl.config.system_sections import SandboxSection
 from titan_rl.sandbox.local import configure
 from titan_rl.text.template import ChatSettings

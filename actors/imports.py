@@ -5,9 +5,11 @@ Importing this module imports none of them.
 
 import atexit
 import gc
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 
@@ -53,3 +55,13 @@ def compile_deferred() -> Iterator[None]:
         yield
     finally:
         torch.compile = real
+
+
+def import_vllm_model(folder: str) -> None:
+    """Import the model's class here and register it. vLLM would import it in another process first, if its cache on
+    this machine does not know the class: 7 CPU seconds. vLLM does so to be able to fork after that, which we never do.
+    """
+    from vllm import ModelRegistry
+
+    (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())

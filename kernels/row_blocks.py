@@ -204,6 +204,7 @@ def block_token_logprob(
     *,
     with_entropy_grad: bool = False,
     float32_logits: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-prob and entropy of each target, [T] float32, as token_logprob does."""
     temperature = torch.tensor(temperature, dtype=torch.float32).item()  # as an engine keeps it
@@ -211,11 +212,13 @@ def block_token_logprob(
     def exact(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count, more = len(hidden_TD), -len(hidden_TD) % LOGPROBS
         hidden_TD, target_T = F.pad(hidden_TD, (0, 0, 0, more)), F.pad(targets_T, (0, more))
+        kept_TB = None if kept is None else F.pad(kept, (0, 0, 0, more), value=255)
         found = [hidden_TD.new_empty(2, 0, dtype=torch.float32)]
         for at in range(0, len(hidden_TD), LOGPROBS):
             rows_TD = hidden_TD[at : at + LOGPROBS]
             tile = _BlockTile(rows_TD, weight_VD, temperature, float32_logits)
-            sums: SoftmaxSums = softmax_sums(tile, rows_TD, weight_VD, target_T[at : at + LOGPROBS])
+            kept_rB = None if kept_TB is None else kept_TB[at : at + LOGPROBS]
+            sums: SoftmaxSums = softmax_sums(tile, rows_TD, weight_VD, target_T[at : at + LOGPROBS], kept_rB)
             found.append(torch.stack([sums.logprob_T, sums.entropy_T]))
         logprob_T, entropy_T = torch.cat(found, 1)[:, :count]
         return logprob_T.contiguous(), entropy_T.contiguous()
@@ -228,6 +231,7 @@ def block_token_logprob(
             temperature,
             with_entropy_grad=with_entropy_grad,
             float32_logits=float32_logits,
+            kept=kept,
         )
 
     if not len(targets_T):

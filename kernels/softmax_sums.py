@@ -61,20 +61,23 @@ class SoftmaxSums:
 
 @dataclass(frozen=True)
 class Incoming:
-    """Inputs of the backward pass per token. `entropy_grad_T` is None if the entropy is detached."""
+    """Inputs of the backward pass per token. `entropy_grad_T` is None if the entropy is detached, `kept_TB` if nothing
+    was dropped."""
 
     targets_T: torch.Tensor
     lse_T: torch.Tensor
     entropy_T: torch.Tensor
     logprob_grad_T: torch.Tensor
     entropy_grad_T: torch.Tensor | None
+    kept_TB: torch.Tensor | None = None
 
     def at(self, tokens: slice, vocab_start: int) -> "Incoming":
-        """Return the inputs of a slice of tokens, with targets counted from `vocab_start`."""
+        """Return the inputs of a slice of tokens, with targets and kept sets counted from `vocab_start`."""
         return Incoming(
             self.targets_T[tokens] - vocab_start,
             self.lse_T[tokens],
             self.entropy_T[tokens],
             self.logprob_grad_T[tokens],
             None if self.entropy_grad_T is None else self.entropy_grad_T[tokens],
+            None if self.kept_TB is None else self.kept_TB[tokens, vocab_start // 8 :],
         )

@@ -15,18 +15,22 @@ log-prob and entropy:
 A matmul in bf16 rounds each logit to 8 bits. With `float32_logits` it keeps the float32 sums of the bf16 products, as
 vLLM does with `head_dtype = "float32"`.
 
+A token of truncated sampling has a kept set (`kept`, kept_bits.py): the logits of all others count as DROPPED, so that
+log-prob and entropy are those of the distribution that was sampled from, and dropped tokens get no gradient.
+
 Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine like those of
 the tiles, in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
 CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from titan_rl.kernels.kept_bits import DROPPED, dropped, keeps
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 from titan_rl.kernels.triton_kernels import triton_kernels
 
@@ -34,16 +38,23 @@ if TYPE_CHECKING:
     from titan_rl.kernels.token_logprob_triton import FusedTile
 
 # Tokens x vocabulary of `Tile`. Measured on two cores with 32 MiB of L3: 1024 x 1024 is the fastest of 64..2048 x
-# 512..4096 at D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long.
+# 512..4096 at D = 128, or within noise of it; 64 x 1024 takes 1.6 times as long. A window begins at a whole byte of a
+# kept set's mask: its vocabulary is a multiple of 8.
 TILE = (1024, 1024)
 
 
 def reference_token_logprob(
-    hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor, temperature: float = 1.0
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    temperature: float = 1.0,
+    kept_TV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same in plain autograd, both results differentiable. It keeps several [T, V] tensors."""
     logits_TV = hidden_TD @ weight_VD.T
     logits_TV = logits_TV.to(_accumulation_dtype(logits_TV)) / temperature
+    if kept_TV is not None:
+        logits_TV = logits_TV.masked_fill(~kept_TV, DROPPED)
     logprobs_TV = logits_TV.log_softmax(-1)
     logprob_T = logprobs_TV.gather(-1, targets_T.unsqueeze(-1)).squeeze(-1)
     entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
@@ -81,10 +92,17 @@ class Tile:
         return logits_TV, self.scratch[:size].view(shape)
 
     def add_to(
-        self, sums: SoftmaxSums, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+        self,
+        sums: SoftmaxSums,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        kept_TB: torch.Tensor | None = None,
     ) -> None:
-        """Add a window of the vocabulary to `sums`; `targets_T` counts from the window's start."""
+        """Add a window of the vocabulary to `sums`; `targets_T` and `kept_TB` count from the window's start."""
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        if kept_TB is not None:
+            logits_TV.masked_fill_(dropped(kept_TB, len(weight_VD)), DROPPED)
         column_T1, inside_T1 = _columns(targets_T, len(weight_VD))
         sums.target_T.add_((logits_TV.gather(1, column_T1) * inside_T1).squeeze(1))
         sums.move_(torch.maximum(sums.max_T, logits_TV.amax(1)))
@@ -94,12 +112,14 @@ class Tile:
         sums.moment_T.add_(exponentials_TV.mul_(shifted_TV).sum(1))
 
     def descent(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, incoming: Incoming) -> torch.Tensor:
-        """Return -dz in the inputs' dtype; `incoming.targets_T` counts from the window's start.
+        """Return -dz in the inputs' dtype; `incoming` counts from the window's start.
 
         If the entropy is detached, return -dz / g = p - onehot instead: the caller scales smaller tensors by g. The
         target is subtracted before the cast to bf16, in which p of a confident token would be 1.
         """
         logits_TV, scratch_TV = self.logits_and_scratch(hidden_TD, weight_VD)
+        if incoming.kept_TB is not None:
+            logits_TV.masked_fill_(dropped(incoming.kept_TB, len(weight_VD)), DROPPED)
         column_T1, inside_T1 = _columns(incoming.targets_T, len(weight_VD))
         onehot_T1 = inside_T1.to(self.dtype)
         logprobs_TV = logits_TV.sub_(incoming.lse_T.unsqueeze(1))
@@ -128,12 +148,17 @@ def _columns(targets_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.T
 
 
 def softmax_sums(
-    tile: "Tile | FusedTile", hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+    tile: "Tile | FusedTile",
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_T: torch.Tensor,
+    kept_TB: torch.Tensor | None = None,
 ) -> SoftmaxSums:
     sums = SoftmaxSums.of_nothing(len(hidden_TD), dtype=tile.dtype, device=hidden_TD.device)
     for v in _windows(len(weight_VD), tile.vocabulary):
         for t in _windows(len(hidden_TD), tile.tokens):
-            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start)
+            kept_tB = None if kept_TB is None else kept_TB[t, v.start // 8 :]
+            tile.add_to(sums[t], hidden_TD[t], weight_VD[v], targets_T[t] - v.start, kept_tB)
     return sums
 
 
@@ -170,6 +195,13 @@ def _gradients(
     return grad_hidden_TD, grad_weight_VD
 
 
+class _Asked(NamedTuple):
+    temperature: float
+    group: dist.ProcessGroup | None
+    with_entropy_grad: bool
+    float32_logits: bool
+
+
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -177,20 +209,18 @@ class _TokenLogprob(torch.autograd.Function):
         hidden_TD: torch.Tensor,
         weight_VD: torch.Tensor,
         targets_T: torch.Tensor,
-        temperature: float,
-        group: dist.ProcessGroup | None,
-        with_entropy_grad: bool,
-        float32_logits: bool,
+        kept_TB: torch.Tensor | None,
+        asked: _Asked,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tile = _tile(hidden_TD, weight_VD, temperature, float32_logits)
-        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T)
-        if group is not None:
-            sums = sums.over_group(group)
+        tile = _tile(hidden_TD, weight_VD, asked.temperature, asked.float32_logits)
+        sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB)
+        if asked.group is not None:
+            sums = sums.over_group(asked.group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T
-        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T)
-        ctx.temperature, ctx.group, ctx.float32_logits = temperature, group, float32_logits
+        ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB)
+        ctx.asked = asked
         ctx.set_materialize_grads(False)
-        if not with_entropy_grad:
+        if not asked.with_entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
         return sums.logprob_T, entropy_T
 
@@ -199,19 +229,20 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator makes ctx positional
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> Any:
-        hidden_TD, weight_VD, targets_T, lse_T, entropy_T = ctx.saved_tensors
+        hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB = ctx.saved_tensors
+        asked: _Asked = ctx.asked
         logprob_grad_T, entropy_grad_T = grad_outputs
         if logprob_grad_T is None:
             logprob_grad_T = torch.zeros_like(lse_T)
-        incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T)
+        incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T, kept_TB)
         of_hidden, of_weight = ctx.needs_input_grad[:2]
-        tile = _tile(hidden_TD, weight_VD, ctx.temperature, ctx.float32_logits)
+        tile = _tile(hidden_TD, weight_VD, asked.temperature, asked.float32_logits)
         hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, of_hidden, of_weight)
         if hidden is not None:
-            if ctx.group is not None:
-                dist.all_reduce(hidden, dist.ReduceOp.SUM, ctx.group)
+            if asked.group is not None:
+                dist.all_reduce(hidden, dist.ReduceOp.SUM, asked.group)
             hidden = hidden.to(hidden_TD.dtype)
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None
 
 
 def token_logprob(
@@ -220,38 +251,41 @@ def token_logprob(
     targets_T: torch.Tensor,
     temperature: float = 1.0,
     *,
-    group: dist.ProcessGroup | None = None,
-    vocab_start: int = 0,
+    shard: tuple[dist.ProcessGroup, int] | None = None,
     with_entropy_grad: bool = False,
     float32_logits: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-prob of each target and the entropy, fp32 (fp64 for fp64 inputs), in the targets' shape.
 
     Hidden is [.., D] and targets [..]. Gradients flow to hidden and weight from the log-prob, and with
     `with_entropy_grad` from the entropy; otherwise the entropy is detached, and the backward pass is cheaper.
 
-    With a `group`, weight holds this rank's rows of the vocabulary, starting at `vocab_start` (any number of rows, also
-    none), targets are global ids, and hidden, the results and their gradients are the same on all ranks. Weight's
-    gradient is that of this rank's rows. Hidden's is the full gradient: the backward pass sums it over the group, so
-    callers must not.
+    With a `shard` (a group of ranks, and an id), weight holds this rank's rows of the vocabulary, from that id on (any
+    number of rows, also none), targets are global ids, and hidden, the results and their gradients are the same on all
+    ranks. Weight's gradient is that of this rank's rows. Hidden's is the full gradient: the backward pass sums it over
+    the group, so callers must not.
+
+    `kept` has the tokens' masks over weight's rows, [T, ceil(rows / 8)] uint8 (kept_bits.py).
     """
     if hidden_TD.shape[:-1] != targets_T.shape:
         raise ValueError(
             f"expected targets {list(hidden_TD.shape[:-1])} for hidden {list(hidden_TD.shape)}, "
             f"found {list(targets_T.shape)}"
         )
-    flat_T = targets_T.reshape(-1)
+    flat_T, (group, start) = targets_T.reshape(-1), shard or (None, 0)
     # A GPU would have to wait for the result, and a rank of a group does not know the size of the vocabulary.
     if group is None and flat_T.device.type == "cpu" and ((flat_T < 0) | (flat_T >= len(weight_VD))).any():
         raise IndexError(f"expected targets in 0..{len(weight_VD) - 1}, found {flat_T.min()}..{flat_T.max()}")
+    if kept is not None and group is None and flat_T.device.type == "cpu" and not keeps(kept, flat_T).all():
+        at = int(keeps(kept, flat_T).logical_not().nonzero()[0])
+        raise IndexError(f"expected each target in its kept set, found token {flat_T[at]} of place {at} dropped")
     logprob_T, entropy_T = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
-        flat_T - vocab_start,
-        temperature,
-        group,
-        with_entropy_grad,
-        float32_logits,
+        flat_T - start,
+        kept,
+        _Asked(temperature, group, with_entropy_grad, float32_logits),
     )
     return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape)
 

@@ -16,16 +16,16 @@ import triton.language as tl
 
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
-TILE_ELEMENTS = 2**25  # 64 MiB of bf16; not measured
+TILE_ELEMENTS = 2**25  # 64 MiB of bf16; not measured. A window's vocabulary is a multiple of 8, as kept sets need it
 MOST_TOKENS = 8192  # of a tile
 SUMS_BLOCK, SUMS_WARPS = 4096, 8
 DESCENT_BLOCK = 1024
 # One number per token each. Their alignment varies with the number of tokens, and must not cause a compilation.
-BY_TOKEN = ["targets_ptr", "max_ptr", "mass_ptr", "moment_ptr", "target_ptr"]
-GRADIENTS = ["targets_ptr", "lse_ptr", "entropy_ptr", "logprob_grad_ptr", "entropy_grad_ptr"]
+BY_TOKEN = ["targets_ptr", "max_ptr", "mass_ptr", "moment_ptr", "target_ptr", "kept_ptr"]
+GRADIENTS = ["targets_ptr", "lse_ptr", "entropy_ptr", "logprob_grad_ptr", "entropy_grad_ptr", "kept_ptr"]
 
 
-@triton.jit(do_not_specialize_on_alignment=BY_TOKEN)
+@triton.jit(do_not_specialize=["kept_row"], do_not_specialize_on_alignment=BY_TOKEN)
 def softmax_sums_kernel(
     logits_ptr,  # [T, V], contiguous; before the temperature
     targets_ptr,
@@ -33,8 +33,11 @@ def softmax_sums_kernel(
     mass_ptr,
     moment_ptr,
     target_ptr,
+    kept_ptr,  # [T, >= V / 8] masks from kept_bits.py, whose rows are kept_row bytes apart
+    kept_row,
     vocabulary,
     scale,
+    truncated: tl.constexpr,
     block: tl.constexpr,
 ):
     """Add a window of the vocabulary to the sums of one token."""
@@ -47,6 +50,10 @@ def softmax_sums_kernel(
         word = first + tl.arange(0, block)
         known = word < vocabulary
         logits = tl.load(row + word, mask=known, other=float("-inf")).to(tl.float32) * scale
+        if truncated:
+            bits = tl.load(kept_ptr + token.to(tl.int64) * kept_row + word // 8, mask=known, other=0)
+            known &= ((bits.to(tl.int32) >> (word % 8)) & 1) == 1
+            logits = tl.where(known, logits, float("-inf"))
         more = tl.maximum(most, tl.max(logits, 0))
         factor = tl.exp(most - more)
         moment = (moment + (most - more) * mass) * factor
@@ -63,7 +70,7 @@ def softmax_sums_kernel(
         tl.store(target_ptr + token, tl.load(row + target).to(tl.float32) * scale)
 
 
-@triton.jit(do_not_specialize_on_alignment=GRADIENTS)
+@triton.jit(do_not_specialize=["kept_row"], do_not_specialize_on_alignment=GRADIENTS)
 def descent_kernel(
     logits_ptr,  # [T, V], contiguous; before the temperature
     descent_ptr,  # [T, V]; the same memory where the dtypes agree
@@ -72,9 +79,12 @@ def descent_kernel(
     entropy_ptr,
     logprob_grad_ptr,
     entropy_grad_ptr,
+    kept_ptr,
+    kept_row,
     vocabulary,
     scale,
     with_entropy: tl.constexpr,
+    truncated: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -89,6 +99,9 @@ def descent_kernel(
         h = tl.load(entropy_grad_ptr + token)
         descent = descent * (g + h * (logprob + tl.load(entropy_ptr + token)))
         onehot = onehot * g
+    if truncated:
+        bits = tl.load(kept_ptr + token.to(tl.int64) * kept_row + word // 8, mask=known, other=0)
+        descent = tl.where(((bits.to(tl.int32) >> (word % 8)) & 1) == 1, descent, 0.0)
     tl.store(descent_ptr + place, (descent - onehot).to(descent_ptr.dtype.element_ty), mask=known)
 
 
@@ -119,9 +132,14 @@ class FusedTile:
         return torch.mm(hidden_TD, weight_VD.T, out_dtype=product_TV.dtype, out=product_TV)
 
     def add_to(
-        self, sums: SoftmaxSums, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+        self,
+        sums: SoftmaxSums,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        kept_TB: torch.Tensor | None = None,
     ) -> None:
-        """Add a window of the vocabulary to `sums`; `targets_T` counts from the window's start."""
+        """Add a window of the vocabulary to `sums`; `targets_T` and `kept_TB` count from the window's start."""
         softmax_sums_kernel[(len(hidden_TD),)](
             self.multiply(hidden_TD, weight_VD),
             targets_T,
@@ -129,8 +147,11 @@ class FusedTile:
             sums.mass_T,
             sums.moment_T,
             sums.target_T,
+            targets_T if kept_TB is None else kept_TB,
+            0 if kept_TB is None else kept_TB.stride(0),
             len(weight_VD),
             self.scale,
+            kept_TB is not None,
             SUMS_BLOCK,
             num_warps=SUMS_WARPS,
         )
@@ -139,7 +160,7 @@ class FusedTile:
         """Return -dz as Tile.descent does."""
         logits_TV = self.multiply(hidden_TD, weight_VD)
         descent_TV = self._descent[: logits_TV.numel()].view(logits_TV.shape)
-        entropy_grad_T = incoming.entropy_grad_T
+        entropy_grad_T, kept_TB = incoming.entropy_grad_T, incoming.kept_TB
         descent_kernel[len(hidden_TD), triton.cdiv(len(weight_VD), DESCENT_BLOCK)](
             logits_TV,
             descent_TV,
@@ -148,9 +169,12 @@ class FusedTile:
             incoming.entropy_T,
             incoming.logprob_grad_T.contiguous(),
             incoming.lse_T if entropy_grad_T is None else entropy_grad_T.contiguous(),
+            incoming.targets_T if kept_TB is None else kept_TB,
+            0 if kept_TB is None else kept_TB.stride(0),
             len(weight_VD),
             self.scale,
             entropy_grad_T is not None,
+            kept_TB is not None,
             DESCENT_BLOCK,
         )
         return descent_TV

@@ -21,7 +21,7 @@ from typing import Any
 from monarch.actor import HostMesh
 
 from titan_rl.actors.environment_rank import EnvironmentSettings, Taken
-from titan_rl.agents.episode_loop import Begin
+from titan_rl.agents.episode_news import Begin
 from titan_rl.meshes.environment_process import BlockedLoop, EnvironmentProcess, Episode, ProcessLost
 from titan_rl.meshes.environment_turns import TurnScript
 from titan_rl.meshes.hosts import Host

@@ -13,7 +13,7 @@ from typing import Any
 from monarch.actor import ProcMesh
 
 from titan_rl.actors.environment_rank import EnvironmentRank, EnvironmentSettings, Taken
-from titan_rl.agents.episode_loop import Answer, Ask, Begin, Blocked, Dropped, Ended, News
+from titan_rl.agents.episode_news import Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.spawn import end
 from titan_rl.wire.errors import RunError
@@ -28,8 +28,9 @@ class BlockedLoop(RunError):
     """An async environment blocks its process."""
 
     def __init__(self, rank: str, blocked: Blocked) -> None:
-        what = f"{rank}: its loop has been blocked for {blocked.seconds:.1f} s by {blocked.place}"
+        what = f"{rank}: {blocked.dead or f'its loop has been blocked for {blocked.seconds:.1f} s by {blocked.place}'}"
         remedy = "An async function must not block: make it a plain one, which runs on a thread."
+        remedy = "The code of a rollout ended its process." if blocked.dead else remedy
         super().__init__(what, remedy, rank=rank)
         self.id = -1 if blocked.id is None else blocked.id
         self.place = blocked.place

@@ -183,6 +183,7 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
         task=replace(
             task,
             path=next(filter(None, files), task.path),
+            sources={},
             grader="",
         ),
         eval=replace(config.eval, size=config.eval.size if task.name != "jsonl" or task.eval_path else 0, keep_best=""),

@@ -18,11 +18,10 @@ from titan_rl.preflight.checks.assets import policy_tokenizer, usable_shape
 from titan_rl.preflight.checks.chat_template import check_template_keys, findings_of
 from titan_rl.preflight.cli import read
 from titan_rl.preflight.refusal import printable, refuse, refusing
+from titan_rl.record.token_view import shown
 from titan_rl.text.inspection import Finding, sample_turns, verdict
-from titan_rl.text.tokenizer import TextTokenizer
 
 SOUND, UNSOUND = 0, 1
-STYLES = {"control": "bold magenta", "sampled": "green", "read": ""}
 
 
 @refusing
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.task.template == "chat" and not any(finding.check == "one question" for finding in findings):
             console.print(Text.assemble(("\nverdict ", "bold"), verdict(findings)))
             console.print(Text.assemble(("calls ", "bold"), tokenizer.chat.call_format))
-            console.print(shown(tokenizer, sample_turns(tokenizer)))
+            console.print(shown("One conversation", tokenizer, sample_turns(tokenizer)))
     return UNSOUND if any(finding.refuses for finding in findings) else SOUND
 
 
@@ -63,37 +62,6 @@ def report(findings: Sequence[Finding]) -> list[Text]:
         )
         for finding in findings
     ]
-
-
-def shown(tokenizer: TextTokenizer, turns: Sequence[tuple[list[int], list[int]]]) -> Text:
-    """Return a conversation as the policy reads it, token by token: control tokens and sampled turns are marked."""
-    control = set(tokenizer.chat.outside.control.values())
-    text = Text.assemble(
-        ("\nOne conversation: ", "bold"), ("control tokens", STYLES["control"]), ", ", ("sampled", STYLES["sampled"])
-    )
-    text.append(" (trained on), and read\n")
-    for read_tokens, sampled in turns:
-        for kind, tokens in (("read", read_tokens), ("sampled", sampled)):
-            if kind == "sampled":
-                text.append("⟦", "dim")
-            for run, is_control in _runs(tokens, control):
-                said = tokenizer.decode(run, skip_special=False)
-                text.append(said, STYLES["control" if is_control and kind == "read" else kind])
-            if kind == "sampled":
-                text.append("⟧", "dim")
-    return text
-
-
-def _runs(tokens: Sequence[int], control: set[int]) -> list[tuple[list[int], bool]]:
-    """Split tokens where control tokens begin and end."""
-    runs: list[tuple[list[int], bool]] = []
-    for token in tokens:
-        is_control = token in control
-        if runs and runs[-1][1] == is_control:
-            runs[-1][0].append(token)
-        else:
-            runs.append(([token], is_control))
-    return runs
 
 
 if __name__ == "__main__":

@@ -91,14 +91,15 @@ class ExactTokenHead(heads.TokenHead):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        targets_BL, on_BL, temperature, with_entropy_grad, float32_logits = self._question
+        asked, on_BL = self._question, self._question.on_BL
         answers_T = block_token_logprob(
             input[on_BL],
             self.weight,
-            targets_BL[on_BL],
-            temperature,
-            with_entropy_grad=with_entropy_grad,
-            float32_logits=float32_logits,
+            asked.targets_BL[on_BL],
+            asked.temperature,
+            with_entropy_grad=asked.with_entropy_grad,
+            float32_logits=asked.float32_logits,
+            kept=asked.kept_bits(len(self.weight)),
         )
         return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
 

@@ -7,7 +7,7 @@ ValueHead    hidden -> one number per position               critic and reward m
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,27 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.sharding import ShardingConfig
 
+from titan_rl.kernels.kept_bits import kept_bits
 from titan_rl.kernels.token_logprob import token_logprob
 from titan_rl.wire.model_families import Head
+
+
+class Question(NamedTuple):
+    """What a forward of the head answers."""
+
+    targets_BL: torch.Tensor
+    on_BL: torch.Tensor  # places to answer for
+    temperature: float
+    with_entropy_grad: bool = False
+    float32_logits: bool = False
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of truncated sampling: counts [B * L], ids (kept_bits.py)
+
+    def kept_bits(self, vocabulary: int, start: int = 0) -> torch.Tensor | None:
+        """Return the masks of the places that are on, over `vocabulary` ids from `start` on."""
+        if self.kept is None:
+            return None
+        counts_N, ids_P = self.kept  # places that are off have no ids
+        return kept_bits(counts_N[self.on_BL.flatten()], ids_P, vocabulary, start)
 
 
 class TokenHead(Linear):
@@ -33,23 +52,16 @@ class TokenHead(Linear):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._question: tuple[torch.Tensor, torch.Tensor, float, bool, bool] | None = None
+        self._question: Question | None = None
 
     @contextmanager
-    def asked(
-        self,
-        targets_BL: torch.Tensor,
-        on_BL: torch.Tensor,
-        temperature: float,
-        with_entropy_grad: bool,
-        float32_logits: bool = False,
-    ) -> Iterator[None]:
+    def asked(self, question: Question) -> Iterator[None]:
         """Set what the next forward answers: the decoder passes the hidden states only.
 
         TorchTitan's way (skip the head, let the loss call it with the targets) was tried. FSDP2 then computed another
         gradient after a forward on lent weights (FrozenWeights): norm 0.28242 for 0.28246 in dpo_llama's second step.
         """
-        self._question = (targets_BL, on_BL, temperature, with_entropy_grad, float32_logits)
+        self._question = question
         try:
             yield
         finally:
@@ -57,24 +69,24 @@ class TokenHead(Linear):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        targets_BL, on_BL, temperature, with_entropy_grad, float32_logits = self._question
-        hidden_BLD, weight_VD, group, start = input, self.weight, None, 0
+        asked, on_BL = self._question, self._question.on_BL
+        hidden_BLD, weight_VD, shard, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
-            group = mesh.get_group()
             start = mesh.get_local_rank() * -(-weight_VD.shape[0] // mesh.size())  # as Shard(0) cuts
+            shard = mesh.get_group(), start
             weight_VD = weight_VD.to_local()
         if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
         answers_T = token_logprob(
             hidden_BLD[on_BL],
             weight_VD,
-            targets_BL[on_BL],
-            temperature,
-            group=group,
-            vocab_start=start,
-            with_entropy_grad=with_entropy_grad,
-            float32_logits=float32_logits,
+            asked.targets_BL[on_BL],
+            asked.temperature,
+            shard=shard,
+            with_entropy_grad=asked.with_entropy_grad,
+            float32_logits=asked.float32_logits,
+            kept=asked.kept_bits(len(weight_VD), start),
         )
         return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
 

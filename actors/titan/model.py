@@ -174,14 +174,9 @@ class TitanModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-prob of each target under the mask and entropy of its distribution, [B, L] float32 each."""
         head: heads.TokenHead = self.model.lm_head
-        question = head.asked(
-            rows.targets,
-            rows.mask > 0,
-            temperature,
-            with_entropy_grad,
-            self.config.model.head_dtype == "float32",
-        )
-        with question, self.context():
+        float32 = self.config.model.head_dtype == "float32"
+        question = heads.Question(rows.targets, rows.mask > 0, temperature, with_entropy_grad, float32, rows.kept)
+        with head.asked(question), self.context():
             return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
@@ -310,13 +305,18 @@ class DeviceRows:
     count: int  # of sequences
     columns: dict[Any, torch.Tensor]
     segments: np.ndarray
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * L] and ids, if sampling was truncated
 
     @classmethod
     def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
         names = ("tokens", "positions", "targets", "mask", "weights", "sequences")
         placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
         columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
-        return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments)
+        kept = None
+        if rows.kept is not None:
+            counts, ids = (torch.from_numpy(x).to(device, non_blocking=True) for x in rows.kept.ids())
+            kept = counts, ids
+        return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments, kept=kept)
 
 
 def file_numbers(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:

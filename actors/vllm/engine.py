@@ -13,16 +13,14 @@ Importing this module imports neither torch nor vLLM: the controller imports it 
 
 import hashlib
 import itertools
-import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan_rl.actors.imports import without_gc
+from titan_rl.actors.imports import import_vllm_model, without_gc
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
@@ -48,6 +46,7 @@ class EngineSettings(GeneratorSection):
     seed: int = 0
     head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
     exact: bool = False  # debug.exact
+    records_kept: bool = False  # the kept sets of truncated sampling
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
 
@@ -117,7 +116,11 @@ class Engine:
                 vllm_cpu.patch()
             if settings.exact:
                 vllm_cpu.compute_exactly(settings.model_dir, settings.dtype)
-            _import_model(settings.model_dir)
+            if settings.records_kept:
+                from titan_rl.actors.vllm.kept_tokens import record_kept_tokens
+
+                record_kept_tokens()
+            import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
@@ -302,6 +305,8 @@ class Engine:
         sample.tokens.append(output.token)
         sample.logprobs.append(output.logprob)
         sample.versions.append(version)
+        if output.kept is not None:
+            sample.kept.append(output.kept)
         if output.finish is not None:
             open.samples[index] = replace(sample, finish=output.finish)
             del self._in_vllm[open.unfinished.pop(index)]
@@ -323,23 +328,13 @@ def _begun(request: Request) -> list[Completion]:
     """Return a request's samples so far, in lists that may grow."""
     if not request.begun:
         return [Completion([], [], [], "abort") for _ in request.seeds]
-    return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish) for s in request.begun]
+    return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, kept=[*s.kept]) for s in request.begun]
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:
     from torch import uint8
 
     return {name: hashlib.sha256(t.reshape(-1).view(uint8).cpu().numpy().data).hexdigest() for name, t in tensors}
-
-
-def _import_model(folder: str) -> None:
-    """Import the model's class here and register it. vLLM would import it in another process first, if its cache on
-    this machine does not know the class: 7 CPU seconds. vLLM does so to be able to fork after that, which we never do.
-    """
-    from vllm import ModelRegistry
-
-    (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
-    ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _quiet_logging() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from titan_rl.actors.vllm.kept_tokens import last_kept
+from titan_rl.kernels.kept_bits import kept_bits
 from titan_rl.kernels.row_blocks import (
     VECTORS,
     Segment,
@@ -18,6 +20,7 @@ from titan_rl.kernels.row_blocks import (
     block_silu,
     block_token_logprob,
 )
+from titan_rl.wire.kept_sets import KeptSets
 
 GREEDY = 1e-5  # vLLM samples greedily below this temperature, and takes log-probs at 1
 
@@ -169,10 +172,25 @@ def _log_probs_from_hidden_states() -> None:
         warmth = sampling_metadata.temperature
         warmth = torch.ones(len(token)) if warmth is None else warmth[: len(token)]
         warmth = torch.where(warmth < GREEDY, 1.0, warmth)
+        kept = KeptSets.of(last_kept() or [b""] * len(token))
         for temperature in warmth.unique().tolist():
             rows = warmth == temperature
-            found, _ = block_token_logprob(hidden[rows], weight, token[rows], temperature, float32_logits=in_float32)
+            found, _ = block_token_logprob(
+                hidden[rows],
+                weight,
+                token[rows],
+                temperature,
+                float32_logits=in_float32,
+                kept=masks_of(kept.take(rows.nonzero()[:, 0].numpy()), len(weight)),
+            )
             output.logprobs_tensors.logprobs[rows, 0] = found
         return output
 
     LogitsProcessor.forward, Sampler.forward = logits, sample
+
+
+def masks_of(kept: KeptSets, vocabulary: int) -> torch.Tensor | None:
+    if not kept.sizes.any():
+        return None
+    counts, ids = (torch.from_numpy(x) for x in kept.ids())
+    return kept_bits(counts, ids, vocabulary)

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from titan_rl.actors.vllm.kept_tokens import last_kept
 from titan_rl.wire.types import Finish
 
 WRITTEN_FOR = "0.32.0"
@@ -41,6 +42,7 @@ class Sampled(NamedTuple):
     logprob: float
     finish: Finish | None  # once it has ended
     prefill: Prefill | None  # with its first token
+    kept: bytes | None = None  # its kept set, if sets are recorded
 
 
 class StepScheduler(Scheduler):
@@ -124,6 +126,7 @@ class StepScheduler(Scheduler):
         logprobs = model_runner_output.logprobs
         values = logprobs.logprobs[:, 0].tolist() if logprobs else []  # the sampled token's comes first
         rows = logprobs.cu_num_generated_tokens if logprobs else None
+        sets = last_kept()
         index, tokens = model_runner_output.req_id_to_index, model_runner_output.sampled_token_ids
         stopped: set[Request] = set()
         for id in scheduler_output.num_scheduled_tokens:
@@ -143,7 +146,8 @@ class StepScheduler(Scheduler):
                 request.status, finish = ended, FINISHES[ended]
                 self._free_request(request)
                 stopped.add(request)
-            self._sampled.append(Sampled(id, token, values[rows[at] if rows else at], finish, prefill))
+            row = rows[at] if rows else at
+            self._sampled.append(Sampled(id, token, values[row], finish, prefill, sets[row] if sets else None))
         self.running = remove_all(self.running, stopped)
         return {}
 

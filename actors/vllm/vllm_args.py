@@ -9,7 +9,7 @@ from titan_rl.wire.types import Request, Sampling
 
 VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_size"}
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
-NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "exact"}
+NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "exact", "records_kept"}
 
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
         max_tokens=sampling.max_new_tokens - begun,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=derive(seed, "go on", begun) % 2**31 if begun else seed,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,

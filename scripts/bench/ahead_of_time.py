@@ -17,7 +17,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Laun
     values = {name: given[name] for name in names}
     signature, constants, aligned = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -84,7 +86,8 @@ def _launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Laun
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             sixteenths = value if type(value) is int else 1
-        if sixteenths % 16 == 0 and not parameter.do_not_specialize_on_alignment:
+        as_given = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if sixteenths % 16 == 0 and not as_given:
             aligned[(i,)] = [["tt.divisibility", 16]]
     return Launch(kernel, signature, constants, aligned, options)
 

@@ -1,6 +1,9 @@
 """What bench_exact.py runs in processes of their own: an engine, or a trainer, with exact mode or without.
 
-python scripts/bench/exact_sides.py sampling|training PRESET usual|exact        prints tokens per CPU second
+python scripts/bench/exact_sides.py sampling|training PRESET usual|exact|truncated|recorded
+
+Prints tokens per CPU second and, if kept sets are recorded, their bytes per token. "truncated" samples with top_p,
+top_k and min_p; "recorded" also records the kept sets, or trains with sets as large.
 """
 
 import os
@@ -8,9 +11,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from titan_rl.config.sections import Config, DebugSection
 from titan_rl.config.toml import find, load
@@ -18,10 +23,11 @@ from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 
 PROMPTS, SAMPLES, PROMPT, NEW = 32, 4, 12, 24
+TRUNCATION = {"top_p": 0.9, "top_k": 8, "min_p": 0.05}
 CONTEXTS = [[3 + (7 * i + j) % 50 for j in range(PROMPT)] for i in range(PROMPTS)]
 
 
-def sampling(config: Config, folder: Path) -> tuple[int, float]:
+def sampling(config: Config, folder: Path, mode: str) -> tuple[int, float]:
     """Return the tokens that an engine samples, in one batch with shared prompts, and its CPU seconds."""
     from titan_rl.actors.vllm.engine import Engine, EngineSettings
     from titan_rl.wire.types import Request, Sampling
@@ -34,21 +40,25 @@ def sampling(config: Config, folder: Path) -> tuple[int, float]:
             dtype=config.generator.dtype,
             kv_cache_memory_mb=64,
             exact=config.debug.exact,
+            records_kept=mode == "recorded",
         )
     )
     engine.set_version(0)
-    seconds = 0.0
+    seconds, kept = 0.0, 0
+    asked = Sampling(NEW, **(TRUNCATION if mode in ("truncated", "recorded") else {}))
     for turn in ("warm-up", "measured"):
         seeds = list(range(SAMPLES))
-        engine.add([Request(f"{turn} {i}", c, seeds, Sampling(NEW)) for i, c in enumerate(CONTEXTS)])
+        engine.add([Request(f"{turn} {i}", c, seeds, asked) for i, c in enumerate(CONTEXTS)])
         began = time.process_time()
         while engine.busy:
-            engine.step()
+            kept += sum(len(each) for done in engine.step() for c in done.completions for each in c.kept)
         seconds = time.process_time() - began
+    if mode == "recorded":
+        print("BYTES", kept / (2 * PROMPTS * SAMPLES * NEW), flush=True)
     return PROMPTS * SAMPLES * NEW, seconds
 
 
-def training(config: Config, folder: Path) -> tuple[int, float]:
+def training(config: Config, folder: Path, mode: str) -> tuple[int, float]:
     """Return the tokens of a step's forward and backward on packed rows that share prompts, and its CPU seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,6 +67,7 @@ def training(config: Config, folder: Path) -> tuple[int, float]:
     from titan_rl.actors.titan.model import DeviceRows
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import UpTo, pack
+    from titan_rl.wire.kept_sets import KeptSets
     from titan_rl.wire.types import Sample
 
     config = replace(config, job=replace(config.job, dump_folder=str(folder)))
@@ -68,6 +79,8 @@ def training(config: Config, folder: Path) -> tuple[int, float]:
         for context in CONTEXTS
         for _ in range(SAMPLES)
     ]
+    if mode == "recorded":
+        samples = [replace(s, kept=KeptSets.of(sets_of(s.tokens))) for s in samples]
     (batch,) = pack(
         samples, shards=1, seq_len=config.training.seq_len, rows_per_microbatch=UpTo(32), pad_id=0, share=True
     )
@@ -81,11 +94,17 @@ def training(config: Config, folder: Path) -> tuple[int, float]:
     return batch.tokens, seconds
 
 
+def sets_of(tokens: Sequence[int] | np.ndarray) -> list[bytes]:
+    """Return a set of top_k tokens for each token."""
+    sets = (sorted({token, *range(token % 5, token % 5 + TRUNCATION["top_k"] - 1)}) for token in tokens)
+    return [np.array(each, np.uint32).tobytes() for each in sets]
+
+
 def main(side: str, preset: str, mode: str) -> None:
-    measure: Callable[[Config, Path], tuple[int, float]] = {"sampling": sampling, "training": training}[side]
+    measure: Callable[[Config, Path, str], tuple[int, float]] = {"sampling": sampling, "training": training}[side]
     config = replace(load(find(preset)), debug=DebugSection(exact=mode == "exact"))
     with tempfile.TemporaryDirectory() as folder:
-        tokens, seconds = measure(config, Path(folder))
+        tokens, seconds = measure(config, Path(folder), mode)
     print("FOUND", tokens / seconds, flush=True)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.agents.conversation import ChatText, PlainText
-from titan_rl.agents.episode_loop import Answer, Ask, Begin, Ended, EpisodeLoop, LoopSettings, News
+from titan_rl.agents.episode_loop import EpisodeLoop, LoopSettings
+from titan_rl.agents.episode_news import Answer, Ask, Begin, Ended, News
 from titan_rl.agents.episodes import Limits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
@@ -49,6 +50,9 @@ class Played:
             found += self.loop.take_news()
         return found
 
+    def answer(self, ask: Ask, text: str) -> None:
+        self.loop.answer([Answer(ask.id, [*encoded(text), EOS], "stop", turn=ask.turn)])
+
     def play(
         self, prompts: Sequence[Prompt], says: Callable[[int, int], str | list[int]], end: int = EOS
     ) -> list[Outcome]:
@@ -75,13 +79,21 @@ class Played:
 
 @contextmanager
 def playing(
-    name: str, folder: Path, limits: Limits = LIMITS, concurrency: int = 16, chat: ChatSettings | None = None
+    name: str,
+    folder: Path,
+    limits: Limits = LIMITS,
+    concurrency: int = 16,
+    chat: ChatSettings | None = None,
+    python: str = "",
+    **args: Any,
 ) -> Iterator[Played]:
     if not (folder / "tokenizer.json").exists():
         characters.build(folder)
     wake, tokenizer = threading.Event(), TextTokenizer.load(folder, chat or OWN_CHAT)
     loop = EpisodeLoop(
-        LoopSettings(name, concurrency, limits), ChatText(tokenizer) if chat else PlainText(tokenizer), wake.set
+        LoopSettings(name, concurrency, limits, python=python, args=args),
+        ChatText(tokenizer) if chat else PlainText(tokenizer),
+        wake.set,
     )
     try:
         yield Played(loop, wake, tokenizer)

@@ -24,9 +24,10 @@ import torch
 from safetensors.torch import load_file
 from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Request, Sampling
-before, after, dtype, temperature = *sys.argv[1:4], float(sys.argv[4])
+before, after, dtype, temperature, truncated = *sys.argv[1:4], float(sys.argv[4]), sys.argv[5] == "True"
+truncation = {"top_p": 0.9, "top_k": 12, "min_p": 0.02} if truncated else {}
 settings = {"max_model_len": 192, "kv_cache_memory_mb": 1, "load_format": "auto", "max_num_seqs": 64}
-engine = Engine(EngineSettings(model_dir=before, dtype=dtype, exact=True, **settings))
+engine = Engine(EngineSettings(model_dir=before, dtype=dtype, exact=True, records_kept=truncated, **settings))
 scheduler = engine._core._scheduler
 preempt, preempted = scheduler._preempt_request, []
 scheduler._preempt_request = lambda request, *a, **k: (preempted.append(request.request_id), preempt(request, *a, **k))
@@ -35,7 +36,7 @@ g = torch.Generator().manual_seed(0)
 prompts = [torch.randint(3, 60, (20 + 13 * i,), generator=g).tolist() for i in range(5)]
 prompts.append(prompts[4][:64] + [5, 6])
 seeds, done = list(range(6)), []
-requests = [Request(str(i), p, seeds, Sampling(60, temperature)) for i, p in enumerate(prompts)]
+requests = [Request(str(i), p, seeds, Sampling(60, temperature, **truncation)) for i, p in enumerate(prompts)]
 engine.add(requests[:2])
 for _ in range(9):
     done += engine.step()
@@ -54,7 +55,10 @@ engine.set_version(1)
 while engine.busy:
     done += engine.step()
 stats = engine.stats()
-samples = [(requests[int(d.id)].tokens, c.tokens, c.logprobs, c.versions) for d in done for c in d.completions]
+sets = lambda c: [kept.hex() for kept in c.kept]
+samples = [
+    (requests[int(d.id)].tokens, c.tokens, c.logprobs, c.versions, sets(c)) for d in done for c in d.completions
+]
 told = {"preempted": len(preempted) - swapped, "cached": stats.cached_tokens, "recomputed": stats.recomputed}
 print("FOUND", json.dumps({**told, "samples": samples}))
 """
@@ -68,6 +72,7 @@ import numpy as np, torch
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config import sections as c
+from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.model_shape import shape_of_folder
 from titan_rl.wire.types import Sample
 folder, dump, dtype, temperature = *sys.argv[1:4], float(sys.argv[4])
@@ -79,9 +84,14 @@ config = c.Config(
     debug=c.DebugSection(exact=True),
 )
 trainer = RoleModel("trainer", config, shape_of_folder(folder, "model.hf_assets_path"), config.parallelism)
-samples = [Sample(p + t, [0] * len(p) + [1] * len(t), {}, prompt=len(p)) for p, t, *_ in sampled]
-theirs = np.concatenate([np.array(logprobs, np.float32) for _, _, logprobs, _ in sampled])
-fresh = np.concatenate([np.array(versions) == 1 for *_, versions in sampled])
+kept = [KeptSets.of([b""] * len(p) + [bytes.fromhex(each) for each in sets]) for p, *_, sets in sampled]
+masks = [[0] * len(p) + [1] * len(t) for p, t, *_ in sampled]
+samples = [
+    Sample(p + t, mask, {}, prompt=len(p), kept=own if own and len(own) == len(mask) else None)
+    for (p, t, *_), mask, own in zip(sampled, masks, kept)
+]
+theirs = np.concatenate([np.array(logprobs, np.float32) for _, _, logprobs, *_ in sampled])
+fresh = np.concatenate([np.array(versions) == 1 for *_, versions, _ in sampled])
 
 def compared(share):
     batches = pack(samples, shards=1, seq_len=331, rows_per_microbatch=2, pad_id=0, share=share)
@@ -134,7 +144,10 @@ def test_every_log_prob_of_the_newest_weights_has_the_trainers_bits(tmp_path: Pa
     model = tiny_model(family, max_position_embeddings=331, intermediate_size=89, vocab_size=61, **sizes)
     model.save_pretrained(tmp_path / "before")
     perturbed(model).save_pretrained(tmp_path / "after")
-    engine = told(ENGINE, tmp_path / "before", tmp_path / "after", dtype, 0.7, env={**ENV, **vllm_cpu.ENV})
+    truncated = family in ("llama", "qwen3")
+    folders, env = (tmp_path / "before", tmp_path / "after"), {**ENV, **vllm_cpu.ENV}
+    engine = told(ENGINE, *folders, dtype, 0.7, truncated, env=env)
+    assert all(len(sets) == len(tokens) * truncated for _, tokens, _, _, sets in engine["samples"])
     assert engine["preempted"] > 0
     assert engine["cached"] > 0 or family == "mistral"  # vLLM drops what has left the window
     assert engine["recomputed"] > 0

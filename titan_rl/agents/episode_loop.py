@@ -8,16 +8,19 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.agents.agent_session import AgentSession
 from titan_rl.agents.contexts import PROMPT
 from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.environment_calls import load_user_environment
+from titan_rl.agents.episode_news import Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.games import GAMES
+from titan_rl.agents.guest import GuestPython
 from titan_rl.agents.play import Policy, Sampled, play, roll_out
 from titan_rl.agents.user_code import (
     Threads,
@@ -28,9 +31,8 @@ from titan_rl.agents.user_code import (
     thread_place,
     threads,
 )
-from titan_rl.wire.sessions import Outcome, Status
+from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.spans import Recorded, Recorder
-from titan_rl.wire.types import Finish, Prompt
 
 if TYPE_CHECKING:
     from titan_rl.agents.openai_endpoint import OpenAIEndpoint
@@ -41,68 +43,19 @@ SHOWN_NANOSECONDS = 1_000_000  # shorter calls are not in the timeline
 GRACE_SECONDS = 5.0  # for a cancelled rollout to end
 
 
-class Begin(NamedTuple):
-    id: int
-    prompt: Prompt
-    seed: int
-
-
-class Ask(NamedTuple):
-    """A turn of the policy. The context is the first `kept` tokens up to the turn `after`, with what it sampled, then
-    `new`. A rollout may ask for several turns at the same time."""
-
-    id: int
-    kept: int
-    new: list[int]
-    most: int | None  # tokens to sample, if the rollout's limit is near
-    turn: int = 0  # its number in the rollout
-    after: int = PROMPT
-    logprobs: bool = False  # the answer has them
-
-
-class Answer(NamedTuple):
-    id: int
-    tokens: list[int]
-    finish: Finish
-    over: Status | None = None  # the limit that forbids the turn
-    turn: int = 0
-    logprobs: Sequence[float] = ()
-
-
-class Dropped(NamedTuple):
-    """Nothing waits for a turn any more: its client is gone."""
-
-    id: int
-    turn: int
-
-
-class Ended(NamedTuple):
-    id: int
-    outcome: Outcome
-
-
-class Blocked(NamedTuple):
-    """A rollout that blocks the loop."""
-
-    id: int | None
-    seconds: float
-    place: str
-
-
-News = Ask | Dropped | Ended
-
-
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
     name: str  # environment.name or task.agent
     concurrency: int
     limits: Limits
     agent: bool = False  # it reaches the policy through the endpoint
+    python: str = ""  # environment.python
+    args: Mapping[str, Any] = field(default_factory=dict)  # environment.args
 
 
-def load_environment(name: str) -> Callable[..., Any]:
-    """Return a built-in environment, or the user's "module:name"."""
-    return GAMES[name].environment if name in GAMES else load(name, KEY)
+def load_environment(name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Return what makes an environment: a built-in one, one of a package, or the user's "module:name"."""
+    return GAMES[name].environment if name in GAMES else load_user_environment(name, args or {}, KEY)
 
 
 class Late(Exception):
@@ -157,7 +110,6 @@ class EpisodeLoop:
     def __init__(self, settings: LoopSettings, renderer: Renderer, notify: Callable[[], None]) -> None:
         """`notify` is called, on any thread, when there is news."""
         self._settings, self._limits, self._renderer = settings, settings.limits, renderer
-        self._make = load(settings.name, AGENT_KEY) if settings.agent else load_environment(settings.name)
         self._notify = notify
         self._news: deque[News] = deque()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -169,6 +121,13 @@ class EpisodeLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="user code", daemon=True)
         self._thread.start()
+        self._guest: GuestPython | None = None
+        self._endpoint: OpenAIEndpoint | None = None
+        try:
+            self._make = self._loaded()
+        except BaseException:
+            self.close()
+            raise
         self._endpoint = self._open_endpoint() if settings.agent else None
 
     @property
@@ -179,7 +138,8 @@ class EpisodeLoop:
     def stuck(self) -> int:
         """Number of rollouts that have ended, but whose code still runs, and has for a while: a function that is
         cancelled in mid-call may return soon."""
-        return self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
+        own = self._threads.stuck(min(GRACE_SECONDS, self._limits.turn_seconds)) + len(self._swallowed)
+        return own + (self._guest.report.stuck if self._guest is not None else 0)
 
     def begin(self, begins: Sequence[Begin]) -> None:
         self._soon(lambda: [self._begin(each) for each in begins])
@@ -206,7 +166,12 @@ class EpisodeLoop:
         return Recorded([])
 
     def look(self) -> Blocked | None:
-        """Return what blocks the loop if it has given no sign of life for turn_seconds. Call it now and then."""
+        """Return what blocks the loop, or that of environment.python, if it has given no sign of life for turn_seconds.
+        Call it now and then."""
+        if self._guest is not None:
+            report, dead = self._guest.report, self._guest.dead
+            if dead or report.blocked >= self._limits.turn_seconds:
+                return Blocked(report.of, report.blocked, report.place, dead)
         asked, now = self._asked_at, time.monotonic()
         if asked is None:
             self._asked_at = now
@@ -221,6 +186,23 @@ class EpisodeLoop:
         """Cancel every rollout, and end the loop."""
         self._threads.close()
         self._soon(lambda: self._loop.create_task(self._end()))
+
+    def _loaded(self) -> Callable[..., Any]:
+        """Load what drives rollouts, in this Python or in environment.python."""
+        settings = self._settings
+        if settings.python:
+            key = AGENT_KEY if settings.agent else KEY
+            start = GuestPython.start(
+                settings.python,
+                settings.name,
+                key=key,
+                args=settings.args,
+                agent=settings.agent,
+                concurrency=settings.concurrency,
+            )
+            self._guest = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+            return self._guest.run if settings.agent else self._guest.make
+        return load(settings.name, AGENT_KEY) if settings.agent else load_environment(settings.name, settings.args)
 
     def _open_endpoint(self) -> "OpenAIEndpoint":
         from titan_rl.agents.openai_endpoint import OpenAIEndpoint  # imports aiohttp: 0.3 s
@@ -237,6 +219,8 @@ class EpisodeLoop:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
         if self._endpoint is not None:
             await self._endpoint.close()
+        if self._guest is not None:
+            await self._guest.close()
         self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:
@@ -315,10 +299,10 @@ class EpisodeLoop:
         if self._endpoint is not None:
             session = AgentSession(begin.prompt, self._renderer, self._limits, asking.ask)
             outcome = await self._endpoint.run_agent(self._make, name, str(begin.id), session, begin.prompt, begin.seed)
-        elif not isinstance(self._make, type) and asynchronous(self._make):
+        elif self._guest is None and not isinstance(self._make, type) and asynchronous(self._make):
             outcome = await roll_out(self._make, name, policy, begin.prompt, begin.seed)
         else:
-            outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded)
+            outcome = await play(self._make, name, policy, begin.prompt, begin.seed, bounded, self._settings.args)
         seconds = time.monotonic() - began - asking.seconds
         return replace(outcome, metrics={**outcome.metrics, "seconds": seconds})
 

@@ -6,9 +6,12 @@ play ── reset, step ──> environment        a user's rollout function
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+from titan_rl.agents.adapters import Conversation
 from titan_rl.agents.conversation import Renderer
+from titan_rl.agents.environment_calls import make_environment, offered_by, reset_environment, tools_of
 from titan_rl.agents.episodes import (
     EpisodeOver,
     Limits,
@@ -20,7 +23,7 @@ from titan_rl.agents.episodes import (
     finite,
     messages_from,
 )
-from titan_rl.agents.tools import Schema, Tool, Toolbox
+from titan_rl.agents.tools import Schema, Toolbox
 from titan_rl.agents.user_code import call_user, keywords_of
 from titan_rl.text.template import Message
 from titan_rl.wire.sessions import Outcome, Status
@@ -55,11 +58,15 @@ class Policy:
         """Let the policy read the observation, and return its reply. `tools` are offered in the first turn."""
         if self.turns >= self._limits.max_turns:
             raise EpisodeOver("max_turns")
-        if self.turns:
+        self._tools = self._tools if self.turns else tools
+        whole = isinstance(observation, Conversation)
+        if whole:
+            self._prompt = replace(self._prompt, tokens=self._renderer.tokenizer.opening, messages=())
+            self.messages = []
+        if self.turns and not whole:
             kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
         else:
-            self._tools = tools
-            kept, new = self._renderer.open(self._prompt, observation, tools)
+            kept, new = self._renderer.open(self._prompt, observation, self._tools)
         most = self._limits.max_tokens - self.spent - len(new) if self._limits.max_tokens else None
         if most is not None and most <= 0:
             raise EpisodeOver("max_tokens")
@@ -121,14 +128,22 @@ class Score:
                 self._metrics[str(name)] += finite(value, f"info {name}")
 
 
-async def play(make: Make, name: str, policy: Policy, prompt: Prompt, seed: int, bounded: "Bounded") -> Outcome:
-    """Play one rollout in the environment that `make` returns. `bounded` runs one call into the user's code."""
-    offered = {"row": prompt.row, "prompt": prompt.text, "answer": prompt.answer, "seed": seed}
-    environment = await bounded(call_user(make, **keywords_of(make, offered, name)))
+async def play(
+    make: Make,
+    name: str,
+    policy: Policy,
+    prompt: Prompt,
+    seed: int,
+    bounded: "Bounded",
+    args: Mapping[str, Any] = NOTHING,
+) -> Outcome:
+    """Play one rollout in the environment that `make` returns. `bounded` runs one call into the user's code. `args` are
+    those of the config."""
+    offered = offered_by(prompt.row, prompt.text, prompt.answer, seed, prompt.messages, prompt.id)
+    environment = await bounded(make_environment(make, name, offered, args))
     score = Score(judged=not hasattr(environment, "step"))
     try:
-        reset = keywords_of(environment.reset, offered, f"{name}.reset", spread="row")
-        step = Step(await bounded(call_user(environment.reset, **reset)))
+        step = Step(await bounded(reset_environment(environment, name, offered)))
         tools = Toolbox(tools_of(environment))  # now, because reset may choose them
         try:
             while not step.done:
@@ -169,17 +184,6 @@ def scored(found: object, status: Status, policy: Conducted, name: str) -> Outco
 
 Bounded = Callable[[Awaitable[Any]], Awaitable[Any]]
 """Awaits a call into the user's code within its deadline."""
-
-
-def tools_of(environment: Any) -> list[Tool]:
-    """Return an environment's `tools`; if it has no `step`, its public methods."""
-    if hasattr(environment, "tools"):
-        return list(environment.tools)
-    if hasattr(environment, "step"):
-        return []
-    known = ("reset", "close", "get_reward")
-    names = [name for name in dir(environment) if not name.startswith("_") and name not in known]
-    return [tool for name in names if callable(tool := getattr(environment, name))]
 
 
 async def _answer(environment: Any, tools: Toolbox, reply: Reply, name: str) -> Step:

@@ -27,14 +27,13 @@ from titan_rl.wire.types import Generates, Prompt, Request, Sampling
 
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
+MOST_KEPT = 2**20  # of top_k; 0 and -1: all
 NO_LIMITS = Limits(max_turns=1 << 30, max_tokens=0, turn_seconds=0, rollout_seconds=0)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_k": (0, -1),
-    "min_p": (0,),
     "best_of": (1,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -82,6 +81,10 @@ class PolicyEndpoint(OpenAIEndpoint):
         if 0 < temperature < 0.01:
             raise bad_request(f"temperature: expected 0 or a number of at least 0.01, found {temperature:g}")
         top_p = _number(body, "top_p", self._sampling.top_p, 1e-6, 1.0)
+        top_k = self._sampling.top_k if body.get("top_k") is None else body["top_k"]
+        if type(top_k) is not int or not -1 <= top_k <= MOST_KEPT:
+            raise bad_request(f"top_k: expected an integer from -1 to {MOST_KEPT}, found {top_k!r}")
+        min_p = _number(body, "min_p", self._sampling.min_p, 0.0, 1.0)
         seed = secrets.randbelow(2**31) if body.get("seed") is None else body["seed"]
         if type(seed) is not int:
             raise bad_request(f"seed: expected an integer, found {seed!r}")
@@ -92,7 +95,8 @@ class PolicyEndpoint(OpenAIEndpoint):
         n = 1 if body.get("n") is None else body["n"]
         if type(n) is not int or not 1 <= n <= MOST_ANSWERS:
             raise bad_request(f"n: expected an integer from 1 to {MOST_ANSWERS}, found {n!r}")
-        return replace(self._sampling, temperature=temperature, top_p=top_p), seed, stops, n
+        truncation = {"top_p": top_p, "top_k": max(top_k, 0), "min_p": min_p}
+        return replace(self._sampling, temperature=temperature, **truncation), seed, stops, n
 
     def _fresh(self, sampling: Sampling, seed: int, stops: Sequence[str]) -> AgentSession:
         """Return the session of one answer."""

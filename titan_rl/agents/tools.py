@@ -92,7 +92,10 @@ class Toolbox:
 
 
 def schema(tool: Tool) -> Schema:
-    """Return the tool's schema, as chat templates and the OpenAI API take it. Cached: every rollout has its tools."""
+    """Return the tool's schema, as chat templates and the OpenAI API take it. Cached: every rollout has its tools. One
+    that has a `json_schema` needs no other."""
+    if (own := getattr(tool, "json_schema", None)) is not None:
+        return own
     inner = getattr(tool, "__func__", None)
     return _schema(tool if inner is None else inner, bound=inner is not None)
 

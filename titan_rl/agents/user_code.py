@@ -18,7 +18,11 @@ from typing import Any
 
 HERE = str(Path(__file__).parent)
 OURS = tuple(
-    str(Path(HERE, f"{name}.py")) for name in ("user_code", "episode_loop", "openai_endpoint", "play", "tools")
+    str(Path(HERE, f"{name}.py"))
+    for name in (
+        *("adapters", "environment_calls", "episode_loop", "guest", "guest_program", "openai_endpoint", "openenv"),
+        *("play", "tools", "user_code", "verifiers_agent"),
+    )
 )
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -148,7 +152,8 @@ def place(sites: list[Site]) -> str:
 
 
 def error_place(error: BaseException) -> str:
-    return place(list(_of_traceback(error.__traceback__)))
+    """Return where an error was raised: in another process, it says so itself."""
+    return getattr(error, "place", "") or place(list(_of_traceback(error.__traceback__)))
 
 
 def thread_place(ident: int) -> str:

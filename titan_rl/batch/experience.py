@@ -100,7 +100,7 @@ def _sample(branch: Branch, rollout: Rollout, sequence: int, algorithm: Algorith
     if algorithm.overlong_filter and rollout.truncated:
         mask[:] = 0
     prompt = len(branch.turns[0].context)
-    return Sample(tokens, mask, {"behaviour": behaviour}, prompt, sequence)
+    return Sample(tokens, mask, {"behaviour": behaviour}, prompt, sequence, branch.kept)
 
 
 def _of_group(group: Group, own: Sequence[Sequence[Sample]], algorithm: AlgorithmSection) -> Arrays:

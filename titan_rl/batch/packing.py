@@ -18,6 +18,7 @@ import numpy as np
 from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
+from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -108,7 +109,7 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
     for i, s in enumerate(samples):
         n = len(s.tokens)
-        for name, values in (("mask", s.mask), *s.columns.items()):
+        for name, values in (("mask", s.mask), *s.columns.items(), *([("kept", s.kept)] if s.kept else [])):
             if len(values) != n:  # a short list would shift the training data of every later sample
                 raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {len(values)}")
     units = places.reshape(-1, together).sum(1)
@@ -195,6 +196,8 @@ class _Block:
     owner: np.ndarray  # the place's sample; -1 is padding or a prefix
     columns: dict[Column, np.ndarray]
     segments: np.ndarray  # [G, 5]: row, offset in it, length; offset and length of its prefix
+    source: np.ndarray  # the place's target among the tokens of all samples; -1 is padding
+    kept: KeptSets | None  # of the tokens of all samples, and of -1 and the one before
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
@@ -241,7 +244,15 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         owner=block(np.repeat(at.owner, at.length), -1),
         columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
+        source=source,
+        kept=_kept(samples),
     )
+
+
+def _kept(samples: Sequence[Sample]) -> KeptSets | None:
+    if all(s.kept is None for s in samples):
+        return None
+    return KeptSets.joined([*(s.kept or KeptSets.whole(len(s.tokens)) for s in samples), KeptSets.whole(2)])
 
 
 def _written(at: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -295,4 +306,5 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
         samples=samples,
         columns={name: column[numbers] for name, column in block.columns.items()},
         segments=segments[np.argsort(segments[:, 0])],
+        kept=block.kept and block.kept.take(np.where(block.mask[numbers] > 0, block.source[numbers], -1).ravel()),
     )

@@ -12,6 +12,7 @@ from titan_rl.config.choices import (
     Clip,
     Estimator,
     Level,
+    NestedTables,
     Rejection,
     Table,
     Tables,
@@ -29,6 +30,8 @@ class TaskSection:
     path: str = ""
     """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
     hf:openai/gsm8k:main:train (docs/data.md)."""
+    sources: NestedTables = field(default_factory=dict, hash=False)
+    """Several weighted sources of training prompts, instead of path: tables [task.sources.NAME] (docs/data.md)."""
     eval_path: str = ""
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"
@@ -113,8 +116,12 @@ class RolloutSection:
     temperature: float = bounds(1.0, gt=0, le=100)
     """Sampling temperature. The trainer computes its log-probs at the same temperature."""
     top_p: float = bounds(1.0, gt=0, le=1)
-    """Nucleus sampling. Below 1 the sampling log-probs are those of the truncated distribution, and the run prints a
-    warning."""
+    """Nucleus sampling: sample from the fewest most likely tokens whose probabilities add up to top_p. 1: from all.
+    Trainers compute the log-probs of truncated samples over the same tokens (docs/exactness.md)."""
+    top_k: int = bounds(0, ge=0, le=2**20)
+    """Sample from the top_k most likely tokens only. 0: from all. It also bounds the memory of the kept sets."""
+    min_p: float = bounds(0.0, ge=0, lt=1)
+    """Drop tokens that are less likely than min_p times the most likely one. 0: none."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Additional stop tokens. EOS always stops."""
     lag: int = bounds(0, ge=0, le=1000)
@@ -128,6 +135,10 @@ class RolloutSection:
     timeout_seconds: int = bounds(600, ge=5, le=MOST_SECONDS)
     """Timeout for sampling one prompt's group, including the wait for a free or replaced engine (the run ends), and for
     one call of your own reward function (the call fails), unless task.reward_seconds is set."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ Dtype = Literal["float32", "bfloat16"]
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 Table = dict[str, bool | int | float | str]
 Tables = dict[str, Table]  # by name
+NestedTables = dict[str, dict[str, bool | int | float | str | Table]]  # by name; a value may be a table itself
 Switch = Literal[True, False, "auto"]
 HeadDtype = Literal["model", "float32"]
 Family = Literal["llama3", "qwen2", "qwen3", "mistral"]

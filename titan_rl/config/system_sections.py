@@ -136,8 +136,13 @@ class GeneratorSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     name: str = ""
-    """What drives rollouts of several turns: "calc", "hunt", or your own "package.module:name" (docs/environments.md).
-    Empty: the policy answers the prompt once."""
+    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name" (docs/environments.md), or
+    one of a package, as "gymnasium:FrozenLake-v1" (docs/adapters.md). Empty: the policy answers the prompt once."""
+    args: Table = field(default_factory=dict, hash=False)
+    """Arguments of the environment's constructor, as {is_slippery = false}."""
+    python: str = ""
+    """Python that imports the environment or the agent: a virtual environment's folder, if its packages conflict with
+    this project's. Empty: this one."""
     processes: int = bounds(2, ge=1, le=MOST_RANKS)
     """Number of processes that run environments. One that dies or hangs is replaced."""
     concurrency: int = bounds(64, ge=1, le=2**16)

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
-from titan_rl.config.choices import Table, Tables
+from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
@@ -44,7 +44,7 @@ class ConfigError(Exception):
 class Key:
     """One key of one section, as sections.py declares it."""
 
-    type: Any  # bool, int, float, str, list[int], list[str], Table, Tables, or a Literal of strings, true and false
+    type: Any  # bool, int, float, str, list[int], list[str], a table (choices.py), or a Literal of strings and booleans
     default: Any
     doc: str
     ge: float | None = None
@@ -86,6 +86,7 @@ class Key:
             list[str]: "a list of strings",
             Table: "a table of texts, numbers and booleans",
             Tables: "named tables of texts, numbers and booleans",
+            NestedTables: "named tables of texts, numbers, booleans, and tables of these",
         }
         return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
@@ -98,6 +99,8 @@ class Key:
             return _is_table(value)
         if self.type == Tables:
             return type(value) is dict and all(map(_is_table, value.values()))
+        if self.type == NestedTables:
+            return type(value) is dict and all(type(each) is dict and _is_table(_flat(each)) for each in value.values())
         return (
             type(value) is self.type  # not isinstance: bool is a subclass of int
             and (self.type is not float or math.isfinite(value))
@@ -116,7 +119,7 @@ class Key:
                 return self.type(text)
             if self.type == list[str] and not text.lstrip().startswith("["):
                 return [item.strip() for item in text.split(",") if item.strip()]
-            if self.type in (Table, Tables):
+            if self.type in (Table, Tables, NestedTables):
                 return tomli.loads(f"table = {text}")["table"]
             if get_origin(self.type) is list:
                 return json.loads(text if text.lstrip().startswith("[") else f"[{text}]")
@@ -243,6 +246,12 @@ def _is_table(value: Any) -> bool:
     return type(value) is dict and all(
         type(item) in SCALARS and math.isfinite(item if type(item) is float else 0) for item in value.values()
     )
+
+
+def _flat(table: dict[str, Any]) -> dict[Any, Any]:
+    """Return a table with the values of the tables in it."""
+    inner = {(key, name): item for key, value in table.items() if type(value) is dict for name, item in value.items()}
+    return {key: value for key, value in table.items() if type(value) is not dict} | inner
 
 
 def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:

@@ -183,8 +183,10 @@ def task(setup: Setup) -> str:
     count = len(setup.task.train) - len(setup.task.unfit)
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
+    drawn = ", ".join(f"{part.name} {part.count:,} x {part.weight:g}" for part in setup.task.parts)
+    sources = f" ({drawn})" if drawn else ""
     sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
-    return f"{t.name}: {count:,} problems, {heldout} held out{sets}, {reward}"
+    return f"{t.name}: {count:,} problems{sources}, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:

@@ -203,11 +203,15 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 def head(config: Config, shape: ModelShape) -> MemoryPart:
     """Return what the log-prob head needs: masked positions, their gradient in float32 (twice) and in the compute
-    dtype, and one tile of logits. A value head has a fraction of them."""
+    dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    tile = TILE_BYTES if shape.head == "lm" else 0
-    formula = f"{tokens(config):,} tokens x {shape.dim:,} x {each}" + (f" + a tile of {size(tile)}" if tile else "")
-    return MemoryPart(tokens(config) * shape.dim * each + tile, formula)
+    nbytes, formula = tokens(config) * shape.dim * each, f"{tokens(config):,} tokens x {shape.dim:,} x {each}"
+    if shape.head == "lm":
+        nbytes, formula = nbytes + TILE_BYTES, f"{formula} + a tile of {size(TILE_BYTES)}"
+        if config.rollout.truncates:
+            nbytes += tokens(config) * shape.vocab_size // 8
+            formula += f" + {tokens(config):,} masks of {size(shape.vocab_size // 8)}"
+    return MemoryPart(nbytes, formula)
 
 
 def block_parameters(shape: ModelShape) -> int:

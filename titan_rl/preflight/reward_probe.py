@@ -6,6 +6,7 @@ Whatever the function or its module does (exit, hang, even while it holds the in
 child, and is one line.
 """
 
+import asyncio
 import importlib
 import json
 import os
@@ -21,7 +22,9 @@ from pathlib import Path
 
 from titan_rl.agents.agent_session import OFFERED
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
+from titan_rl.agents.guest import GuestPython
 from titan_rl.agents.user_code import keywords_of, load
+from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
 from titan_rl.tasks.reward_shapes import Arguments, Component, component
 from titan_rl.tasks.rewards import Answered
@@ -30,25 +33,32 @@ from titan_rl.wire.types import Prompt
 
 PROBE_SECONDS = 30
 """Until a module must be imported, and its function must have returned."""
+GUEST_PATIENCE = 5
+"""Times as long, if environment.python imports it: another Python, whose packages nothing has read yet."""
 CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_probe import attempt; attempt({folder!r})"
 """The child finds modules where this process does, and nothing else."""
 
 
 def probe(
-    name: str, prompt: Prompt | None, key: str = "task.reward", arguments: Arguments | None = None
+    name: str,
+    prompt: Prompt | None,
+    key: str = "task.reward",
+    arguments: Arguments | None = None,
+    environment: EnvironmentSection | None = None,
 ) -> Iterator[str]:
     """Yield what is wrong with the reward `name`, if anything is: import it, and call it on the prompt's own answer.
     For override.imports, import it and look whether it is registered; for environment.name and
-    task.agent, import it."""
+    task.agent, import it as `environment` says."""
+    patience = PROBE_SECONDS * (GUEST_PATIENCE if environment is not None and environment.python else 1)
     with tempfile.TemporaryDirectory() as folder:
         asked, told, stuck = (Path(folder) / name for name in ("asked", "told", "stuck"))
-        asked.write_bytes(pickle.dumps((key, name, prompt, PROBE_SECONDS, arguments)))
+        asked.write_bytes(pickle.dumps((key, name, prompt, patience, arguments, environment)))
         command = [sys.executable, "-P", "-c", CHILD.format(path=sys.path, folder=folder)]
         nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         child = outside(lambda: subprocess.Popen(command, start_new_session=True, **nothing))
         late = False
         try:
-            child.wait(3 * PROBE_SECONDS + 30)  # the child itself ends earlier, unless its clock is stopped
+            child.wait(3 * patience + 30)  # the child itself ends earlier, unless its clock is stopped
         except subprocess.TimeoutExpired:
             late = True
         finally:
@@ -63,7 +73,7 @@ def probe(
         elif late or (stuck.exists() and stuck.stat().st_size):
             at = re.search(r'File "(.*)", line (\d+)', stuck.read_text() if stuck.exists() else "")
             place = f" at {at[1]}:{at[2]}" if at else ""
-            yield f"{key}: expected {what} within {PROBE_SECONDS} s, found it still running{place}"
+            yield f"{key}: expected {what} within {patience} s, found it still running{place}"
         else:
             yield f"{key}: expected {what}, found that it ends the process with exit code {child.returncode}"
 
@@ -73,7 +83,7 @@ def attempt(folder: str) -> None:
     import faulthandler
 
     where = Path(folder)
-    key, name, prompt, seconds, arguments = pickle.loads((where / "asked").read_bytes())
+    key, name, prompt, seconds, arguments, environment = pickle.loads((where / "asked").read_bytes())
     with (where / "told").open("w") as told, (where / "stuck").open("w") as stuck:
 
         def tell(line: str) -> None:
@@ -86,7 +96,7 @@ def attempt(folder: str) -> None:
         if key == "task.reward":
             verdict, reward = _imported(name, arguments)
         else:
-            verdict = _not_loaded(key, name) if key in (KEY, AGENT_KEY) else _overridden(key, name)
+            verdict = _not_loaded(key, name, environment) if key in (KEY, AGENT_KEY) else _overridden(key, name)
         if reward is not None and prompt is not None:
             tell("calling")
             verdict = _called(name, reward, prompt)
@@ -117,16 +127,24 @@ def _overridden(key: str, name: str) -> str:
     return f"{key}: expected {name!r} to be registered with @override, found no such override of that module"
 
 
-def _not_loaded(key: str, name: str) -> str:
+def _not_loaded(key: str, name: str, environment: EnvironmentSection | None) -> str:
+    e = environment or EnvironmentSection()
     try:
-        if key == KEY:
-            load_environment(name)
+        if e.python:
+            asyncio.run(_loaded_by_guest(key, name, e))
+        elif key == KEY:
+            load_environment(name, e.args)
         else:
             keywords_of(load(name, key), dict.fromkeys(OFFERED), key)
     except BaseException as error:
         said = str(error)
         return said if said.startswith(key) else f"{key}: expected {name!r} to import, found {_raised(error)}"
     return ""
+
+
+async def _loaded_by_guest(key: str, name: str, e: EnvironmentSection) -> None:
+    guest = await GuestPython.start(e.python, name, key=key, args=e.args, agent=key == AGENT_KEY)
+    await guest.close()
 
 
 def _called(name: str, reward: Component, prompt: Prompt) -> str:

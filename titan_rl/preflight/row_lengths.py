@@ -134,7 +134,7 @@ def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest
     if characters > max(longest, SURELY_TOKENIZED):
         return characters // tokenizer.longest_token
     try:
-        return len(tokenizer.prompt(example.prompt, task.template, task.system_prompt))
+        return len(task.read(example, tokenizer))
     except Exception as error:  # a template may raise whatever it likes
         why = f"{type(error).__name__}: {error}"
         return f"{example.where}: expected a prompt that the chat template accepts, found {why}"
@@ -174,7 +174,7 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             elif why := next((why for limit in limits if (why := limit.refuses(row))), ""):
                 found[i] = why
         if unreadable:
-            raise BadRows(unreadable, config.task.eval_path if heldout else config.task.path)
+            raise BadRows(unreadable, config.task.eval_path if heldout else config.task.path or "task.sources")
         return found
 
     return unfit(task.train, False), unfit(task.heldout, True)

@@ -18,13 +18,13 @@ from titan_rl.tasks.examples import Example
 from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.rubric import Rubric
-from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows, shuffled
+from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
-from titan_rl.wire.seeds import derive
+from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.types import Sampling
 
 
@@ -203,7 +203,9 @@ def policy_of(config: Config, own_folder: Path) -> Policy:
     tokenizer = TextTokenizer.load(folder, chat_settings(config))
     rollout = config.rollout
     stops = tuple(dict.fromkeys((*tokenizer.eos_ids, *rollout.stop_token_ids)))
-    return Policy(shape, folder, tokenizer, Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, stops))
+    truncation = {name: getattr(rollout, name) for name in ("top_p", "top_k", "min_p")}
+    sampling = Sampling(rollout.max_new_tokens, rollout.temperature, stop_token_ids=stops, **truncation)
+    return Policy(shape, folder, tokenizer, sampling)
 
 
 def practice_examples(task: Task, config: Config) -> list[Example]:

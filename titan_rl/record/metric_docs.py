@@ -88,6 +88,8 @@ DOCS: dict[str, str] = {
     "exact/clipped": "Exact mode: share of tokens clipped in the step's first update.",
     "dropped/truncated": "Rollouts not trained on because they were truncated (overlong_filter).",
     "sync/blocks_changed": "Share of the weights' blocks transferred and written with weight_sync.delta.",
+    "kept/mean": "Mean number of tokens that truncated sampling chose from, where it dropped any.",
+    "kept/whole": "Share of sampled tokens for which truncated sampling dropped nothing.",
     "reward/penalty": "Mean soft overlong penalty; not in reward/mean.",
     "turns/mean": "Mean number of turns of a rollout.",
     "turns/max": "Largest number of turns of a rollout.",

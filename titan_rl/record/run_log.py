@@ -26,6 +26,7 @@ from titan_rl.config.toml import to_toml
 from titan_rl.record.curves import Curves
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.record.lines import LineFile, SelfClosing, encode, must_write, strict, write_whole
+from titan_rl.wire.kept_sets import size_of
 from titan_rl.wire.types import Group, Rollout
 
 Kind = Literal["startup", "cold_start", "rl", "fit", "eval"]
@@ -187,6 +188,7 @@ def rollout_lines(step: int, groups: Sequence[Group]) -> Iterable[dict[str, Any]
                     joined([branch.logprobs for branch in rollout.branches]), np.float32
                 ),  # as sampled: half the digits of Python's floats
                 "versions": rollout.versions,
+                **({"kept": [size_of(each) for each in kept]} if (kept := rollout.completion.kept) else {}),
                 **({} if rollout.plain else turn_fields(rollout)),
                 **verdict_fields(rollout),
             }

@@ -38,7 +38,7 @@ class Problems:
     async def measure(self, plays: Plays, warn: Callable[[str], None]) -> Evaluation:
         """Sample and judge all answers with the weights that the generators hold. `warn` is called with the number of
         those that cannot be sampled or judged."""
-        sampling = replace(self.sampling, temperature=self.temperature, top_p=1.0)
+        sampling = replace(self.sampling, temperature=self.temperature, top_p=1.0, top_k=0, min_p=0.0)
         judging = Judging(self)
 
         async def one(prompt: Prompt, sample: int) -> Answer:

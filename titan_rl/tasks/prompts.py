@@ -2,28 +2,32 @@
 
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
-so that a run which resumes with other limits continues where it was in the same order.
+so that a run which resumes with other limits continues where it was in the same order. The draws from several sources
+need a state of their own, which is a part of the cursor.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from titan_rl.tasks.task import Example, Task, shuffled
+from titan_rl.tasks.examples import Example
+from titan_rl.tasks.orders import order_of
+from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt, Sample
 
 
 class PromptSource:
-    """Prompts 0, 1, 2, ... of a run; each epoch is the training examples in a new order."""
+    """Prompts 0, 1, 2, ... of a run; each epoch of a source is its training examples in a new order."""
 
     def __init__(self, task: Task, tokenizer: TextTokenizer, *, seed: int) -> None:
         self._task, self._tokenizer = task, tokenizer
-        self._identity = {"seed": seed, "examples": len(task.train)}
-        self._order = lru_cache(maxsize=2)(partial(shuffled, len(task.train), seed))  # epoch -> permutation
+        self._identity: dict[str, Any] = {"seed": seed, "examples": len(task.train)}
+        if task.parts:
+            self._identity["sources"] = {part.name: [part.count, part.weight] for part in task.parts}
+        self._order = order_of(task, seed)
         self._position = 0  # id of the next prompt
         self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
@@ -40,20 +44,20 @@ class PromptSource:
     def _next_example(self) -> Example:
         """Return the next example that fits."""
         while True:
-            epoch, place = divmod(self._place, len(self._task.train))
-            index = int(self._order(epoch)[place])
+            index = self._order.index_at(self._place)
             self._place += 1
             if index not in self._task.unfit:
                 return self._task.train[index]
 
     def state_dict(self) -> dict[str, Any]:
         skipped = {"place": self._place} if self._place != self._position else {}
-        return {**self._identity, "position": self._position, **skipped, "taken": sorted(self._taken)}
+        more = skipped | self._order.state_at(self._place)
+        return {**self._identity, "position": self._position, **more, "taken": sorted(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
         whose order differs."""
-        found = {key: state[key] for key in self._identity}
+        found = {key: state.get(key) for key in (*self._identity, *(["sources"] if "sources" in state else []))}
         if found != self._identity:
             raise RunError(
                 f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
@@ -66,6 +70,10 @@ class PromptSource:
             self._position = state["loader"]["_sampler_iter_state"]["issued"]
         self._place = state.get("place", self._position)
         self._taken = set(state.get("taken", ()))
+        self._order.continue_at(state)
+
+    def close(self) -> None:
+        self._order.close()
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:

@@ -5,25 +5,37 @@
 "addition", "calc" and "hunt" generate their own data; "jsonl" reads files (docs/data.md).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
-from titan_rl.config.data_sources import source_of
+from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
 from titan_rl.tasks.examples import Example, SourceRows, read_source
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
-from titan_rl.wire.seeds import derive
+from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.types import Prompt
 
 MOST_PLAYED = 20_000  # training problems of a game
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPart:
+    """The training examples of one source of [task.sources]."""
+
+    name: str
+    count: int
+    weight: float  # of being drawn, relative to those of the other sources
+    system_prompt: str
+    template: str  # Jinja; empty: the tokenizer's own
+    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +51,51 @@ class Task:
     seed: int = 0  # of the demonstrations
     notes: tuple[str, ...] = ()  # what a person should know about the rows
     bad_rows: int = 0  # that task.skip_bad_rows left out
+    parts: Sequence[TaskPart] = ()  # of the training examples, in order, if they are of several sources
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
-        tokens = tokenizer.prompt(example.prompt, self.template, self.system_prompt)
+        tokens = self.read(example, tokenizer)
         text, messages = example.prompt, ()
         if self.template == "chat":
-            text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self.system_prompt)
+            text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self._system(example))
         shown = example.demonstration
         if self.game:
             shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
         given = (example.answer, example.row, example.rejected)
         return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
 
+    def read(self, example: Example, tokenizer: TextTokenizer) -> list[int]:
+        """Return the tokens of the example, by the chat template and the system prompt of its source."""
+        part = self._part(example)
+        if part is not None and self.template == "chat":
+            own = replace(tokenizer.chat_settings, template=part.template, kwargs=part.kwargs)
+            tokenizer = with_chat(tokenizer, own)
+        return tokenizer.prompt(example.prompt, self.template, self._system(example))
+
+    def _system(self, example: Example) -> str:
+        part = self._part(example)
+        return self.system_prompt if part is None else part.system_prompt
+
+    def _part(self, example: Example) -> TaskPart | None:
+        return next((part for part in self.parts if part.name == example.source), None)
+
+
+@lru_cache(maxsize=32)
+def with_chat(tokenizer: TextTokenizer, settings: ChatSettings) -> TextTokenizer:
+    """Return a tokenizer that renders chats in another way. It parses its template once."""
+    return tokenizer if settings == tokenizer.chat_settings else replace(tokenizer, chat_settings=settings)
+
+
+def template_text(template: str) -> str:
+    """Return the template, or what is in the file that it names."""
+    return Path(template).read_text(encoding="utf-8") if template and not is_inline(template) else template
+
 
 def chat_settings(run: config.Config) -> ChatSettings:
     """Return how a run renders chats. A template's file is read once: it may change while the run starts processes."""
-    task, stops, template = run.task, tuple(run.rollout.stop_token_ids), run.task.chat_template
-    if template and not is_inline(template):
-        template = Path(template).read_text(encoding="utf-8")
-    return ChatSettings(template, task.chat_template_kwargs, task.thinking, stops)
+    task, stops = run.task, tuple(run.rollout.stop_token_ids)
+    return ChatSettings(template_text(task.chat_template), task.chat_template_kwargs, task.thinking, stops)
 
 
 def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: bool = False) -> Task:
@@ -74,14 +111,26 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
 
 
 def _of_files(task: config.TaskSection, eval_size: int, pairs: bool) -> Task:
-    train, notes = read_source(source_of(task, task.path, "task.path"), pairs=pairs), list[str]()
-    notes += train.notes("task.path")
-    heldout, bad = list[Example](), train.bad
+    read = [(source, read_source(source, pairs=pairs)) for source in data_sources(task)]
+    parts = [_part(source, len(rows.examples)) for source, rows in read if source.name]
+    train = [example for _, rows in read for example in rows.examples]
     if eval_size:
-        rows = read_source(source_of(task, task.eval_path, "task.eval_path"), eval_size, pairs=pairs)
-        notes += rows.notes("task.eval_path")
-        heldout, bad = rows.examples, bad + rows.bad
-    return Task(train.examples, heldout, task.template, task.system_prompt, notes=tuple(notes), bad_rows=bad)
+        source = source_of(task, task.eval_path, "task.eval_path")
+        read.append((source, read_source(source, eval_size, pairs=pairs)))
+    return Task(
+        train,
+        read[-1][1].examples if eval_size else [],
+        task.template,
+        task.system_prompt,
+        notes=tuple(note for source, rows in read for note in rows.notes(source.path_key)),
+        bad_rows=sum(rows.bad for _, rows in read),
+        parts=parts,
+    )
+
+
+def _part(source: DataSource, count: int) -> TaskPart:
+    template = template_text(source.chat_template)
+    return TaskPart(source.name, count, source.weight, source.system_prompt, template, source.chat_template_kwargs)
 
 
 def set_rows(run: config.Config, chosen: EvalSet) -> SourceRows:
@@ -125,10 +174,3 @@ def rejected_answer(answer: str, draw: int) -> str:
     if kind == 1:
         return answer[:place] + str(shift) + answer[place:]
     return answer[:place] + str((int(answer[place]) + shift) % 10) + answer[place + 1 :]
-
-
-def shuffled(size: int, seed: int, *stream: int) -> np.ndarray:
-    """Return a permutation of 0..size-1 that depends only on (seed, stream). It sorts raw bits of PCG64, which numpy
-    keeps stable across versions and machines, unlike its shuffles: a resumed run must see the same order."""
-    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
-    return np.argsort(bits.random_raw(size), kind="stable")

@@ -156,6 +156,11 @@ class TextTokenizer:
         """Return the tokens of a text from outside, such as a tool's output: none of them is a control token."""
         return self._outside.encode(self._outside.masked(text))
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The ids of control tokens, which no text from outside becomes."""
+        return frozenset(self._outside.control.values())
+
     @cached_property
     def _outside(self) -> OutsideText:
         return OutsideText(self.tokenizer)

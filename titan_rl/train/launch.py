@@ -160,6 +160,27 @@ async def launch_loaded(
             await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes)), CLOSE_SECONDS)
 
 
+@asynccontextmanager
+async def launch_environments(
+    setup: Setup, terminal: Terminal, incidents: Incidents
+) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
+    """Start the environments alone, and stop them whatever happens. Lost processes are replaced."""
+    deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
+    watch, mesh = Watch(tended=["environment"]), None
+    try:
+        with without_lines(b"Monarch internal logs are being written"):
+            host = Host(this_host())
+        mesh = await watch.drive(_environments(lambda _: host, setup, terminal, incidents))
+        yield mesh, watch
+    except RunError as error:
+        raise await watch.explained(error) from None
+    finally:
+        watch.close()
+        if mesh is not None:
+            with suppress(Exception):  # nothing may mask the error that ended it
+                await asyncio.wait_for(mesh.close(), CLOSE_SECONDS)
+
+
 async def _generators(
     berth_of: Callable[[int], Berth],
     setup: Setup,
@@ -179,6 +200,7 @@ async def _generators(
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
         exact=config.debug.exact,
+        records_kept=config.rollout.truncates and not loaded,
     )
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
@@ -216,7 +238,7 @@ async def _environments(
     e = setup.config.environment
     limits = Limits(e.max_turns, e.max_tokens, e.turn_seconds, e.rollout_seconds)
     agent = bool(setup.config.task.agent)
-    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent)
+    loop = LoopSettings(setup.config.rollout_code, e.concurrency, limits, agent, e.python, e.args)
     chat = setup.tokenizer.chat_settings if setup.config.task.template == "chat" else None
     settings = EnvironmentSettings(loop, setup.model_folder, setup.sampling.stop_token_ids, chat, setup.config.sandbox)
     patience = setup.config.comm.init_timeout_seconds, setup.config.fault.hang_seconds

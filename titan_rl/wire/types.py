@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
@@ -71,9 +72,12 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # with EOS; a stop token is sampled, kept, and ends the turn
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own, as for Request
-        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids)
+        truncation = self.top_k, self.min_p
+        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids, *truncation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +110,28 @@ class Completion:
     versions: list[int]  # the policy version that sampled the token
     finish: Finish
     replica: str = ""  # that answered, if one of the log-probs is not finite
+    kept: list[bytes] = field(default_factory=list)  # each token's kept set (kept_sets.py); empty: not recorded
 
     def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own; a step has one per sample
+        kept = (self.kept,) if self.kept else ()
         if len(self.tokens) < LONG:
-            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica)
+            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica, *kept)
         tokens, logprobs = array("q", self.tokens).tobytes(), array("d", self.logprobs).tobytes()
         versions = self.versions[0] if uniform(self.versions) else array("q", self.versions).tobytes()
-        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica)
+        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica, *kept)
 
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
 
 
-def _unpickled(tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, replica: str) -> Completion:
+def _unpickled(
+    tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, replica: str, kept: Sequence[bytes] = ()
+) -> Completion:
     """Return a long completion as it was: arrays are read in half the time of lists."""
     sampled = np.frombuffer(tokens, np.int64).tolist()
     by = np.frombuffer(versions, np.int64).tolist() if isinstance(versions, bytes) else [versions] * len(sampled)
-    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, replica)
+    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, replica, [*kept])
 
 
 def uniform(versions: Sequence[int]) -> bool:
@@ -192,6 +200,14 @@ class Branch:
         return list(chain.from_iterable(parts))
 
     @property
+    def kept(self) -> KeptSets | None:
+        """Kept sets, the whole vocabulary where the mask is 0. None if none were recorded."""
+        if not any(turn.completion.kept for turn in self.turns):
+            return None
+        parts = ([b""] * len(turn.context) + turn.completion.kept for turn in self.turns)
+        return KeptSets.of(list(chain.from_iterable(parts)))
+
+    @property
     def versions(self) -> list[int | None]:
         """Policy versions, None where the mask is 0."""
         parts = ([None] * len(turn.context) + turn.completion.versions for turn in self.turns)
@@ -236,9 +252,9 @@ class Rollout:
         parts = [turn.completion for branch in self.branches for turn in branch.turns]
         if len(parts) == 1:
             return parts[0]
-        names = ("tokens", "logprobs", "versions")
-        tokens, logprobs, versions = (list(chain.from_iterable(getattr(p, name) for p in parts)) for name in names)
-        return Completion(tokens, logprobs, versions, parts[-1].finish if parts else "abort")
+        names = ("tokens", "logprobs", "versions", "kept")
+        tokens, logprobs, versions, kept = (list(chain.from_iterable(getattr(p, n) for p in parts)) for n in names)
+        return Completion(tokens, logprobs, versions, parts[-1].finish if parts else "abort", kept=kept)
 
     @property
     def versions(self) -> list[int]:
@@ -297,10 +313,11 @@ class Sample:
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
     prompt: int = 0  # leading tokens, computed once for all samples that begin with the same; 0: unknown
     sequence: int = -1  # the rollout that it is a branch of: samples of one number are one sequence; -1: it is its own
+    kept: KeptSets | None = None  # of each token, if sampling was truncated
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
-        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence)
+        return Sample(self.tokens, self.mask, every, self.prompt, self.sequence, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +334,7 @@ class Rows:
     columns: dict[Column, np.ndarray]  # [B, L] float32 each, of targets[i]
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
+    kept: KeptSets | None = None  # [B * L]: log-probs of targets[i] are of these tokens only
 
 
 @dataclass(frozen=True, slots=True)

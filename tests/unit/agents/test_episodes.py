@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.played import BOS, EOS, LIMITS, encoded, playing, prompt_of
-from titan_rl.agents.episode_loop import Answer, Ask, Begin, Ended
+from titan_rl.agents.episode_news import Answer, Ask, Begin, Ended
 from titan_rl.agents.episodes import Reply, as_step
 from titan_rl.agents.play import Policy
 

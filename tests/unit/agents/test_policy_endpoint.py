@@ -95,6 +95,20 @@ def test_token_ids_are_read_as_they_are(tmp_path: Path) -> None:
     assert engines.asked[-1].sampling.temperature == 0
 
 
+def test_a_client_chooses_how_to_truncate(tmp_path: Path) -> None:
+    renderer = writing(tmp_path)
+    engines = Engines(renderer, "12")
+
+    async def body() -> None:
+        async with serving(renderer, engines) as client:
+            for wish in ({"top_p": 0.5, "top_k": 3, "min_p": 0.1}, {"top_k": -1}, {}):
+                assert (await client.post("/completions", {"prompt": "1=", **wish}))[0] == 200
+
+    drive(body())
+    found = [(r.sampling.top_p, r.sampling.top_k, r.sampling.min_p) for r in engines.asked]
+    assert found == [(0.5, 3, 0.1), (1.0, 0, 0.0), (1.0, 0, 0.0)]
+
+
 def test_a_stop_text_ends_an_answer_before_it(tmp_path: Path) -> None:
     renderer = writing(tmp_path)
 
@@ -136,6 +150,9 @@ def test_the_openai_package_chats_and_each_request_is_its_own(tmp_path: Path) ->
         ({"temperature": 0.001}, "temperature: expected 0 or a number of at least 0.01"),
         ({"temperature": True}, "temperature: expected a number"),
         ({"top_p": 0}, "top_p: expected a number"),
+        ({"top_k": -2}, "top_k: expected an integer from -1 to 1048576, found -2"),
+        ({"top_k": 2.5}, "top_k: expected an integer"),
+        ({"min_p": 1.5}, "min_p: expected a number from 0 to 1, found 1.5"),
         ({"seed": 1.5}, "seed: expected an integer"),
         ({"n": 0}, "n: expected an integer from 1 to 4096"),
         ({"n": 4096, "prompt": ["1", "2"]}, "expected at most 4096 answers, found 8192"),

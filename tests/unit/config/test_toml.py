@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.config import toml as config_file
-from titan_rl.config.choices import Table, Tables
+from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
 
@@ -36,9 +36,11 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         return st.sampled_from(key.choices)
     if get_origin(key.type) is list:
         return st.lists(texts if key.type == list[str] else st.integers(), max_size=3)
-    if key.type in (Table, Tables):
-        table = st.dictionaries(texts, st.booleans() | st.integers() | texts | st.floats(-1e9, 1e9), max_size=3)
-        return table if key.type == Table else st.dictionaries(texts, table, max_size=3)
+    if key.type in (Table, Tables, NestedTables):
+        scalars = st.booleans() | st.integers() | texts | st.floats(-1e9, 1e9)
+        table = st.dictionaries(texts, scalars, max_size=3)
+        tables = st.dictionaries(texts, st.dictionaries(texts, scalars | table, max_size=3), max_size=3)
+        return {Table: table, Tables: st.dictionaries(texts, table, max_size=3)}.get(key.type, tables)
     if key.type is int:
         return st.integers(int(key.ge or 0), int(key.lt - 1 if key.le is None and key.lt is not None else key.le or 0))
     if key.type is float:

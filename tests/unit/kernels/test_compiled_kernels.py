@@ -15,11 +15,12 @@ SHARD = (128256 // 8, 4096)  # under tensor parallelism 8
 
 
 @cache
-def distinct(entropy: bool, float32_logits: bool) -> tuple[Launch, Launch]:
+def distinct(entropy: bool, float32_logits: bool, truncated: bool = False) -> tuple[Launch, Launch]:
     """Return the two launches, which depend neither on the model nor on the number of tokens: none is compiled again in
     the middle of a run."""
     shapes = [(4096, LLAMA), (4096, QWEN), (4096, SHARD), (4095, LLAMA), (770, LLAMA), (20000, QWEN)]
-    every = [launches(n, *shape, float32_logits=float32_logits, entropy=entropy) for n, shape in shapes]
+    keys = {"float32_logits": float32_logits, "entropy": entropy, "truncated": truncated}
+    every = [launches(n, *shape, **keys) for n, shape in shapes]
     assert all(found == every[0] for found in every[1:])
     sums, descent = every[0]
     return sums, descent
@@ -55,3 +56,14 @@ def test_the_descent_reads_and_writes_sixteen_bytes_at_once(
     assert found.instructions["LDG.E.128"] == elements * (4 if float32_logits else 2) // 16
     assert found.instructions["STG.E.128"] == elements * 2 // 16
     assert found.instructions["LDG.E.U16"] == found.instructions["STG.E.U16"] == 0
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_kept_sets_are_read_in_the_same_pass(capability: int) -> None:
+    sums, descent = distinct(True, False, truncated=True)
+    plain = compile_for(distinct(True, False)[0], capability)
+    for launch in (sums, descent):
+        found = compile_for(launch, capability)
+        assert found.spilled == found.count("LDL", "STL") == 0
+        assert found.resident_warps >= 40  # of 64
+    assert compile_for(sums, capability).instructions["LDG.E.128"] == plain.instructions["LDG.E.128"]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_rl.kernels import token_logprob as kernel
 from titan_rl.kernels import triton_kernels
+from titan_rl.kernels.kept_bits import kept_bits
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -276,7 +277,7 @@ def rank_matches_single(rank: int, port: int) -> None:
 def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
     for cuts in shards:
         rows = slice(cuts[rank], cuts[rank + 1])
-        keys: dict[str, Any] = {"group": group, "vocab_start": rows.start}
+        keys: dict[str, Any] = {"shard": (group, rows.start)}
         for dtype, tolerance in ((torch.float64, None), (torch.float32, None), (torch.bfloat16, BF16)):
             for entropy in (False, True):
                 keys["with_entropy_grad"] = entropy
@@ -284,11 +285,22 @@ def shards_match(rank: int, shards: list[list[int]], group: Any) -> None:
                 want = results(token_logprob, hidden, weight, targets, 0.7, entropy=entropy, with_entropy_grad=entropy)
                 found = results(token_logprob, hidden, weight[rows], targets, 0.7, entropy=entropy, **keys)
                 assert_same(found, (*want[:3], want[3][rows]), tolerance)
+        hidden, weight, targets = case(9, cuts[-1], 6, torch.float64)
+        kept = [sorted({int(target), *range(0, cuts[-1], 2 + i)}) for i, target in enumerate(targets)]
+        counts, ids = (
+            torch.tensor([0, *map(len, kept[1:])]),
+            torch.tensor([id for each in kept[1:] for id in each]),
+        )  # the first keeps all
+        bits, own = kept_bits(counts, ids, cuts[-1]), kept_bits(counts, ids, rows.stop - rows.start, rows.start)
+        keys["with_entropy_grad"] = True
+        want = results(token_logprob, hidden, weight, targets, entropy=True, with_entropy_grad=True, kept=bits)
+        found = results(token_logprob, hidden, weight[rows], targets, entropy=True, kept=own, **keys)
+        assert_same(found, (*want[:3], want[3][rows]))
     hidden, weight, targets = case(9, shards[0][-1], 6)
     rows = slice(shards[0][rank], shards[0][rank + 1])
     reduced: list[tuple[int, ...]] = []
     all_reduce = dist.all_reduce
-    keys = {"group": group, "vocab_start": rows.start, "with_entropy_grad": True}
+    keys = {"shard": (group, rows.start), "with_entropy_grad": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dist, "all_reduce", lambda each, *rest: (reduced.append(tuple(each.shape)), all_reduce(each, *rest))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from titan_rl.kernels import token_logprob as kernel
+from titan_rl.kernels.kept_bits import kept_bits
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 pytest.importorskip("triton")
@@ -19,7 +20,13 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
 def compare(
-    shape: tuple[int, int, int], dtype: torch.dtype, temperature: float, entropy: bool, device: str, wide: bool = False
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    temperature: float,
+    entropy: bool,
+    device: str,
+    wide: bool = False,
+    truncated: bool = False,
 ) -> None:
     """Compare values and gradients with the reference's; `wide` with those of a reference in float32 throughout."""
     tokens, vocabulary, size = shape
@@ -28,9 +35,15 @@ def compare(
     weight = (torch.randn(vocabulary, size, device=device) * size**-0.5).to(dtype)
     targets = torch.randint(0, vocabulary, (tokens,), device=device)
     by_token = torch.randn(tokens, device=device)
+    kept = torch.rand(tokens, vocabulary, device=device) < torch.rand(tokens, 1, device=device) if truncated else None
+    bits = None
+    if kept is not None:
+        kept[torch.arange(tokens, device=device), targets] = True
+        bits = kept_bits(kept.sum(1), kept.nonzero()[:, 1], vocabulary)
     found = []
-    fused: Any = partial(token_logprob, with_entropy_grad=entropy, float32_logits=wide)
-    for function in (fused, reference_token_logprob):
+    fused: Any = partial(token_logprob, with_entropy_grad=entropy, float32_logits=wide, kept=bits)
+    plain: Any = partial(reference_token_logprob, kept_TV=kept)
+    for function in (fused, plain):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         h, w = (x.float() for x in leaves) if wide and function is not fused else leaves
         logprob, entropies = function(h, w, targets, temperature)
@@ -67,11 +80,13 @@ def interpret() -> None:
     kept = lend_wide_products()
     token_logprob_triton.SUMS_BLOCK, token_logprob_triton.DESCENT_BLOCK = 64, 64
     # Tiles of at most 16 tokens: a batch of one window and of several, a vocabulary of one window and of several.
-    token_logprob_triton.MOST_TOKENS, token_logprob_triton.TILE_ELEMENTS = 16, 1600
+    token_logprob_triton.MOST_TOKENS, token_logprob_triton.TILE_ELEMENTS = 16, 1664
     for shape in SHAPES:
         compare(shape, torch.float32, 1.0, False, "cpu")
         compare(shape, torch.bfloat16, 0.7, True, "cpu")
         compare(shape, torch.bfloat16, 1.3, False, "cpu", wide=True)
+        compare(shape, torch.float32, 0.7, True, "cpu", truncated=True)
+        compare(shape, torch.bfloat16, 1.0, False, "cpu", truncated=True)
     compare((17, 300, 70), torch.float16, 0.7, True, "cpu", wide=True)
     token_logprob_triton.MOST_TOKENS, token_logprob_triton.TILE_ELEMENTS = 8192, 2**25  # as shipped: one window
     compare((17, 300, 70), torch.float32, 0.7, True, "cpu")
@@ -93,6 +108,7 @@ def test_compiled_kernels_agree_with_the_reference(
     shape: tuple[int, int, int], dtype: torch.dtype, wide: bool, entropy: bool
 ) -> None:
     compare(shape, dtype, 0.7, entropy, "cuda", wide)
+    compare(shape, dtype, 0.7, entropy, "cuda", wide, truncated=True)
 
 
 @pytest.mark.gpu

@@ -233,7 +233,6 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
             '[training]\nmixed_precision_param = "bfloat16"',
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels',
         ),
-        ("[rollout]\ntop_p = 0.9", "rollout.top_p is 0.9"),
         ('[algorithm]\nname = "ipo"\nlabel_smoothing = 0.1', "algorithm.label_smoothing is 0.1: the loss of ipo"),
     ],
 )

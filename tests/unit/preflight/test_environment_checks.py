@@ -1,5 +1,6 @@
 """What is refused about [environment] before a run starts."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
             'task.agent: expected "", because environment.name = "calc" drives the rollouts, found "os:getcwd"',
         ),
         ('[task]\nname = "calc"\nagent = "os:getcwd"\n[eval]\nsize = 16', ""),
+        (
+            '[environment]\nname = "openenv:http://127.0.0.1:9"\n[hosts]\nisolation = "off"',
+            "ConnectionError: expected an OpenEnv server at http://127.0.0.1:9, found URLError",
+        ),
+        (
+            '[environment]\nname = "gymnasium:Walk-v0"',
+            "environment.name = 'gymnasium:Walk-v0': ModuleNotFoundError: No module named 'gymnasium'",
+        ),
+        (
+            '[environment]\nname = "my:Thing"\npython = "no/such/folder"',
+            "environment.python: expected a Python or the folder of a virtual environment, found 'no/such/folder'",
+        ),
+        (
+            f'[environment]\nname = "no_such:Thing"\npython = "{sys.executable}"',
+            "environment.name = 'no_such:Thing': ModuleNotFoundError: No module named 'no_such'",
+        ),
         ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
         (
             '[task]\nagent = "json:dumps"',
@@ -80,6 +97,12 @@ def test_one_problem(tmp_path: Path, toml: str, message: str) -> None:
         return
     (problem,) = found
     assert message in problem
+
+
+def test_a_server_is_not_in_the_runs_own_network(tmp_path: Path) -> None:
+    _, problem = problems(config(tmp_path, '[environment]\nname = "openenv:http://127.0.0.1:9"'))
+    why = "because the run's own network does not reach the server of environment.name"
+    assert problem == f'hosts.isolation: expected "off", {why}, found "auto"'
 
 
 def test_environments_take_no_processes_without_one(tmp_path: Path) -> None:

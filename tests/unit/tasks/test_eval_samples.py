@@ -38,7 +38,8 @@ def even(prompt: Prompt, text: str, messages: Messages) -> float:
     return float(text == "0")
 
 
-SET = Problems(PROMPTS, by_rule(even), Sampling(4, 0.3, 0.5), "hard", samples=16, temperature=0.8, seed=7)
+CUT = Sampling(4, 0.3, 0.5, top_k=3, min_p=0.1)
+SET = Problems(PROMPTS, by_rule(even), CUT, "hard", samples=16, temperature=0.8, seed=7)
 
 
 def test_every_answer_has_its_own_seed_and_request() -> None:
@@ -46,7 +47,7 @@ def test_every_answer_has_its_own_seed_and_request() -> None:
     found = measure(SET, engines, [])
     assert len({request.id for request in engines.asked}) == len(engines.asked) == 48
     assert len({request.seeds[0] for request in engines.asked}) == 48
-    assert {(r.sampling.temperature, r.sampling.top_p) for r in engines.asked} == {(0.8, 1.0)}
+    assert {r.sampling for r in engines.asked} == {Sampling(4, 0.8)}  # of the whole distribution
     assert [len(answers) for answers in found.answers.values()] == [16] * 3
     assert 0 < found.average.value < 1
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.config import sections as config
-from titan_rl.tasks.task import Task, load_task, rejected_answer, shuffled
+from titan_rl.tasks.task import Task, load_task, rejected_answer
 from titan_rl.text import tokenizer
 from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.seeds import shuffled
 
 
 @pytest.fixture(scope="module")

@@ -74,11 +74,6 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
             'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
             'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
         )
-    if config.rollout.top_p < 1:
-        found.append(
-            f"rollout.top_p is {config.rollout.top_p}: the sampling log-probs are of the truncated distribution, the "
-            "trainer's of the full one, so their ratio is biased; 1.0 is exact"
-        )
     a = config.algorithm
     if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
         found.append(

@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
-from titan_rl.tasks.task import chat_settings
+from titan_rl.tasks.task import template_text, with_chat
 from titan_rl.text.inspection import DATE, END, LATER, SAMPLE, Finding, difference, inspect_template
 from titan_rl.text.template import is_inline
 from titan_rl.text.tokenizer import TextTokenizer
@@ -17,24 +19,55 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def check_template_keys(config: Config) -> Iterator[str]:
+    """Check the keys of [task], and those of its sources that differ."""
     task = config.task
-    if task.template == "plain":
-        for key, default in (("chat_template", ""), ("chat_template_kwargs", {})):
-            if (found := getattr(task, key)) != default:
+    own = source_of(task, task.path, "task.path")
+    yield from _template_keys(own, task.template)
+    for source in styled_sources(config):
+        yield from _template_keys(source, task.template)
+        turns = config.rollout_code or source.demonstration_key
+        if turns and _style(source) != _style(own):
+            why = f"because the later turns of {turns!r} are rendered by that of [task]"
+            yield f"{source.section}.chat_template: expected none of its own, {why}, found one, or its own kwargs"
+
+
+def styled_sources(config: Config) -> list[DataSource]:
+    """Return the sources of sound tables that render chats in another way than [task]."""
+    task = config.task
+    if not task.sources or any(source_problems(task)):
+        return []
+    own = source_of(task, task.path, "task.path")
+    return [
+        source
+        for source in data_sources(task)
+        if (*_style(source), source.system_prompt) != (*_style(own), own.system_prompt)
+    ]
+
+
+def _style(source: DataSource) -> tuple[str, dict[str, Any]]:
+    return source.chat_template, source.chat_template_kwargs
+
+
+def _template_keys(source: DataSource, template: str) -> Iterator[str]:
+    section = source.section
+    if template == "plain":
+        keys = (("chat_template", ""), ("chat_template_kwargs", {}), *([("system_prompt", "")] if source.name else []))
+        for key, default in keys:
+            if (found := getattr(source, key)) != default:
                 expected = f'expected {as_toml(default)} with task.template = "plain"'
-                yield f"task.{key}: {expected}, found {as_toml(found)}"
+                yield f"{section}.{key}: {expected}, found {as_toml(found)}"
     for name in RESERVED:
-        if name in task.chat_template_kwargs:
+        if name in source.chat_template_kwargs:
             expected = "expected variables of the template other than those that every rendering sets"
-            yield f"task.chat_template_kwargs: {expected}, found {name!r}"
-    found = as_toml(task.chat_template)
-    if task.chat_template and not is_inline(task.chat_template):
+            yield f"{section}.chat_template_kwargs: {expected}, found {name!r}"
+    found = as_toml(source.chat_template)
+    if source.chat_template and not is_inline(source.chat_template):
         try:
-            readable = os.path.isfile(task.chat_template) and bool(chat_settings(config).template)
+            readable = os.path.isfile(source.chat_template) and bool(template_text(source.chat_template))
         except (OSError, ValueError) as error:
             found, readable = f"{found}: {error}", False
         if not readable:
-            yield f"task.chat_template: expected a Jinja template or the path of a file with one, found {found}"
+            yield f"{section}.chat_template: expected a Jinja template or the path of a file with one, found {found}"
 
 
 def check_chat(config: Config) -> Iterator[str]:
@@ -48,6 +81,12 @@ def check_chat(config: Config) -> Iterator[str]:
         for finding in _inspected(config, tokenizer):
             if finding.refuses:
                 yield f"{key}: {finding.check}: {finding.detail}"
+        for source in styled_sources(config):
+            given = template_text(source.chat_template)
+            own = replace(tokenizer.chat_settings, template=given, kwargs=source.chat_template_kwargs)
+            for finding in _inspected(config, with_chat(tokenizer, own)):
+                if finding.refuses:
+                    yield f"{source.section}.chat_template: {finding.check}: {finding.detail}"
 
 
 def chat_warnings(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_rl.agents.games import GAMES
-from titan_rl.config.data_sources import source_of
+from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
@@ -42,6 +42,11 @@ def check_task(config: Config) -> Iterator[str]:
         elif config.algorithm.kind in ("preference", "reward"):
             why = f"with algorithm.name = {as_toml(config.algorithm.name)}, which reads pairs"
             yield f'task.demonstration_key: expected "" {why}, found {as_toml(key)}'
+    if task.sources and task.name != "jsonl":
+        yield f'task.sources: expected none with task.name = "{task.name}", found {as_toml(list(task.sources))}'
+    elif found := list(source_problems(task)):
+        yield from found
+        return
     read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
     train, heldout = read(config)
     yield from check_rewards(config, train.examples, heldout.examples)
@@ -69,28 +74,28 @@ def _played(config: Config) -> tuple[Rows, Rows]:
 def _files(config: Config) -> tuple[Rows, Rows]:
     task, size = config.task, config.eval.size
     train = heldout = Rows([], [])
-    if task.path:
-        train = _rows(config, "path")
+    if task.path or task.sources:
+        parts = [_rows(config, source, "path") for source in data_sources(task)]
+        train = Rows([e for part in parts for e in part.examples], [p for part in parts for p in part.problems])
     else:
         train = Rows([], [f'task.path: {EXPECTED} for task.name = "jsonl", found ""'])
     if size and task.eval_path:
-        heldout = _rows(config, "eval_path")
+        heldout = _rows(config, source_of(task, task.eval_path, "task.eval_path"), "eval_path")
     elif size:
         why = f"eval.size = {size} (0 disables evaluation)"
         heldout = Rows([], [f'task.eval_path: {EXPECTED} for {why}, found ""'])
     return train, heldout
 
 
-def _rows(config: Config, key: Literal["path", "eval_path"]) -> Rows:
+def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"]) -> Rows:
     try:
         limit = config.eval.size if key == "eval_path" else None
-        source = source_of(config.task, getattr(config.task, key), f"task.{key}")
         examples = read_source(source, limit, pairs=config.algorithm.kind in ("preference", "reward")).examples
     except BadRows as error:
         return Rows([], error.problems)
     except (OSError, ValueError) as error:
         return Rows([], [str(error)])
-    return Rows(examples, named(list(_unusable(config, key, examples)), getattr(config.task, key)))
+    return Rows(examples, named(list(_unusable(config, key, examples)), source.path))
 
 
 def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:

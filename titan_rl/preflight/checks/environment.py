@@ -1,8 +1,10 @@
 """Checks of [environment]: that it can be imported, and fits the task and the run."""
 
+import asyncio
 from collections.abc import Iterator
 
 from titan_rl.agents.games import GAMES
+from titan_rl.agents.openenv import sessions_open
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.reward_probe import probe
@@ -23,7 +25,9 @@ def check_environment(config: Config) -> Iterator[str]:
         if task.name != e.name:
             yield f'task.name: expected "{e.name}" for environment.name = "{e.name}", found "{task.name}"'
     elif e.name:
-        yield from probe(e.name, None, key="environment.name")
+        unusable = list(probe(e.name, None, key="environment.name", environment=e))
+        yield from unusable
+        yield from _of_server(config, usable=not unusable)
     if e.turn_seconds > e.rollout_seconds:
         most = f"expected at most environment.rollout_seconds = {e.rollout_seconds:g}"
         yield f"environment.turn_seconds: {most}, found {e.turn_seconds:g}"
@@ -39,6 +43,25 @@ def check_environment(config: Config) -> Iterator[str]:
         yield f"training.seq_len: {why}, found {config.training.seq_len}"
 
 
+def in_flight(config: Config) -> int:
+    """Return how many rollouts are driven at the same time."""
+    r, e = config.rollout, config.environment
+    return min(r.groups_per_step * r.group_size * (1 + r.lag), e.processes * e.concurrency)
+
+
+def _of_server(config: Config, *, usable: bool) -> Iterator[str]:
+    """Yield what is wrong with the server of an OpenEnv environment: it is not reached, or takes too few sessions."""
+    prefix, _, url = config.environment.name.partition(":")
+    if prefix != "openenv":
+        return
+    if config.hosts.isolation != "off":
+        why = "because the run's own network does not reach the server of environment.name"
+        yield f'hosts.isolation: expected "off", {why}, found "{config.hosts.isolation}"'
+    elif usable and (takes := asyncio.run(sessions_open(url, wanted := in_flight(config)))) < wanted:
+        most = f"environment.processes x environment.concurrency: expected at most {takes}"
+        yield f"{most}, the sessions that {url} takes (its max_concurrent_envs), found {wanted} rollouts in flight"
+
+
 def _of_agent(config: Config) -> Iterator[str]:
     e, agent = config.environment, config.task.agent
     if e.name:
@@ -48,4 +71,4 @@ def _of_agent(config: Config) -> Iterator[str]:
     if e.lockstep:
         why = "because an agent may ask for several turns at the same time"
         yield f"environment.lockstep: expected false with task.agent, {why}, found true"
-    yield from probe(agent, None, key="task.agent")
+    yield from probe(agent, None, key="task.agent", environment=e)

@@ -17,6 +17,8 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
     rollout, vocabulary = config.rollout, f"the model's vocabulary, 0 to {shape.vocab_size - 1}"
     if config.algorithm.kind == "rl" and not COLDEST <= rollout.temperature <= HOTTEST:
         yield f"rollout.temperature: expected a value in [{COLDEST:g}, {HOTTEST:g}], found {rollout.temperature:g}"
+    if config.algorithm.kind == "rl" and rollout.top_k == 1:
+        yield "rollout.top_k: expected 0 or at least 2, because a token without an alternative teaches nothing, found 1"
     if outside := [token for token in rollout.stop_token_ids if not 0 <= token < shape.vocab_size]:
         yield f"rollout.stop_token_ids: expected tokens of {vocabulary}, found {', '.join(map(str, outside))}"
     with policy_tokenizer(config) as tokenizer:

@@ -1,0 +1,163 @@
+"""Several sources of prompts, mixed by weights: the order, its state, and what each source's rows are read with."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.config.sections import TaskSection
+from titan_rl.tasks.examples import Example
+from titan_rl.tasks.orders import MixedOrder
+from titan_rl.tasks.prompts import PromptSource
+from titan_rl.tasks.task import Task, TaskPart, load_task
+from titan_rl.text import tokenizer
+from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.errors import RunError
+from titan_rl.wire.types import Prompt
+
+SIZES = {"few": 7, "many": 400}
+PARTS = [TaskPart("few", 7, 3.0, "", "", {}), TaskPart("many", 400, 1.0, "", "", {})]
+TASK = Task(
+    [Example(f"{i}=", str(i), {"i": i}, source=name) for name, n in SIZES.items() for i in range(n)], [], parts=PARTS
+)
+DRAWS = 2500  # two chunks and a half
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.build(folder)
+    return TextTokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def order() -> Iterator[MixedOrder]:
+    found = MixedOrder(PARTS, 5)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def whole(order: MixedOrder) -> list[int]:
+    return [order.index_at(place) for place in range(DRAWS)]
+
+
+def test_sources_are_drawn_by_their_weights_and_each_epoch_has_all_of_its_rows(whole: list[int]) -> None:
+    few, many = [i for i in whole if i < 7], [i for i in whole if i >= 7]
+    assert len(few) / DRAWS == pytest.approx(0.75, abs=0.03)
+    epochs = [tuple(few[i : i + 7]) for i in range(0, len(few) - 6, 7)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len(set(epochs)) > len(epochs) / 2
+    assert sorted(many[:400]) == list(range(7, 407))
+
+
+def test_the_mixed_order_never_changes(whole: list[int]) -> None:
+    """A run that resumes depends on these very numbers."""
+    assert whole[:20] == [6, 4, 3, 0, 1, 5, 2, 365, 2, 86, 3, 4, 0, 6, 273, 1, 5, 5, 3, 2]
+
+
+def test_any_place_continues_from_its_state(order: MixedOrder, whole: list[int]) -> None:
+    @given(st.integers(0, DRAWS - 1), st.integers(0, 300))
+    def continues(place: int, ahead: int) -> None:
+        order.continue_at({"mixture": {"first": 0, "nodes": None}})
+        assert order.index_at(place) == whole[place]
+        state = json.dumps(order.state_at(place))
+        for other in range(place, min(place + ahead, DRAWS)):
+            order.index_at(other)
+        order.continue_at(json.loads(state))
+        assert [order.index_at(p) for p in range(place, min(place + 100, DRAWS))] == whole[place : place + 100]
+
+    continues()
+
+
+def test_the_process_is_replaced_where_it_was_if_it_dies(whole: list[int]) -> None:
+    order = MixedOrder(PARTS, 5)
+    try:
+        found = [order.index_at(place) for place in range(1100)]
+        os.kill(order._process.pid, signal.SIGKILL)
+        assert [*found, *(order.index_at(place) for place in range(1100, DRAWS))] == whole
+    finally:
+        order.close()
+    assert order._process.returncode is not None
+
+
+def test_a_process_that_cannot_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.tasks.orders.PROGRAM", "raise SystemExit(3)")
+    order = MixedOrder(PARTS, 5)
+    with pytest.raises(RunError, match=r"the process that mixes task\.sources failed 3 times"):
+        order.index_at(0)
+    order.close()
+
+
+def take(source: PromptSource, n: int) -> list[Prompt]:
+    return [source.next() for _ in range(n)]
+
+
+def test_a_source_of_prompts_resumes_in_the_middle_of_a_mixture(text: TextTokenizer) -> None:
+    source, resumed = (PromptSource(TASK, text, seed=5) for _ in range(2))
+    take(source, 1300)
+    state = json.dumps(source.state_dict() | {"taken": [1302, 1303]})  # two have overtaken
+    rest = take(source, 30)
+    resumed.load_state_dict(json.loads(state))
+    assert take(resumed, 28) == [*rest[:2], *rest[4:]]
+    assert resumed.state_dict() == source.state_dict()
+    heavier = replace(TASK, parts=[replace(PARTS[0], weight=2.0), PARTS[1]])
+    for other in (replace(TASK, parts=()), heavier):
+        stranger = PromptSource(other, text, seed=5)
+        with pytest.raises(RunError, match=r"'sources': \{'few': \[7, 3\.0\], 'many': \[400, 1\.0\]\}"):
+            stranger.load_state_dict(json.loads(state))
+        stranger.close()
+    for each in (source, resumed):
+        each.close()
+
+
+def test_one_that_resumes_skips_rows_that_no_longer_fit(text: TextTokenizer) -> None:
+    source = PromptSource(TASK, text, seed=5)
+    fewer = PromptSource(replace(TASK, unfit=frozenset({3, 4})), text, seed=5)
+    rows = [prompt.row["i"] for prompt in take(source, 40) if prompt.row["i"] not in (3, 4) or prompt.row["i"] >= 7]
+    assert [prompt.row["i"] for prompt in take(fewer, len(rows))] == rows
+    source.close()
+    fewer.close()
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_each_source_has_its_own_columns_system_prompt_and_template(tmp_path: Path, text: TextTokenizer) -> None:
+    (tmp_path / "loud.jinja").write_text("{% for m in messages %}{{ mark }}{{ m['content'] }}{% endfor %}")
+    sources = {
+        "sums": {"path": write(tmp_path / "a.jsonl", {"q": "1+1=", "a": "2"}), "prompt_key": "q", "answer_key": "a"},
+        "loud": {
+            "path": write(tmp_path / "b.jsonl", {"question": "1+2=", "answer": "3"}),
+            "weight": 2,
+            "system_prompt": "",
+            "chat_template": str(tmp_path / "loud.jinja"),
+            "chat_template_kwargs": {"mark": 7},
+        },
+    }
+    section = TaskSection(name="jsonl", sources=sources, template="chat", system_prompt="add")
+    task = load_task(section, seed=0, eval_size=0)
+    assert [(p.name, p.count, p.weight) for p in task.parts] == [("sums", 1, 1.0), ("loud", 1, 2.0)]
+    sums, loud = (task.prompt(example, i, text) for i, example in enumerate(task.train))
+    assert sums.text == "<s><|system|>add</s><|user|>1+1=</s><|assistant|>"
+    assert loud.text == "71+2="
+    assert loud.messages == [{"role": "user", "content": "1+2="}]
+    assert Counter(example.source for example in task.train) == {"sums": 1, "loud": 1}
+
+
+def test_one_unweighted_file_has_the_order_that_it_always_had(tmp_path: Path, text: TextTokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", *({"question": f"{i}=", "answer": str(i)} for i in range(7)))
+    task = load_task(TaskSection(name="jsonl", path=path), seed=0, eval_size=0)
+    source = PromptSource(task, text, seed=5)
+    assert [int(prompt.answer) for prompt in take(source, 14)] == [3, 2, 4, 6, 0, 5, 1, 1, 0, 6, 4, 3, 2, 5]
+    assert source.state_dict() == {"seed": 5, "examples": 7, "position": 14, "taken": []}

@@ -1,0 +1,282 @@
+"""Adapts environments of other packages. They are recognized by their methods, so no package is imported for that.
+
+    Gymnasium    reset(seed=, options=) -> observation, info        step(action) -> five values
+    TextArena    reset(num_players=, seed=), get_observation() -> player, text    step(text) -> done, info
+    SkyRL-gym    init(prompt) -> messages, metadata                 step(text) -> {observations, reward, done, metadata}
+    Tinker       initial_observation() -> messages                  step(message) -> MessageStepResult
+
+An adapter has the methods of episodes.Environment. TRL's environment_factory needs none: a class without `step` is a
+set of tools. Only the standard library is imported, because guest_program.py runs this in another Python.
+"""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from titan_rl.agents.openenv import openenv
+from titan_rl.agents.user_code import call_user, load
+
+Message = dict[str, Any]
+
+
+class Conversation(list[Message]):
+    """An observation that is the whole conversation: it replaces what the policy has read so far."""
+
+
+class Settings(dict[str, Any]):
+    """environment.args, whose keys are attributes too, as packages expect of a config."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+class GymnasiumText:
+    """Text is read as an action of the environment's action_space, or by its own `parse_action(text)`. Text that is no
+    action is answered by what was expected, and does not step. With render_mode "ansi" the policy reads what is drawn.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._drawn = getattr(environment, "render_mode", None) == "ansi"
+        self._own = getattr(getattr(environment, "unwrapped", environment), "parse_action", None)
+
+    def reset(self, task_seed: int, row: Mapping[str, Any]) -> str:
+        observation, _ = self._environment.reset(seed=task_seed, options=row.get("options"))
+        return self._shown(observation)
+
+    def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        try:
+            action = self._own(reply.text) if self._own else action_of(reply.text, self._action_space())
+        except ValueError as error:
+            return f"error: {error}", 0.0, False, {"unreadable": 1}
+        observation, reward, terminated, truncated, info = self._environment.step(action)
+        over = bool(terminated) or bool(truncated)
+        return self._shown(observation), reward, over, numbers(info)
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _action_space(self) -> Any:
+        return getattr(self._environment, "action_space", None)
+
+    def _shown(self, observation: Any) -> str:
+        return without_colours(str(self._environment.render())) if self._drawn else text_of(observation)
+
+
+class TextArenaGame:
+    """A game for one player. Its reward is that of player 0 when it is over. A game without wrappers says what is new
+    in each turn; one that repeats all would be read again and again."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def reset(self, task_seed: int) -> str:
+        self._environment.reset(num_players=1, seed=task_seed)
+        return self._read()
+
+    def step(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        done, info = self._environment.step(action=reply.text)
+        if not done:
+            return self._read(), 0.0, False, {}
+        closed = self._environment.close()
+        rewards = closed[0] if isinstance(closed, tuple) else closed
+        return "", float((rewards or {}).get(0, 0.0)), True, numbers(info)
+
+    def _read(self) -> str:
+        player, observation = self._environment.get_observation()
+        if isinstance(observation, str):
+            return observation
+        return "\n".join(text for sender, text, *_ in observation if sender != player)  # what it said, it knows
+
+
+class SkyRLText:
+    """`get_metrics()` is logged at the end. A `postprocessed_action` is not used: what was sampled stays as it is."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def reset(self, messages: Sequence[Message], prompt: str) -> Any:
+        given = list(messages) or [{"role": "user", "content": prompt}]
+        found, _ = self._environment.init([dict(message) for message in given])
+        kept = len(given)
+        return list(found[kept:]) if list(found[:kept]) == given else Conversation(found)
+
+    def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        found = self._environment.step(reply.text)
+        info, done = numbers(found.get("metadata")), bool(found["done"])
+        if done and hasattr(self._environment, "get_metrics"):
+            info |= numbers(self._environment.get_metrics())
+        return list(found.get("observations") or ()), found["reward"], done, info
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+class TinkerMessages:
+    """A MessageEnv. Its messages replace the prompt, and each of its steps returns the whole conversation: what was
+    said before stays as tokens, unless it was edited."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self._said: list[Message] = []
+
+    async def reset(self) -> Conversation:
+        found = await call_user(self._environment.initial_observation)
+        if not (isinstance(found, list) and all(isinstance(message, dict) for message in found)):
+            what = f"found {type(found).__name__}: its tokens are of another tokenizer"
+            raise TypeError(f"initial_observation: expected a list of messages (MessageEnv), {what}")
+        self._said = list(found)
+        return Conversation(found)
+
+    async def step(self, reply: Any) -> tuple[Any, float, bool, dict[str, Any]]:
+        message = dict(reply.message)
+        found = await call_user(self._environment.step, message)
+        said, whole = [*self._said, message], list(found.next_messages)
+        self._said = whole
+        news = whole[len(said) :] if whole[: len(said)] == said else Conversation(whole)
+        return [] if found.episode_done else news, found.reward, bool(found.episode_done), numbers(found.metrics)
+
+    async def close(self) -> None:
+        for name in ("close", "cleanup"):
+            if hasattr(self._environment, name):
+                await call_user(getattr(self._environment, name))
+
+
+def adapted(environment: Any) -> Any:
+    """Return what has the methods of episodes.Environment: the environment itself, or an adapter of it."""
+    if hasattr(environment, "initial_observation"):
+        return TinkerMessages(environment)
+    if hasattr(environment, "init") and not hasattr(environment, "reset"):
+        return SkyRLText(environment)
+    if hasattr(environment, "get_observation") and _takes(environment, "num_players"):
+        return TextArenaGame(environment)
+    if hasattr(environment, "step") and _takes(environment, "options"):
+        return GymnasiumText(environment)
+    return environment
+
+
+def _takes(environment: Any, parameter: str) -> bool:
+    try:
+        return parameter in inspect.signature(environment.reset).parameters
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
+def gymnasium(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+    """Make a registered environment, drawn as text if it can be."""
+    package = importlib.import_module("gymnasium")
+    first = package.make(id, **args)
+    drawn = "ansi" in first.metadata.get("render_modes", ()) and "render_mode" not in args
+    first.close()
+    given = {"render_mode": "ansi", **args} if drawn else args
+    return lambda: package.make(id, **given)
+
+
+def textarena(id: str, args: Mapping[str, Any]) -> Callable[[], Any]:
+    package = importlib.import_module("textarena")
+    with suppress(ValueError):  # there is none of that name
+        package.make(f"{id}-raw", **args)
+        id = f"{id}-raw"
+    package.make(id, **args)
+    return lambda: package.make(id, **args)
+
+
+def skyrl(id: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """Make a registered environment, or "module:Class"."""
+    if ":" in id:
+        return load(id, "environment.name")
+    package = importlib.import_module("skyrl_gym")
+    package.spec(id)
+
+    def make(env_config: Settings, extras: Mapping[str, Any]) -> Any:
+        return package.make(id, env_config=env_config, extras=extras)
+
+    return make
+
+
+MAKERS: dict[str, Callable[[str, Mapping[str, Any]], Callable[..., Any]]] = {
+    "gymnasium": gymnasium,
+    "textarena": textarena,
+    "skyrl": skyrl,
+    "openenv": openenv,
+}
+"""What makes an environment of "PREFIX:REST", by prefix."""
+
+
+def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return what makes an environment: of a package for "PREFIX:REST", else the user's "module:name". Raise ValueError
+    if there is none."""
+    prefix, _, rest = name.partition(":")
+    if prefix not in MAKERS:
+        return load(name, key)
+    try:
+        return MAKERS[prefix](rest, args)
+    except Exception as error:
+        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+
+
+def action_of(text: str, space: Any) -> Any:
+    """Return the action that a text means in an action space: the last integer of it for a Discrete one, JSON for
+    others, the text itself without a space or for a Text one. Raise ValueError if it means none."""
+    kind, text = type(space).__name__, text.strip()
+    if space is None or kind == "Text":
+        return text
+    if kind == "Discrete":
+        found = re.findall(r"-?\d+", text)
+        start, n = int(getattr(space, "start", 0)), int(space.n)
+        if found and len(found[-1]) < 19 and start <= int(found[-1]) < start + n:
+            return int(found[-1])
+        raise ValueError(f"expected an action from {start} to {start + n - 1}")
+    try:
+        value: Any = json.loads(text)
+        if getattr(space, "dtype", None) is not None and isinstance(value, int | float | list):
+            value = importlib.import_module("numpy").asarray(value, dtype=space.dtype)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"expected an action in JSON, of {space}") from error
+    if not space.contains(value):
+        raise ValueError(f"expected an action of {space}")
+    return value
+
+
+def numbers(info: Any) -> dict[str, Any]:
+    """Return the finite numbers of a mapping, and "rewards", its components."""
+    if not isinstance(info, Mapping):
+        return {}
+    found = {str(key): number for key, value in info.items() if (number := _number(value)) is not None}
+    return {**found, **({"rewards": info["rewards"]} if isinstance(info.get("rewards"), Mapping) else {})}
+
+
+def _number(value: Any) -> float | None:
+    if value is None or isinstance(value, str | bytes | list | tuple | Mapping):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if abs(number) < float("inf") else None
+
+
+def text_of(observation: Any) -> str:
+    """Return an observation as text."""
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, Mapping | list | tuple):
+        return json.dumps(observation, default=plain)
+    return str(observation)
+
+
+def without_colours(drawn: str) -> str:
+    """Return a drawing in which brackets stand for colours, as around the player on a board."""
+    return re.sub(r"\x1b\[[0-9;]*m", "[", re.sub(r"\x1b\[0*m", "]", drawn))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of numpy as JSON has it; else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,71 @@
+"""Calls of the user's environment: how it is loaded and made, what `reset` is given, which tools it has.
+
+Only the standard library is imported, because guest_program.py does the same in another Python.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from titan_rl.agents.adapters import MAKERS, Conversation, Message, Settings, adapted
+from titan_rl.agents.tools import Tool
+from titan_rl.agents.user_code import call_user, keywords_of, load
+
+NO_TOOLS = ("reset", "close", "get_reward")
+"""Public methods of a set of tools that the policy may not call."""
+
+
+def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return what makes an environment: of a package for "PREFIX:REST", else the user's "module:name". Raise ValueError
+    if there is none."""
+    prefix, _, rest = name.partition(":")
+    if prefix not in MAKERS:
+        return load(name, key)
+    try:
+        return MAKERS[prefix](rest, args)
+    except Exception as error:
+        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+
+
+def offered_by(
+    row: Mapping[str, Any], prompt: str, answer: str, seed: int, messages: Sequence[Message], number: int
+) -> dict[str, Any]:
+    """Return what an environment may take by keyword. `number` is the prompt's: all rollouts of its group have the same
+    `task_seed`, and each has a `seed` of its own. Without a chat template there are no messages."""
+    task_seed = row["seed"] if isinstance(row.get("seed"), int) else number
+    own = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
+    return {**own, "task_seed": task_seed, "messages": list(messages)}
+
+
+async def make_environment(
+    make: Callable[..., Any], name: str, offered: Mapping[str, Any], args: Mapping[str, Any]
+) -> Any:
+    """Return an environment with the methods of episodes.Environment. Constructors of SkyRL-gym take env_config, which
+    is environment.args, and extras, which is the row."""
+    known = {"reward_spec": {"method": "rule", "ground_truth": offered["answer"]}, "extra_info": {}}
+    given = {**offered, "env_config": Settings(args), "extras": {**known, **offered["row"]}, **args}
+    return adapted(await call_user(make, **keywords_of(make, given, name)))
+
+
+async def reset_environment(environment: Any, name: str, offered: Mapping[str, Any]) -> Any:
+    """Return the first observation. `reset` may also take columns of the row by name. The text of a set of tools is
+    appended to the user's message, as TRL does."""
+    given = keywords_of(environment.reset, {**offered["row"], **offered}, f"{name}.reset", spread="row")
+    found = await call_user(environment.reset, **given)
+    if hasattr(environment, "step") or not isinstance(found, str) or not found:
+        return found
+    if not offered["messages"]:
+        return found
+    *before, last = offered["messages"]
+    if last.get("role") != "user" or not isinstance(last.get("content"), str):
+        return found
+    return Conversation([*before, {**last, "content": last["content"] + found}])
+
+
+def tools_of(environment: Any) -> list[Tool]:
+    """Return an environment's `tools`; if it has no `step`, its public methods."""
+    if hasattr(environment, "tools"):
+        return list(environment.tools)
+    if hasattr(environment, "step"):
+        return []
+    names = [name for name in dir(environment) if not name.startswith("_") and name not in NO_TOOLS]
+    return [tool for name in names if callable(tool := getattr(environment, name))]

@@ -1,0 +1,79 @@
+"""Kept sets: of each sampled token, the tokens that top_p, top_k and min_p left to choose from.
+
+A set travels as bytes, which hold uint32 words:
+
+    none                  the whole vocabulary: nothing was dropped
+    ids, ascending        4 bytes per kept token
+    BITS, then a mask     one bit per token of the vocabulary, where that is shorter
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BITS = 2**32 - 1  # no id
+WORD = np.dtype("<u4")
+MASK = np.array(BITS, WORD).tobytes()
+
+
+def packed(kept: np.ndarray) -> bytes:
+    """Return a set, given as one bool per token of the vocabulary."""
+    ids = np.flatnonzero(kept)
+    if len(ids) == len(kept):
+        return b""
+    if len(ids) <= 1 + -(-len(kept) // 32):
+        return ids.astype(WORD).tobytes()
+    mask = np.packbits(kept, bitorder="little").tobytes()
+    return MASK + mask + bytes(-len(mask) % 4)
+
+
+def size_of(kept: bytes) -> int:
+    """Return the number of tokens in a set, 0 for the whole vocabulary."""
+    if not kept.startswith(MASK):
+        return len(kept) // WORD.itemsize
+    return int(np.bitwise_count(np.frombuffer(kept, WORD)[1:]).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class KeptSets:
+    """One set per entry, end to end: of each token of a sample, or of each place of a microbatch."""
+
+    sizes: np.ndarray  # [N] int64, in words
+    words: np.ndarray  # [sum of sizes] uint32
+
+    @classmethod
+    def of(cls, sets: Sequence[bytes]) -> "KeptSets":
+        sizes = np.fromiter((len(kept) // WORD.itemsize for kept in sets), np.int64, len(sets))
+        return cls(sizes, np.frombuffer(b"".join(sets), WORD))
+
+    @classmethod
+    def whole(cls, entries: int) -> "KeptSets":
+        return cls(np.zeros(entries, np.int64), np.zeros(0, WORD))
+
+    @classmethod
+    def joined(cls, parts: Sequence["KeptSets"]) -> "KeptSets":
+        return cls(np.concatenate([p.sizes for p in parts]), np.concatenate([p.words for p in parts]))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, entries: np.ndarray) -> "KeptSets":
+        """Return the sets of these entries, [M], in their order."""
+        sizes = self.sizes[entries]
+        begins = (self.sizes.cumsum() - self.sizes)[entries]
+        within = np.arange(sizes.sum()) - np.repeat(sizes.cumsum() - sizes, sizes)
+        return KeptSets(sizes, self.words[np.repeat(begins, sizes) + within])
+
+    def ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return each entry's number of ids, [N], and all ids; an entry without ids keeps the whole vocabulary."""
+        begins = self.sizes.cumsum() - self.sizes
+        masks = [i for i in np.flatnonzero(self.sizes) if self.words[begins[i]] == BITS]
+        if not masks:
+            return self.sizes, self.words.astype(np.int64)
+        sizes, parts = self.sizes.copy(), np.split(self.words.astype(np.int64), begins[1:])
+        for i in masks:
+            mask = self.words[begins[i] + 1 : begins[i] + self.sizes[i]].view(np.uint8)
+            parts[i] = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            sizes[i] = len(parts[i])
+        return sizes, np.concatenate(parts)
