@@ -1,4 +1,4 @@
-"""Runs on data as users have it: files of several kinds, mixed by weights."""
+"""Runs on data as users have it: files of several kinds, mixed by weights, with a curriculum."""
 
 import json
 import os
@@ -22,8 +22,8 @@ def mixed(folder: Path) -> dict[str, Any]:
     """Write a source of two Parquet files, and one of JSONL with verl's columns and a bad row; return the keys."""
     parts = folder / "easy"
     parts.mkdir(parents=True)
-    for number, (first, last) in enumerate(((10, 12), (12, 13))):
-        table = pyarrow.Table.from_pylist([{"question": q, "answer": a} for q, a in sums(first, last)])
+    for number, rows in enumerate((sums(10, 11)[:3], sums(11, 12)[:3])):
+        table = pyarrow.Table.from_pylist([{"question": q, "answer": a} for q, a in rows])
         pyarrow.parquet.write_table(table, parts / f"{number}.parquet")
     lines = [json.dumps({"prompt": q, "reward_model": {"ground_truth": a}}) for q, a in sums(40, 45)]
     (folder / "hard.jsonl").write_text("\n".join([*lines[:7], '{"prompt": "1+', *lines[7:]]))
@@ -32,6 +32,7 @@ def mixed(folder: Path) -> dict[str, Any]:
         "task__name": "jsonl",
         "task__sources": f'{{{easy}, hard = {{path = "{folder}/hard.jsonl"}}}}',
         "task__skip_bad_rows": True,
+        "curriculum__hopeless_wait": 1,
         "eval__size": 0,
         "checkpoint__interval": 2,
     }
@@ -41,7 +42,8 @@ def trained(run: Run) -> tuple[list[Any], list[Any]]:
     rollouts = [
         (line["step"], line["prompt_id"], line["prompt"], line["tokens"]) for line in run.lines("rollouts.jsonl")
     ]
-    return rollouts, [(line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl")]
+    names = ("loss", "grad_norm", "curriculum/active", "curriculum/solved", "curriculum/waiting")
+    return rollouts, [tuple(line[name] for name in names) for line in run.lines("metrics.jsonl")]
 
 
 def test_a_mixture_that_is_killed_and_resumed_is_the_uninterrupted_one(runs: Runs, tmp_path: Path) -> None:
@@ -56,6 +58,8 @@ def test_a_mixture_that_is_killed_and_resumed_is_the_uninterrupted_one(runs: Run
     prompts = {(line["prompt_id"], line["prompt"]) for line in whole.lines("rollouts.jsonl")}
     easy = sum(prompt.startswith("1") for _, prompt in prompts)
     assert 8 <= easy < len(prompts) == 16
+    waiting = [line["curriculum/waiting"] for line in whole.lines("metrics.jsonl")]
+    assert len(set(waiting)) > 1  # prompts were passed over, and came back
     assert whole.summary()["bad_rows"] == resumed.summary()["bad_rows"] == 1
     assert [pid for pid, name, _ in resumed.processes() if name == "mixture"] == []
     audit = [sys.executable, "-m", "titan_rl.audit", str(resumed.folder)]

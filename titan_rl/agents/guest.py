@@ -67,6 +67,8 @@ class GuestPython:
         bin_folder = str(executable.parent)
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "TITAN_RL_PROC")}
         env |= {"PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")])}
+        if env.get("OMP_NUM_THREADS") == "0":  # as hosts.threads has it, which libraries do not know
+            env["OMP_NUM_THREADS"] = "1"
         if "TITAN_RL_PROC" in os.environ:
             env["TITAN_RL_PROC"] = f"{os.environ['TITAN_RL_PROC']}'s environment.python"
         try:
@@ -111,10 +113,8 @@ class GuestPython:
         offered, of = {**given, "task_seed": task_seed, "messages": messages}, _rollout()
         return GuestEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
-    async def run(self, row: Any, prompt: Any, answer: Any, seed: Any, base_url: str, api_key: str, model: str) -> Any:
+    async def run(self, **offered: Any) -> Any:
         """Run the agent."""
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        offered = {**given, "base_url": base_url, "api_key": api_key, "model": model}
         return await self.ask("run", _rollout(), offered=offered)
 
     async def ask(self, verb: str, of: int, **more: Any) -> Any:

@@ -92,6 +92,24 @@ class TaskSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSection:
+    solved_visits: int = bounds(0, ge=0, le=10**6)
+    """A prompt drops out when it was solved at its last N visits (docs/data.md). 0: none drops out."""
+    solved_rate: float = bounds(1.0, gt=0, le=1)
+    """Lowest share of correct answers with which a visit counts as solved."""
+    hopeless_wait: int = bounds(0, ge=0, le=10**6)
+    """Number of its turns for which a prompt waits after a hopeless visit. 0: none waits."""
+    hopeless_rate: float = bounds(0.0, ge=0, lt=1)
+    """Highest share of correct answers with which a visit counts as hopeless."""
+    correct_at: float = bounds(1.0, ge=0, le=1e6)
+    """Lowest reward of an answer that counts as correct."""
+
+    @property
+    def on(self) -> bool:
+        return self.solved_visits > 0 or self.hopeless_wait > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
     size: int = bounds(256, ge=0, le=10**6)
     """Number of held-out problems. 0: no evaluation."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from titan_rl.config.algorithm_sections import (
     AlgorithmSection,
     CriticSection,
+    CurriculumSection,
     EvalSection,
     ReferenceSection,
     RewardModelSection,
@@ -35,6 +36,7 @@ from titan_rl.config.choices import (  # noqa: F401 (declared for all rooms)
     Weight,
     bounds,
 )
+from titan_rl.config.launch_section import LaunchSection
 from titan_rl.config.model_sections import (
     ActivationCheckpointSection,
     CheckpointSection,
@@ -71,6 +73,7 @@ class Config:
     task: TaskSection = field(default_factory=TaskSection)
     model: ModelSection = field(default_factory=ModelSection)
     cold_start: ColdStartSection = field(default_factory=ColdStartSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sandbox: SandboxSection = field(default_factory=SandboxSection)
@@ -91,6 +94,7 @@ class Config:
     weight_sync: WeightSyncSection = field(default_factory=WeightSyncSection)
     placement: PlacementSection = field(default_factory=PlacementSection)
     hosts: HostsSection = field(default_factory=HostsSection)
+    launch: LaunchSection = field(default_factory=LaunchSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     metrics: MetricsSection = field(default_factory=MetricsSection)
     profiling: ProfilingSection = field(default_factory=ProfilingSection)

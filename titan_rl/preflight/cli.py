@@ -5,7 +5,7 @@ import difflib
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,8 +70,9 @@ class Arguments:
 
 
 @refusing
-def parse(argv: Sequence[str]) -> Invocation:
-    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help."""
+def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda _: ()) -> Invocation:
+    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help. `also`
+    returns more problems of a config."""
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
@@ -87,7 +88,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     gpus = found_gpus()
     if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
         gpus = planned_gpus(config)
-    problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
+    problems = [*arguments.problems, *also(config), *checks.problems(config, gpus=gpus)]
     warnings = checks.warnings(config, gpus=gpus)
     if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)

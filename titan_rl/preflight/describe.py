@@ -35,6 +35,8 @@ def describe(
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
     meshes = [trainers(setup)]
+    if config.curriculum.on:
+        facts.append(("curriculum", curriculum(config)))
     if config.cold_start.steps:
         facts.append(("cold start", cold_start(config)))
     if config.training.steps:
@@ -161,6 +163,8 @@ def environments(config: Config) -> MeshRow:
     e = config.environment
     tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    if e.python:
+        holds += f", in {e.python}"
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)
@@ -196,6 +200,13 @@ def chat(setup: Setup) -> str:
     )
     calls = "no tool calls" if renderer.call_format == "text" else f"calls as {renderer.call_format}"
     return f"template {source}, {verdict(inspect_template(setup.tokenizer))}; {calls}; thinking: {task.thinking}"
+
+
+def curriculum(config: Config) -> str:
+    c = config.curriculum
+    out = f"a prompt drops out after {c.solved_visits} solved visits" if c.solved_visits else "no prompt drops out"
+    waits = f"waits for {c.hopeless_wait} turns after a hopeless one" if c.hopeless_wait else "none waits"
+    return f"{out}, {waits}"
 
 
 def cold_start(config: Config) -> str:

@@ -205,13 +205,12 @@ def head(config: Config, shape: ModelShape) -> MemoryPart:
     """Return what the log-prob head needs: masked positions, their gradient in float32 (twice) and in the compute
     dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    nbytes, formula = tokens(config) * shape.dim * each, f"{tokens(config):,} tokens x {shape.dim:,} x {each}"
+    formula, extra = f"{tokens(config):,} tokens x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
-        nbytes, formula = nbytes + TILE_BYTES, f"{formula} + a tile of {size(TILE_BYTES)}"
-        if config.rollout.truncates:
-            nbytes += tokens(config) * shape.vocab_size // 8
-            formula += f" + {tokens(config):,} masks of {size(shape.vocab_size // 8)}"
-    return MemoryPart(nbytes, formula)
+        kept = tokens(config) * shape.vocab_size // 8 if config.rollout.truncates else 0
+        extra = TILE_BYTES + kept
+        formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(kept)}" if kept else "")
+    return MemoryPart(tokens(config) * shape.dim * each + extra, formula)
 
 
 def block_parameters(shape: ModelShape) -> int:

@@ -88,6 +88,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     tokenizer = policy.tokenizer
     pairs = algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    task = replace(task, curriculum=config.curriculum)
     dropped = [*task.notes]
     if config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)

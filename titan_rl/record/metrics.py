@@ -66,6 +66,7 @@ def step_metrics(
         "throughput/tokens_per_second": sampled / times["time/step"],
         "inflight/groups": backlog.inflight,
         "inflight/finished": backlog.finished,
+        **backlog.curriculum,
         "bubble/trainer": _share(times["time/step"] - times["time/train"] - times["time/judge"], times["time/step"]),
         **_engine_metrics(list(sync.engines.values()) or [EngineStats()], times),
         "engine/training_seconds": stats.seconds,

@@ -15,6 +15,9 @@ from titan_rl.wire.reports import Backlog
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import Decode, Generates, Group
 
+FLAT = "flat"
+"""Why a group is dropped whose rewards are all equal."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlight:
@@ -75,6 +78,8 @@ class RolloutStream:
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Record that the update of `step` is made."""
         self._ledger.trained(step, groups)
+        for group in groups:
+            self._prompts.visited(group.prompt.id, group.rewards)
 
     def logged(self, step: int, checksums: tuple[int, int]) -> None:
         """Record the checksums of the step's lines in metrics.jsonl and rollouts.jsonl."""
@@ -89,8 +94,10 @@ class RolloutStream:
         """Return the state from which a run resumes here: at the oldest group in flight, without the groups that
         overtook it. Groups in flight are sampled again: these are "open", and so is what an earlier attempt had in
         flight and this one has not started again. Of the prompts before "next" all others are done."""
-        state = self._inflight[0].before if self._inflight else self._prompts.state_dict()
         inflight = {group.prompt for group in self._inflight}
+        if (remembered := self._prompts.cut(inflight)) is not None:
+            return remembered
+        state = self._inflight[0].before if self._inflight else self._prompts.state_dict()
         taken = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
         after = max(state["position"], self._issued, *(id + 1 for id in taken))
         open = [id for id in range(state["position"], after) if id not in taken]
@@ -98,7 +105,8 @@ class RolloutStream:
 
     @property
     def backlog(self) -> Backlog:
-        return Backlog(len(self._inflight), sum(group.task.done() for group in self._inflight))
+        finished = sum(group.task.done() for group in self._inflight)
+        return Backlog(len(self._inflight), finished, self._prompts.metrics)
 
     def admit(self, n: int) -> None:
         """Allow n more groups. If paced and the finished groups already cover the next two steps, some start only when
@@ -120,7 +128,7 @@ class RolloutStream:
             self._hurry(n, step)
             taken, self.dropped = list(await self._gather(n, step)), []
             while useless := {group: why for group in taken if (why := _useless(group.group, flat=refills > 0))}:
-                refills -= "flat" in useless.values()
+                refills -= FLAT in useless.values()
                 self._replace(useless)
                 taken = [group for group in taken if group not in useless]
                 taken += await self._gather(len(useless), step)
@@ -152,6 +160,8 @@ class RolloutStream:
     def _start(self, turn: int) -> None:
         before = self._prompts.state_dict()
         prompt = self._prompts.next()
+        if note := self._prompts.take_note():
+            self._settings.warn(note)
         self._issued = prompt.id + 1
         self._ledger.admitted(prompt.id, turn)
         self._inflight.append(InFlight(asyncio.create_task(self._sampler.sample(prompt)), prompt.id, turn, before))
@@ -169,6 +179,7 @@ class RolloutStream:
         for group, why in useless.items():
             self.dropped.append(group.group)
             self._ledger.dropped(group.group, why)
+            self._prompts.visited(group.prompt, group.group.rewards if why == FLAT else ())
         for turn in turns[len(self._inflight) :]:
             self._start(turn)
         for group, turn in zip(self._inflight, turns, strict=True):
@@ -225,4 +236,4 @@ def _useless(group: Group, *, flat: bool) -> str:
     """Return why a group must be replaced: its judge failed, or (if `flat`) its rewards are all equal; else empty."""
     if isinstance(group, Unjudged):
         return f"failed: {group.failure.reason}"
-    return "flat" if flat and group.flat else ""
+    return FLAT if flat and group.flat else ""

@@ -3,15 +3,18 @@
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
 so that a run which resumes with other limits continues where it was in the same order. The draws from several sources
-need a state of their own, which is a part of the cursor.
+need a state of their own, which is a part of the cursor. With a curriculum the order depends on what was solved: then
+the cursor also has the visits of each example, and the examples of the prompts in flight.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
-from titan_rl.tasks.examples import Example
+from titan_rl.tasks.curriculum import Curriculum
 from titan_rl.tasks.orders import order_of
 from titan_rl.tasks.task import Task
 from titan_rl.text.tokenizer import TextTokenizer
@@ -31,28 +34,71 @@ class PromptSource:
         self._position = 0  # id of the next prompt
         self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
+        self._curriculum = Curriculum(task.curriculum, len(task.train), task.unfit)
+        self._remembers = self._curriculum.on
+        self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
+        self._again: deque[tuple[int, int]] = deque()  # the same, of those that were in flight when the run was cut
+
+    async def warm_up(self) -> None:
+        """Return when `next` does not have to wait for a process that draws from several sources."""
+        await asyncio.to_thread(self._order.state_at, self._place)
 
     def next(self) -> Prompt:
         while self._position in self._taken:
             self._taken.remove(self._position)
             self._position += 1
-            self._next_example()
-        prompt = self._task.prompt(self._next_example(), self._position, self._tokenizer)
-        self._position += 1
-        return prompt
+            self._next_fitting()
+        if self._again:
+            id, index = self._again.popleft()
+            index = self._next_index() if index in self._task.unfit else index
+        else:
+            id, index = self._position, self._next_index()
+            self._position += 1
+        if self._remembers:
+            self._issued[id] = index
+        return self._task.prompt(self._task.train[index], id, self._tokenizer)
 
-    def _next_example(self) -> Example:
-        """Return the next example that fits."""
+    def visited(self, id: int, rewards: Sequence[float]) -> None:
+        """Tell the curriculum what became of a prompt that is no longer in flight."""
+        if (index := self._issued.pop(id, None)) is not None:
+            self._curriculum.visited(index, rewards)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._curriculum.metrics
+
+    def take_note(self) -> str:
+        """Return what a person should know since the last call, or ""."""
+        note, self._curriculum.note = self._curriculum.note, ""
+        return note
+
+    def _next_index(self) -> int:
+        """Return the index of the next example that fits, and that the curriculum does not pass over."""
+        while True:
+            index = self._next_fitting()
+            if not self._curriculum.on or not self._curriculum.passes_over(index):
+                return index
+
+    def _next_fitting(self) -> int:
         while True:
             index = self._order.index_at(self._place)
             self._place += 1
             if index not in self._task.unfit:
-                return self._task.train[index]
+                return index
 
     def state_dict(self) -> dict[str, Any]:
         skipped = {"place": self._place} if self._place != self._position else {}
         more = skipped | self._order.state_at(self._place)
         return {**self._identity, "position": self._position, **more, "taken": sorted(self._taken)}
+
+    def cut(self, inflight: Collection[int]) -> dict[str, Any] | None:
+        """Return the state from which a run resumes with the prompts in flight, if their examples depend on more than
+        the seed and the place. They are "open", and are the first that the resumed run is given."""
+        if not self._remembers:
+            return None
+        again = sorted([*((id, self._issued[id]) for id in inflight), *self._again])
+        more = {"next": self._position, "open": [id for id, _ in again], "again": again}
+        return self.state_dict() | more | {"curriculum": self._curriculum.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
@@ -70,6 +116,11 @@ class PromptSource:
             self._position = state["loader"]["_sampler_iter_state"]["issued"]
         self._place = state.get("place", self._position)
         self._taken = set(state.get("taken", ()))
+        self._again = deque((id, index) for id, index in state.get("again", ()))
+        self._issued.clear()
+        self._remembers = self._curriculum.on or bool(self._again)
+        if "curriculum" in state:
+            self._curriculum.load_state_dict(state["curriculum"])
         self._order.continue_at(state)
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class Task:
     seed: int = 0  # of the demonstrations
     notes: tuple[str, ...] = ()  # what a person should know about the rows
     bad_rows: int = 0  # that task.skip_bad_rows left out
+    curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
     parts: Sequence[TaskPart] = ()  # of the training examples, in order, if they are of several sources
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:

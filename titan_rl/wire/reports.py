@@ -38,6 +38,7 @@ class Backlog(NamedTuple):
 
     inflight: int
     finished: int  # of these, waiting to be trained on
+    curriculum: Mapping[str, float] = {}  # metrics of it, if there is one
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from titan_rl.preflight.checks.host import (
     snapshot_warning,
 )
 from titan_rl.preflight.checks.hosts import check_hosts
+from titan_rl.preflight.checks.launching import check_launch
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
 from titan_rl.preflight.checks.sandbox import check_sandbox
@@ -41,7 +42,7 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     rows = [] if readable else list(check_row_lengths(config))  # measured with these assets, against these lengths
     rows += [] if readable or rows else check_chat(config)
     own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
-    others = [check(config) for check in own]
+    others = [check(config) for check in (*own, check_launch)]
     others.append(check_hosts(config, gpus.count if config.hosts.device != "cpu" else 0))
     others.append(check_exact(config, "cuda" if gpus.count and config.hosts.device != "cpu" else "cpu"))
     folders = list(check_folders(config))

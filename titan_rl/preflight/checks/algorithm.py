@@ -6,7 +6,14 @@ from titan_rl.config.sections import Config
 
 
 def check_algorithm(config: Config) -> Iterator[str]:
-    a, rollout = config.algorithm, config.rollout
+    a, rollout, curriculum = config.algorithm, config.rollout, config.curriculum
+    if curriculum.on and a.kind != "rl":
+        key = "solved_visits" if curriculum.solved_visits else "hopeless_wait"
+        why = f'because algorithm.name = "{a.name}" samples no answers'
+        yield f"curriculum.{key}: expected 0, {why}, found {getattr(curriculum, key)}"
+    if curriculum.hopeless_rate >= curriculum.solved_rate:
+        least = f"a value below curriculum.solved_rate = {curriculum.solved_rate:g}"
+        yield f"curriculum.hopeless_rate: expected {least}, found {curriculum.hopeless_rate:g}"
     if a.kind != "rl":
         if a.kind == "reward" and config.cold_start.steps:
             why = "because a reward model generates no answers"

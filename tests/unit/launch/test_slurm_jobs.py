@@ -1,0 +1,199 @@
+"""Scripts of Slurm jobs, really run: `launch.python` is a stand-in for Python that does as a test says."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from support.fake_slurm import FakeSlurm, wait_until
+
+# What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
+STAND_IN = """#!/bin/bash
+here=$(dirname "$0")
+echo "$SLURMD_NODENAME $*" >> "$here/calls"
+case "$2 $3" in
+"titan_rl.worker --init-tls")
+    mkdir -p "$4" ;;
+titan_rl.worker*)
+    echo "a worker on $SLURMD_NODENAME"
+    touch "$here/up-$SLURMD_NODENAME"
+    while :; do sleep 0.05; done ;;
+*)
+    code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
+    until [[ "$*" != *=attach* || -e "$here/up-127.0.0.3" && -e "$here/up-127.0.0.2" ]]; do sleep 0.05; done
+    echo "the run is up"
+    if [ "$code" = wait ]; then
+        trap 'echo stopped; exit 130' TERM
+        while :; do sleep 0.05; done
+    fi
+    exit "$code" ;;
+esac
+"""
+
+
+class Launched:
+    """Launches jobs whose Python is the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.python = folder / "python"
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+
+    def start(self, codes: Sequence[object], *flags: str) -> subprocess.Popen[str]:
+        (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+        command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.05"]
+        own = [f"--job.dump_folder={self.run}", f"--launch.python={self.python}", "--eval.size=16"]
+        return subprocess.Popen(
+            [*command, *own, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
+        )
+
+    def finish(self, codes: Sequence[object], *flags: str) -> tuple[int, str]:
+        process = self.start(codes, *flags)
+        out, _ = process.communicate(timeout=120)
+        return process.returncode, out
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    cluster = FakeSlurm(tmp_path, monkeypatch)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Launched:
+    return Launched(tmp_path)
+
+
+def test_a_job_is_followed_from_the_queue_to_the_runs_exit_code(slurm: FakeSlurm, launched: Launched) -> None:
+    slurm.busy()
+    process = launched.start([0])
+    wait_until(slurm.jobs)
+    assert process.stdout is not None
+    (job,) = slurm.jobs()
+    assert f"Slurm job {job}: pending (Priority)" in process.stdout.readline()
+    slurm.free()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "the run is up" in out
+    assert f"Slurm job {job} ended with exit code 0" in out
+    (call,) = launched.calls()
+    assert call == f"127.0.0.2 -m titan_rl.run --config {launched.run}/launch/grpo_llama.toml"
+    assert (launched.run / f"launch/job-{job}.log").read_text() == "the run is up\n"
+
+
+def test_before_the_time_limit_the_run_stops_and_the_requeued_job_continues_it(
+    slurm: FakeSlurm, launched: Launched
+) -> None:
+    process = launched.start(["wait", 0], "--launch.minutes=60")
+    log = launched.run / "launch"
+    wait_until(lambda: any("the run is up" in path.read_text() for path in log.glob("job-*.log")))
+    (job,) = slurm.jobs()
+    slurm.warn_before_the_limit(job)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert out.index("stopped") < out.index("back to the queue, to continue (at most 100 times)")
+    assert out.count("the run is up") == 2
+    assert slurm.job(job)["restarts"] == 1
+    first, second = launched.calls()
+    assert first == second
+
+
+def test_the_requeues_of_a_job_end(slurm: FakeSlurm, launched: Launched) -> None:
+    process = launched.start(["wait", "wait"], "--launch.requeues=1")
+    for restarts in (0, 1):
+        wait_until(lambda at=restarts: len(launched.calls()) == at + 1)
+        (job,) = slurm.jobs()
+        log = launched.run / f"launch/job-{job}.log"
+        wait_until(lambda at=restarts, log=log: log.read_text().count("the run is up") == at + 1)
+        slurm.warn_before_the_limit(job)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert slurm.job(job)["restarts"] == 1
+
+
+def test_a_failed_run_is_retried_and_bad_input_is_not(slurm: FakeSlurm, launched: Launched) -> None:
+    code, out = launched.finish([1, 1], "--launch.retries=1")
+    assert code == 1
+    assert "the run failed; retry 1 of at most 1" in out
+    assert len(launched.calls()) == 2
+    code, out = launched.finish([2])
+    assert code == 2
+    assert len(launched.calls()) == 3
+
+
+def test_a_cancelled_job_saves_and_is_not_started_again(slurm: FakeSlurm, launched: Launched) -> None:
+    process = launched.start(["wait", 0])
+    wait_until(lambda: any("up" in path.read_text() for path in launched.run.glob("launch/job-*.log")))
+    (job,) = slurm.jobs()
+    subprocess.run(["scancel", job], check=True)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert "stopped" in out
+    assert len(launched.calls()) == 1
+
+
+def test_ctrl_c_leaves_the_job_and_the_same_command_follows_it_again(slurm: FakeSlurm, launched: Launched) -> None:
+    process = launched.start(["wait", 0])
+    wait_until(lambda: any("up" in path.read_text() for path in launched.run.glob("launch/job-*.log")))
+    (job,) = slurm.jobs()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"Slurm job {job} continues; the same command follows it again, scancel {job} ends it" in out
+    assert slurm.job(job)["state"] == "RUNNING"
+    again = launched.start(["wait", 0])
+    assert again.stdout is not None
+    assert f"Slurm job {job} runs this already" in again.stdout.readline()
+    assert slurm.jobs() == [job]
+    slurm.warn_before_the_limit(job)
+    (launched.folder / "codes").write_text("0\n")
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, out
+
+
+def test_workers_run_on_every_node_and_end_with_the_run(slurm: FakeSlurm, launched: Launched) -> None:
+    code, out = launched.finish([0], "--hosts.count=2", "--hosts.device=cpu")
+    assert code == 0, out
+    (job,) = slurm.jobs()
+    port = 20000 + int(job) % 10000
+    certificates, *others = launched.calls()
+    tls = launched.run / f"launch/tls-{job}"
+    assert certificates == f"127.0.0.2 -m titan_rl.worker --init-tls {tls} --hosts 127.0.0.2,127.0.0.3"
+    assert sorted(call for call in others if "titan_rl.worker" in call) == [
+        f"{node} -m titan_rl.worker --address tls://{node}:{port} --tls {tls}/{node}"
+        for node in ("127.0.0.2", "127.0.0.3")
+    ]
+    (run,) = [call for call in others if "titan_rl.run" in call]
+    assert f"--hosts.addresses=tls://127.0.0.2:{port},tls://127.0.0.3:{port}" in run
+    assert f"--hosts.tls={tls}/127.0.0.2" in run
+    assert not tls.exists()
+    for node in ("127.0.0.2", "127.0.0.3"):
+        assert (launched.run / f"launch/{node}.log").read_text() == f"a worker on {node}\n"
+
+
+def test_the_words_of_a_scheduler_that_refuses_are_shown(slurm: FakeSlurm, launched: Launched) -> None:
+    (slurm.folder / "refuses").touch()
+    code, out = launched.finish([0], "--launch.account=nobody")
+    assert code == 1
+    assert "Invalid account or account/partition combination specified" in " ".join(out.split())
+
+
+def test_an_old_run_is_moved_once_and_not_when_the_job_starts_again(slurm: FakeSlurm, launched: Launched) -> None:
+    launched.run.mkdir()
+    (launched.run / "old").touch()
+    code, out = launched.finish([1, 0], "--job.fresh", "--launch.retries=1")
+    assert code == 0, out
+    assert sorted(path.name for path in launched.folder.glob("run*")) == ["run", "run.1"]
+    assert (launched.folder / "run.1/old").exists()
+    assert "fresh" not in (launched.run / "launch/grpo_llama.toml").read_text()

@@ -1,0 +1,128 @@
+"""`python -m titan_rl.launch --config X --on slurm`: submit a run to a cluster's scheduler, and follow it.
+
+    check, as --dry-run does ── --print ──> the script
+                             └─ submit ──> in the queue, and why ──> the run's log ──> its exit code
+
+Exit codes: the run's own; 1 if the scheduler refused or lost the job, 2 bad input, 130 also if Ctrl-C ended the
+following: the job continues.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from titan_rl.config import toml as config_file
+from titan_rl.config.sections import HostsSection
+from titan_rl.launch import sbatch
+from titan_rl.launch.following import ENDED, follow
+from titan_rl.launch.job import Job
+from titan_rl.launch.slurm_queue import SlurmJob, SubmissionFailed, submit_script
+from titan_rl.preflight import cli
+from titan_rl.preflight.checks.launching import check_submission
+from titan_rl.preflight.cli import Invocation
+from titan_rl.preflight.refusal import refuse
+from titan_rl.record.run_folder import FolderRefused, check_folder
+from titan_rl.record.run_lock import RunLock
+from titan_rl.record.terminal import Terminal, open_console
+from titan_rl.wire.program import DONE, FAILED, enter
+
+RECORD = "job.json"  # the job that was submitted last
+POLL_SECONDS = 5.0  # schedulers ask not to be asked more often
+
+
+def main(argv: Sequence[str]) -> int:
+    options, rest = parser().parse_known_args(argv)
+    invocation = checked(options, rest)
+    job = Job.of(invocation.config, invocation.config_name)
+    if options.print:
+        for warning in invocation.warnings:
+            print(f"titan_rl.launch: {warning}", file=sys.stderr)
+        print(sbatch.script(job, Path.cwd()), end="")
+        return DONE
+    terminal = Terminal()
+    for warning in invocation.warnings:
+        terminal.warn(warning)
+    try:
+        submitted = live_job(job, terminal) or submit(job, invocation.config.job.fresh)
+    except FolderRefused as error:
+        refuse(invocation.config_name, [str(error)])
+    except SubmissionFailed as error:
+        terminal.error(str(error), "")
+        return FAILED
+    return follow(submitted, terminal, options.poll)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_rl.launch",
+        usage="python -m titan_rl.launch --config NAME|FILE --on SCHEDULER [--print] [--section.key VALUE ...]",
+        description="Submit a run to a cluster's scheduler, and follow it until it ends. [launch] of the TOML says "
+        "what to ask the scheduler for, hosts.count how many nodes. The same command later follows the same job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
+    parser.add_argument("--on", choices=("slurm",), required=True, help="scheduler")
+    parser.add_argument("--print", action="store_true", help="print what would be submitted, and start nothing")
+    parser.add_argument(
+        "--poll",
+        metavar="SECONDS",
+        type=float,
+        default=POLL_SECONDS,
+        help=f"between two looks; default {POLL_SECONDS:g}",
+    )
+    return parser
+
+
+def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
+    """Return the run, checked as --dry-run checks it. Exit with 2 after printing every problem. Its addresses are not
+    known yet: stand-ins are checked instead, and left out of what is returned."""
+    argv, hosts = ["--config", options.config, *rest], HostsSection()
+    with suppress(Exception):  # refused below
+        hosts = config_file.load(config_file.find(options.config), cli.read(argv).overrides).hosts
+    also = partial(check_submission, hosts=hosts, on=options.on, prints=options.print)
+    invocation = cli.parse([*argv, *stand_ins(hosts.number), "--dry-run"], also)
+    try:
+        check_folder(invocation.config.job)
+    except FolderRefused as error:
+        refuse(invocation.config_name, [str(error)])
+    warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
+    return replace(invocation, config=replace(invocation.config, hosts=hosts), warnings=tuple(warnings))
+
+
+def stand_ins(nodes: int) -> list[str]:
+    if nodes == 1:
+        return ["--hosts.kind=local", "--hosts.count=0", "--hosts.addresses=[]"]
+    addresses = ",".join(f"tcp://node{number}:1" for number in range(nodes))
+    return ["--hosts.kind=attach", f"--hosts.addresses={addresses}", "--hosts.insecure=true"]
+
+
+def live_job(job: Job, terminal: Terminal) -> SlurmJob | None:
+    """Return the job that was submitted for this run before, if it has not ended."""
+    with suppress(FileNotFoundError, ValueError, KeyError):
+        before = SlurmJob(str(json.loads((job.own / RECORD).read_text())["slurm"]), job.own)
+        if before.look() != ENDED:
+            terminal.note(f"{before.name} runs this already: it is followed, nothing is submitted")
+            return before
+    return None
+
+
+def submit(job: Job, fresh: bool) -> SlurmJob:
+    with RunLock(job.folder) as lock:
+        if fresh:
+            lock.move_old_run()
+        job.own.mkdir(exist_ok=True)
+        path = job.own / "job.sbatch"
+        path.write_text(sbatch.script(job, Path.cwd()))
+    submitted = SlurmJob(submit_script(path), job.own)
+    (job.own / RECORD).write_text(json.dumps({"slurm": submitted.number}) + "\n")
+    return submitted
+
+
+if __name__ == "__main__":
+    open_console(sys.stdout)
+    enter(lambda: main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Waits for a submitted job: shows where it is in the queue and why, and prints its log as it grows."""
+
+import sys
+import time
+from typing import NamedTuple, Protocol
+
+from titan_rl.record.terminal import Terminal
+from titan_rl.wire.program import STOPPED
+
+
+class Look(NamedTuple):
+    """What the scheduler says of a job."""
+
+    state: str
+    reason: str = ""  # in the scheduler's own words
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+ENDED = Look("ended")
+
+
+class Submitted(Protocol):
+    """A job that a scheduler has."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ends_it(self) -> str:
+        """Return the command that ends the job."""
+        ...
+
+    def look(self) -> Look: ...
+
+    def output(self) -> str:
+        """Return what the run has printed since the last call."""
+        ...
+
+    def exit_code(self) -> tuple[int, str]:
+        """Return the exit code of an ended job, and what to say of it if the run itself has said nothing."""
+        ...
+
+
+def follow(job: Submitted, terminal: Terminal, poll_seconds: float) -> int:
+    """Return the exit code of the run. Ctrl-C ends the following, not the job."""
+    shown = None
+    try:
+        while True:
+            look = job.look()
+            if look not in (shown, ENDED):
+                terminal.note(f"{job.name}: {look}")
+                shown = look
+            sys.stdout.write(job.output())
+            sys.stdout.flush()
+            if look == ENDED:
+                code, why = job.exit_code()
+                terminal.note(f"{job.name} {why or f'ended with exit code {code}'}")
+                return code
+            time.sleep(poll_seconds)
+    except KeyboardInterrupt:
+        terminal.note(f"{job.name} continues; the same command follows it again, {job.ends_it} ends it")
+        return STOPPED
