@@ -143,7 +143,7 @@ def _hosts(config: Config) -> Iterator[tuple[str, Any]]:
 def _dependent(config: Config) -> dict[str, Any]:
     """Return the keys whose bounds other keys set."""
     a, rollout, length = config.algorithm, config.rollout, config.training.seq_len
-    new = {
+    new: dict[str, Any] = {
         "algorithm.minibatches": math.gcd(a.minibatches, rollout.groups_per_step),
         "algorithm.overlong_buffer": min(a.overlong_buffer, rollout.max_new_tokens // 2),
         "training.stream_groups": min(config.training.stream_groups, rollout.groups_per_step // 2),
