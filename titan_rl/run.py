@@ -96,6 +96,8 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
     from titan_rl.record.run_lock import RunLock
 
     config, device, gpus = invocation.config, invocation.device, invocation.gpus
+    if invocation.scaled:
+        terminal.note("\n  ".join(["--scale tiny changes", *invocation.scaled]))
     check_folder(config.job)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
