@@ -70,8 +70,8 @@ class CommSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSection:
     detect_seconds: float = bounds(2.0, ge=0.01, le=MOST_SECONDS)
-    """Maximum time until a dead process is noticed. On this host it is immediate; processes on other hosts are polled
-    every half of this."""
+    """Maximum time until a lost host is noticed: its agent is silent and its kernel takes no connection. Dead processes
+    of a live host are noticed at once."""
     hang_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
     """Replace a generator rank that shows no progress, or an environment process that is silent, for this long. Keep it
     above the longest engine step. Until an engine has its first weights, comm.init_timeout_seconds applies instead."""
