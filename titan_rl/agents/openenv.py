@@ -8,8 +8,6 @@ only field that must be given.
 
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -79,6 +77,8 @@ def openenv(url: str, args: Mapping[str, Any]) -> Callable[[], OpenEnvSession]:
 
 def schema_of(url: str) -> Mapping[str, Any]:
     """Return the JSON schema of a server's actions."""
+    import urllib.request  # 0.03 s
+
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/schema", timeout=SECONDS) as response:
