@@ -103,7 +103,9 @@ def failure(report: str) -> RankFailed:
     actor, death = _ACTOR.search(report), _DEATH.search(report)
     name = "an actor"
     if actor:
-        name = label(actor["name"], dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"])))
+        axes = dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"]))
+        axes.pop("hosts", None)  # Monarch's own axis: each of our process meshes is on one
+        name = label(actor["name"], axes)
     if death is None:
         return RankFailed(f"{name} failed", report.strip(), rank=name if actor else "")
     signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])

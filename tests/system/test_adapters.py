@@ -215,7 +215,6 @@ def test_a_taskset_of_verifiers_is_trained_on(runs: Runs, tmp_path: Path, monkey
         "environment__processes": 1,
         "environment__turn_seconds": 300,
         "hosts__isolation": "off",
-        "training__seq_len": 4096,
     }
     run, step = trained(runs, tmp_path, "", venv, **flags)
     assert step["environment/requests"] >= 1

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 from titan_rl.agents.adapters import Conversation, plain
 
 PACKAGE = str(Path(__file__).parents[1])
+TOO_OLD = '{"failed": "environment.python: expected Python 3.11 or newer, found %s"}'
 CHILD = (
     "import asyncio, sys, types; "
+    f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
     "from titan_rl.agents.guest_program import serve; asyncio.run(serve())"
@@ -31,7 +33,6 @@ CHILD = (
 LONGEST_LINE = 1 << 30  # bytes
 START_SECONDS = 300.0  # to import the user's code
 CANCEL_SECONDS = 2.0  # for the child to say where a call was that is cancelled
-OLDEST = (3, 11)
 
 
 class GuestError(Exception):
@@ -95,7 +96,9 @@ class GuestPython:
         if "ready" not in first:
             said, kind = first.get("failed") or await self._end(), first.get("kind", "")
             await self.close()
-            raise ValueError(said if said.startswith(key) else f"{key} = {name!r} in {executable}: {kind}: {said}")
+            raise ValueError(
+                said if said.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {said}"
+            )
         self.version = first["ready"]
         self._reader = asyncio.create_task(self._read())
         return self

@@ -238,7 +238,7 @@ def transport(setup: Setup) -> str:
     here = "ibverbs" if verbs else "TCP fallback: no RDMA device here"
     rdma = "RDMABuffer, one-sided reads" + (f" ({here})" if setup.device == "cpu" or setup.gpus.here else "")
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
-    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.number > 1 else "")
+    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.kind == "attach" else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     return (
         f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"

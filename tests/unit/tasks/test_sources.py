@@ -123,6 +123,7 @@ def test_a_source_of_prompts_resumes_in_the_middle_of_a_mixture(text: TextTokeni
     state = json.dumps(source.state_dict() | {"taken": [1302, 1303]})  # two have overtaken
     rest = take(source, 30)
     resumed.load_state_dict(json.loads(state))
+    asyncio.run(resumed.warm_up())
     assert take(resumed, 28) == [*rest[:2], *rest[4:]]
     assert resumed.state_dict() == source.state_dict()
     heavier = replace(TASK, parts=[replace(PARTS[0], weight=2.0), PARTS[1]])
@@ -200,5 +201,6 @@ def test_one_unweighted_file_has_the_order_that_it_always_had(tmp_path: Path, te
     path = write(tmp_path / "a.jsonl", *({"question": f"{i}=", "answer": str(i)} for i in range(7)))
     task = load_task(TaskSection(name="jsonl", path=path), seed=0, eval_size=0)
     source = PromptSource(task, text, seed=5)
+    asyncio.run(source.warm_up())
     assert [int(prompt.answer) for prompt in take(source, 14)] == [3, 2, 4, 6, 0, 5, 1, 1, 0, 6, 4, 3, 2, 5]
     assert source.state_dict() == {"seed": 5, "examples": 7, "position": 14, "taken": []}
