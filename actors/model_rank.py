@@ -103,7 +103,7 @@ class ModelRank(Actor):
     @verb
     async def shards(self) -> list[Shard]:
         """Return the rectangles of tensors that this rank holds: the trainer's half of the weight plan."""
-        from titan_rl.actors.sync.staging import shards_of
+        from titan_rl.actors.sync.held_shards import shards_of
 
         model = self._model
         return shards_of(model.model.named_parameters(), model.names)

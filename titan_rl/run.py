@@ -80,6 +80,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.describe import describe
     from titan_rl.preflight.setup import prepare, settle
+    from titan_rl.preflight.sharding import checked_sharding
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock
 
@@ -89,7 +90,8 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if zygotes is None:
             setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
-            terminal.plan(describe(setup, invocation.warnings))
+            sharded = checked_sharding(setup)
+            terminal.plan(describe(setup, invocation.warnings, sharded))
             terminal.note("dry run: everything was checked, nothing was started")
             return DONE
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))

@@ -7,68 +7,19 @@ There are two slots: a version is packed into one while readers may still use th
 pack() is given; titan_rl.train.weight_sync alone keeps track of the readers.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from monarch.rdma import RDMABuffer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardPlacement
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
-from titan_rl.actors.sync.transport import PACKING, SLOTS, Memory, octets
-from titan_rl.actors.titan.private import StridedShard
+from titan_rl.actors.sync.transport import PACKING, Memory, octets
 from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
-from titan_rl.wire.weight_plan import Copy, Shard
-from titan_rl.wire.weight_source import HashKind, Offer, Registered
-
-
-def shards_of(named_parameters: Iterable[tuple[str, Tensor]], hf_names: Mapping[str, str]) -> list[Shard]:
-    """Return the rectangle of each Hugging Face tensor that this rank holds. `hf_names` is keyed by TorchTitan's."""
-    shards = []
-    for name, param in named_parameters:
-        if name not in hf_names:
-            raise ValueError(f"{name}: expected a Hugging Face name for every parameter of the trainer, found none")
-        if param.dim() not in (1, 2):
-            raise ValueError(f"{name}: expected a vector or a matrix, found shape {tuple(param.shape)}")
-        extents = [_extent(name, param, dim) for dim in range(param.dim())]
-        (row0, rows), (col0, cols) = [*extents, (0, 1)][:2]
-        shards.append(Shard(hf_names[name], row0, rows, col0, cols))
-    return shards
-
-
-def _extent(name: str, param: Tensor, dim: int) -> tuple[int, int]:
-    """Return (first index, size) of the local part of a dimension, by torch.chunk's arithmetic.
-
-    FSDP2 cuts what tensor parallelism has already cut, though its mesh dimension comes first: that is what
-    StridedShard says. DTensor's own offsets emulate it by striding, which is off where tensor parallelism is uneven
-    (13 rows over dp 3 x tp 2), so the cuts are applied here in the order in which they were made.
-    """
-    start, size = 0, param.shape[dim]
-    if not isinstance(param, DTensor):
-        return start, size
-    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"{name}: expected this rank in the parameter's mesh {mesh}")
-    if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(f"{name}: expected sharded or replicated values, found placements {param.placements}")
-    cuts = [i for i, p in enumerate(param.placements) if isinstance(p, ShardPlacement) and p.dim == dim]
-    late = {i: p.split_factor for i, p in enumerate(param.placements) if isinstance(p, StridedShard) and p.dim == dim}
-    for i, split in late.items():
-        if len(late) > 1 or split != math.prod(mesh.size(j) for j in cuts) or min(cuts) < i:
-            raise ValueError(f"{name}: expected FSDP2 over tensor parallelism, found placements {param.placements}")
-    for i in [*cuts, *late]:
-        chunk = -(-size // mesh.size(i))
-        skip = min(coordinate[i] * chunk, size)
-        start, size = start + skip, min(chunk, size - skip)
-    if size != param.to_local().shape[dim]:
-        raise ValueError(
-            f"{name}: expected {size} local entries in dimension {dim} under placements {param.placements}, "
-            f"found {param.to_local().shape[dim]}"
-        )
-    return start, size
+from titan_rl.wire.weight_plan import Copy
+from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
 
 class Staging:

@@ -27,11 +27,10 @@ from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from titan_rl.wire.manifest import Block
-from titan_rl.wire.weight_source import HashKind, Offer, Registered
+from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
 How = Literal["auto", "shm", "rdma"]
 
-SLOTS = 2
 PACKING = 0  # serial numbers count from 1
 PAGE = 4096  # runs are aligned to it; the stamps have a page of their own
 

@@ -78,6 +78,36 @@ def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
     return kind(**{name: getattr(section, name) for name in names} | others)
 
 
+def overridden_spec(
+    shape: ModelShape, config: Config, titan: TitanConfig, dims: ParallelDims, device_type: str
+) -> ModelSpec:
+    """Return the spec of `shape` with our attention and head, and with the overrides of the config."""
+    seq_len, exact = config.training.seq_len, config.debug.exact and dims.tp == 1  # a role may have tp
+    spec = build_spec(shape, seq_len=exact_parts.whole_vectors(seq_len) if exact else seq_len)
+    with private.trainer_not_imported():
+        spec.model.update_from_config(config=titan)  # fills sharding configs, which overrides copy
+    attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
+    own = exact_parts.exact_overrides(shape.head) if exact else [heads.OVERRIDES[shape.head], *attention]
+    apply_overrides(OverrideConfig(imports=[*own, *config.override.imports]), spec.model)
+    return spec
+
+
+def sharded_model(spec: ModelSpec, config: Config, titan: TitanConfig, dims: ParallelDims) -> Any:
+    """Build the model on the meta device, and let TorchTitan parallelize it over the ranks of `dims`."""
+    recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    with torch.device("meta"), titan_utils.set_default_dtype(getattr(torch, config.training.dtype)):
+        model = spec.model.build()
+    return spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=titan.training,
+        parallelism=titan.parallelism,
+        compile_config=titan.compile,
+        ac_config=recompute[config.activation_checkpoint.mode],
+        dump_folder=config.job.dump_folder,
+    )
+
+
 class TitanModel:
     def __init__(self, config: Config, shape: ModelShape, parallelism: sections.ParallelismSection) -> None:
         self.shape = shape
@@ -103,7 +133,7 @@ class TitanModel:
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
         if config.debug.exact:
             require_independent_rows(shape, getattr(torch, config.training.mixed_precision_param))
-        self.spec = self._spec()
+        self.spec = overridden_spec(self.shape, config, self.titan, self.dims, self.device.type)
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
 
@@ -116,33 +146,8 @@ class TitanModel:
     def nbytes(self) -> int:
         return sum(local(p).nbytes for p in self.model.parameters())
 
-    def _spec(self) -> ModelSpec:
-        seq_len, exact = (
-            self.config.training.seq_len,
-            self.config.debug.exact and self.dims.tp == 1,
-        )  # a role may have tp
-        spec = build_spec(self.shape, seq_len=exact_parts.whole_vectors(seq_len) if exact else seq_len)
-        with private.trainer_not_imported():
-            spec.model.update_from_config(config=self.titan)  # fills sharding configs, which overrides copy
-        attention = document_attention.overrides(self.device.type, self.config.training.mixed_precision_param)
-        own = exact_parts.exact_overrides(self.shape.head) if exact else [heads.OVERRIDES[self.shape.head], *attention]
-        apply_overrides(OverrideConfig(imports=[*own, *self.config.override.imports]), spec.model)
-        return spec
-
     def _build(self) -> Any:  # Decoder: TorchTitan's methods come on top of nn.Module's
-        recompute = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
-        dtype = getattr(torch, self.config.training.dtype)
-        with torch.device("meta"), titan_utils.set_default_dtype(dtype):
-            model = self.spec.model.build()
-        model = self.spec.parallelize_fn(
-            model,
-            parallel_dims=self.dims,
-            training=self.titan.training,
-            parallelism=self.titan.parallelism,
-            compile_config=self.titan.compile,
-            ac_config=recompute[self.config.activation_checkpoint.mode],
-            dump_folder=self.config.job.dump_folder,
-        )
+        model = sharded_model(self.spec, self.config, self.titan, self.dims)
         reshard = self.titan.parallelism.fsdp_reshard_after_forward
         self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size, reshard)
         titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)

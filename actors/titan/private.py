@@ -6,6 +6,10 @@ StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 drop_unsharded_gradients
     FSDP2 has no public way to drop the gradients of backwards that did not sync: zero_grad() sees shards only.
+group_sizes
+    FSDP2 has no public way to tell which parameters it gathers together, and how large they are then.
+forget_shardings
+    DTensor remembers how it sharded the results of operations, and with them the meshes of an earlier process group.
 FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     TorchTitan compiles them when it is imported. While a rank imports it, actors/imports.py puts that off to their
     first call.
@@ -26,6 +30,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter as FileWriter
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_shardings
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
@@ -33,6 +38,8 @@ __all__ = [
     "FileWriter",
     "StridedShard",
     "drop_unsharded_gradients",
+    "forget_shardings",
+    "group_sizes",
     "trainer_not_imported",
 ]
 
@@ -60,3 +67,13 @@ def drop_unsharded_gradients(model: torch.nn.Module) -> None:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # it was gathered before
                     parameter._unsharded_param.grad = None
+
+
+def group_sizes(model: torch.nn.Module) -> dict[str, int]:
+    """Return the number of parameters that a rank has after FSDP2 gathered a group, by the names of its modules."""
+    names, sizes = dict[int, str](), dict[int, int]()
+    for name, module in model.named_modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
+            names[id(group)] = f"{names.get(id(group), '')} {name}".strip()
+            sizes[id(group)] = sum(parameter._orig_size.numel() for parameter in group.fsdp_params)
+    return {names[group]: size for group, size in sizes.items()}

@@ -32,3 +32,4 @@ QWEN_600M = replace(
     norm_eps=1e-6,
     tied=True,
 )
+QWEN_32B = replace(QWEN_600M, dim=5120, n_layers=64, n_heads=64, hidden_dim=25600, norm_eps=1e-6, tied=False)

@@ -6,7 +6,8 @@ from support.one_rank import told
 
 OFFLOADED = """
 import torch
-from titan_rl.actors.sync.staging import Staging, shards_of
+from titan_rl.actors.sync.held_shards import shards_of
+from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.titan.model import TitanModel, local
 from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import plan

@@ -101,7 +101,7 @@ class CurriculumSection:
     """Number of its turns for which a prompt waits after a hopeless visit. 0: none waits."""
     hopeless_rate: float = bounds(0.0, ge=0, lt=1)
     """Highest share of correct answers with which a visit counts as hopeless."""
-    correct_at: float = bounds(1.0, ge=-1e6, le=1e6)
+    correct_at: float = bounds(1.0, ge=0, le=1e6)
     """Lowest reward of an answer that counts as correct."""
 
     @property

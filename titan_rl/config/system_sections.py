@@ -243,6 +243,10 @@ class HostsSection:
     gpu_memory_gb: float = bounds(0.0, ge=0, le=10**4)
     """Memory of one GPU in GiB: --dry-run on a machine without GPUs then plans for `slots` of them and checks that the
     run fits. 0: check only where there are GPUs."""
+    memory_gb: float = bounds(0.0, ge=0, le=10**6)
+    """Memory of one host in GiB, against which --dry-run checks snapshots and staged weights. 0: unknown."""
+    link_gbps: float = bounds(0.0, ge=0, le=10**6)
+    """Bandwidth of one host's network in Gbit/s, each way, for the lower bounds that --dry-run prints. 0: unknown."""
     isolation: Literal["auto", "require", "off"] = "auto"
     """Put the run's sockets into a network namespace of its own, where no other user reaches them. "auto" warns where
     the kernel does not allow it, "require" refuses to start there. Reward functions keep the host's network."""

@@ -96,8 +96,11 @@ def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda 
 
 
 def planned_gpus(config: Config) -> Gpus:
-    """Return the GPUs of the host that a dry run plans for."""
-    count = config.hosts.slots or checks.gpus_needed(config)
+    """Return the GPUs that a dry run plans for: of one host, or of a machine whose `processes` share them."""
+    hosts = config.hosts
+    count = hosts.slots or -(-checks.gpus_needed(config) // hosts.number)
+    if hosts.kind == "processes":
+        count *= hosts.number
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)
 
 

@@ -1,25 +1,30 @@
 """Describes a run's plan: what --dry-run prints, and what every run prints first."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
-from titan_rl.preflight.checks.gpu_memory import needs, role_shapes
-from titan_rl.preflight.device_memory import gib
+from titan_rl.preflight.memory_tables import memory_tables
 from titan_rl.preflight.placement import host_rows, slots_per_host
+from titan_rl.preflight.quantities import count, size
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.sharded_model import ShardedModel
 from titan_rl.wire.snapshot import snapshot_bytes
 
 
-def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
+def describe(
+    setup: Setup, warnings: Sequence[str], sharded: Mapping[str, ShardedModel] = MappingProxyType({})
+) -> RunPlan:
+    """`sharded`: how TorchTitan cuts the models, which only a dry run asks."""
     config, shape = setup.config, setup.shape
     model = (
         f"{shape.family}, {count(shape.parameters)} parameters: {shape.n_layers} layers x {shape.dim}, "
@@ -47,8 +52,6 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":
         facts.append(("on a GPU", on_gpu(setup.resolved)))
-    if memory := gpu_memory(setup):
-        facts.append(("gpu memory", memory))
     facts.append(("run", str(setup.folder)))
     if str(setup.resume):
         facts.append(("resume", f"from {setup.resume}"))
@@ -59,7 +62,8 @@ def describe(setup: Setup, warnings: Sequence[str]) -> RunPlan:
     if config.hosts.number > 1:
         hosts = host_rows(config, slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0))
     remarks = [*warnings, *setup.dropped, *setup.resume_notes]
-    return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts)
+    tables = memory_tables(setup, sharded)
+    return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
 
 
 def changed_keys(setup: Setup) -> list[str]:
@@ -89,18 +93,6 @@ def on_gpu(config: Config) -> str:
             f"gradients reduced once per {config.training.gradient_sync}",
         ]
     )
-
-
-def gpu_memory(setup: Setup) -> str:
-    """Describe what each rank needs of its GPU, by estimate; empty on a CPU."""
-    config, shape, nbytes = setup.resolved, setup.shape, setup.gpus.nbytes
-    if setup.device != "cuda" or not nbytes:
-        return ""
-    found = needs(config, shape, nbytes, role_shapes(config, shape))
-    lines = [
-        f"{name}: {gib(need.nbytes)} of {gib(need.limit)} GiB by estimate: {need.parts}" for name, need in found.items()
-    ]
-    return "\n".join(lines)
 
 
 def trainers(setup: Setup) -> MeshRow:
@@ -180,7 +172,8 @@ def device(setup: Setup, kind: Literal["model", "generator"] = "model") -> str:
     if setup.device == "cpu":
         own, cores = threads(setup.config, kind, "cpu", usable_cores()), usable_cores()
         return f"cpu ({own} of {cores} cores each), {place_of(setup.config)}"
-    return f"cuda, {place_of(setup.config) if setup.gpus.here else 'another host'}"
+    here = setup.gpus.here or setup.config.hosts.number > 1
+    return f"cuda, {place_of(setup.config) if here else 'another host'}"
 
 
 def place_of(config: Config) -> str:
@@ -240,25 +233,12 @@ def transport(setup: Setup) -> str:
     """Describe the weight transport. Name the TCP fallback, because it is much slower than RDMA."""
     sync = setup.config.weight_sync
     verbs = os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")
-    rdma = f"RDMABuffer, one-sided reads ({'ibverbs' if verbs else 'TCP fallback: no RDMA device here'})"
+    here = "ibverbs" if verbs else "TCP fallback: no RDMA device here"
+    rdma = "RDMABuffer, one-sided reads" + (f" ({here})" if setup.device == "cpu" or setup.gpus.here else "")
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
+    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.number > 1 else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     return (
-        f"{rdma if sync.transport == 'rdma' else 'shared memory'}, {nbytes} per version and replica"
+        f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"
         f"{', changed blocks only' if sync.delta else ''}, {checked[sync.verify]}; requests in flight: {sync.in_flight}"
     )
-
-
-def count(n: float) -> str:
-    return _scaled(n, 1000, ("", "K", "M", "B"))
-
-
-def size(nbytes: float) -> str:
-    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
-
-
-def _scaled(n: float, base: int, units: Sequence[str]) -> str:
-    power = 0
-    while n >= base and power < len(units) - 1:
-        n, power = n / base, power + 1
-    return f"{n:.3g}{units[power]}"

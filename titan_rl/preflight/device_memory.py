@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.preflight.quantities import GIB, count, gib, size
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.sharded_model import ShardedModel
 
-GIB = 2**30
 CONTEXT = 3 * GIB // 4  # of CUDA, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
@@ -21,73 +22,116 @@ TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, w
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes of one process on its GPU, by what they are for. `kept`: all the time, while an engine on the same GPU
-    samples too. `peak`: during a forward, a backward or an engine step."""
+class MemoryPart:
+    """Bytes of one process for one purpose, and the formula that they come from."""
 
-    kept: Mapping[str, int]
-    peak: Mapping[str, int]
+    nbytes: int
+    formula: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one process takes of its GPU. `kept`: all the time, while an engine on the same GPU samples too. `peak`:
+    during a forward, a backward or an engine step."""
+
+    kept: Mapping[str, MemoryPart]
+    peak: Mapping[str, MemoryPart]
     peers: int = 0  # processes with which it communicates
 
     @property
     def idle(self) -> int:
-        return _with_overhead(sum(self.kept.values()), self.peers)
+        return self._with_overhead(self.kept)
 
     @property
     def total(self) -> int:
-        return _with_overhead(sum(self.kept.values()) + sum(self.peak.values()), self.peers)
+        return self._with_overhead(self.parts)
+
+    @property
+    def parts(self) -> Mapping[str, MemoryPart]:
+        return {**self.kept, **self.peak}
+
+    @property
+    def overhead(self) -> MemoryPart:
+        peers = f" + {gib(COLLECTIVES)} GiB with peers" if self.peers else ""
+        formula = f"{gib(CONTEXT)} GiB{peers} + {FRAGMENTED:.0%} (allowances)"
+        return MemoryPart(self.total - sum(part.nbytes for part in self.parts.values()), formula)
+
+    def _with_overhead(self, parts: Mapping[str, MemoryPart]) -> int:
+        allocated = sum(part.nbytes for part in parts.values())
+        return int(allocated * (1 + FRAGMENTED)) + CONTEXT + (COLLECTIVES if self.peers else 0)
 
     def __str__(self) -> str:
-        parts = {**self.kept, **self.peak}
-        named = [f"{name} {gib(nbytes)}" for name, nbytes in parts.items() if nbytes >= GIB / 20]
-        return ", ".join([*named, f"CUDA and fragmentation {gib(self.total - sum(parts.values()))}"])
+        named = [f"{name} {gib(part.nbytes)}" for name, part in self.parts.items() if part.nbytes >= GIB / 20]
+        return ", ".join([*named, f"CUDA and fragmentation {gib(self.overhead.nbytes)}"])
 
 
-def _with_overhead(allocated: int, peers: int) -> int:
-    return int(allocated * (1 + FRAGMENTED)) + CONTEXT + (COLLECTIVES if peers else 0)
+def by_formula(shape: ModelShape, p: ParallelismSection) -> ShardedModel:
+    """Return how a model is cut where every size divides evenly; a dry run asks TorchTitan (sharding.py)."""
+    tp = p.tensor_parallel_degree
+    again = head_parameters(shape) if shape.tied and tp > 1 else 0  # FSDP2 then gathers a tied weight for both users
+    return ShardedModel(
+        held=shape.parameters // (p.data_parallel_shard_degree * tp),
+        whole=(shape.parameters + again) // tp,
+        block=block_parameters(shape) // tp,
+        last=(head_parameters(shape) + again) // tp,
+    )
 
 
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
-
-
-def trained(config: Config, shape: ModelShape, p: ParallelismSection, *, lent: int = 0) -> Estimate:
+def trained(
+    config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None, *, lent: int = 0
+) -> Estimate:
     """Estimate one rank of a model in training, which holds `lent` frozen copies of the weights besides its own."""
-    t = config.training
-    weights = _sharded_weights(config, shape, p)
-    state = {"weights": weights * (1 + lent), "optimizer": 2 * weights}
-    reduced = {"gradients": weights}
+    t, sharded = config.training, sharded or by_formula(shape, p)
+    each, held = BYTES[t.dtype], count(sharded.held)
+    weights = sharded.held * each
+    copies = f" x {1 + lent} models" if lent else ""
+    state = {
+        "weights": MemoryPart(weights * (1 + lent), f"{held} parameters of its own x {each}{copies}"),
+        "optimizer": MemoryPart(2 * weights, f"{held} x {each} x 2 moments"),
+    }
+    reduced = {"gradients": MemoryPart(weights, f"{held} x {each}, from the first backward to the update")}
     if t.enable_cpu_offload:
         state = reduced = {}
-    whole = shape.parameters * BYTES[t.mixed_precision_reduce] // p.tensor_parallel_degree
     peak = {
         **reduced,
-        "gradients before reduction": whole if t.gradient_sync == "update" else of_one_group(config, shape, p),
-        "gathered weights": gathered(config, shape, p),
+        "gradients before reduction": unreduced(config, sharded),
+        "gathered weights": gathered(config, p, sharded),
         "activations": activations(config, shape, p),
         "head": head(config, shape),
     }
     return Estimate(state, peak, p.world_size - 1)
 
 
-def frozen(config: Config, shape: ModelShape, p: ParallelismSection) -> Estimate:
+def frozen(config: Config, shape: ModelShape, p: ParallelismSection, sharded: ShardedModel | None = None) -> Estimate:
     """Estimate one rank of a model that only runs forward."""
-    layer = tokens(config) * kept_per_token(config, shape, p, "none")
-    peak = {"gathered weights": gathered(config, shape, p), "activations": layer, "head": head(config, shape)}
-    weights = {} if config.training.enable_cpu_offload else {"weights": _sharded_weights(config, shape, p)}
-    return Estimate(weights, peak, p.world_size - 1)
+    t, sharded = config.training, sharded or by_formula(shape, p)
+    layer, each = kept_per_token(config, shape, p, "none"), BYTES[t.dtype]
+    peak = {
+        "gathered weights": gathered(config, p, sharded),
+        "activations": MemoryPart(tokens(config) * layer, f"{tokens(config):,} tokens x {size(layer)}"),
+        "head": head(config, shape),
+    }
+    weights = MemoryPart(sharded.held * each, f"{count(sharded.held)} parameters of its own x {each}")
+    return Estimate({} if t.enable_cpu_offload else {"weights": weights}, peak, p.world_size - 1)
 
 
 def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     """Estimate one rank of a generator with a KV cache of `cache` bytes."""
     g = config.generator
-    size, tp = BYTES[g.dtype], g.tensor_parallel_degree
+    each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     batch = max(PREFILL_TOKENS, g.max_num_seqs)
-    wide = batch * (4 * shape.dim + 3 * shape.hidden_dim // tp) * size
-    logits = 4 * g.max_num_seqs * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
-    graphs = {} if g.enforce_eager else {"graphs": GRAPHS}
-    weights = shape.parameters * size // tp
-    return Estimate({"weights": weights, "KV cache": cache}, {"step": wide + logits, **graphs}, tp - 1)
+    wide = (4 * shape.dim + 3 * shape.hidden_dim // tp) * each
+    logits = 4 * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
+    graphs = {} if g.enforce_eager else {"graphs": MemoryPart(GRAPHS, "allowance for CUDA graphs")}
+    token = cache_bytes_per_token(config, shape)
+    kept = {
+        "weights": MemoryPart(
+            shape.parameters * each // tp, f"{count(shape.parameters)} parameters x {each} / TP {tp}"
+        ),
+        "KV cache": MemoryPart(cache, f"{count(cache // token)} tokens x {size(token)}"),
+    }
+    formula = f"{batch:,} tokens x {size(wide)} + {g.max_num_seqs} sequences x {size(logits)}"
+    return Estimate(kept, {"step": MemoryPart(batch * wide + g.max_num_seqs * logits, formula), **graphs}, tp - 1)
 
 
 def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
@@ -95,46 +139,47 @@ def cache_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.n_layers * heads * shape.head_dim * BYTES[config.generator.dtype]
 
 
-def _sharded_weights(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
-    shards = p.data_parallel_shard_degree * p.tensor_parallel_degree
-    return shape.parameters * BYTES[config.training.dtype] // shards
-
-
 def tokens(config: Config) -> int:
     return config.training.local_batch_size * config.training.seq_len
 
 
-def gathered(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
-    """Return the bytes of weights in the compute dtype that FSDP2 has gathered at once: the block at work, the next
-    one, and the last group (norm and head), which TorchTitan keeps; or all of them."""
-    size, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
+def gathered(config: Config, p: ParallelismSection, sharded: ShardedModel) -> MemoryPart:
+    """Return the weights in the compute dtype that FSDP2 has gathered at once: the block at work, the next one, and the
+    last group (norm and head), which TorchTitan keeps; or all of them."""
+    each = BYTES[config.training.mixed_precision_param]
     if p.fsdp_reshard_after_forward == "never":
-        return shape.parameters * size // tp
-    return (2 * block_parameters(shape) + head_parameters(shape)) * size // tp
+        return MemoryPart(sharded.whole * each, f"all {count(sharded.whole)} x {each}")
+    formula = f"(2 blocks of {count(sharded.block)} + the head's {count(sharded.last)}) x {each}"
+    return MemoryPart((2 * sharded.block + sharded.last) * each, formula)
 
 
-def of_one_group(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
-    """Return the bytes of one FSDP2 group's gradients, as computed and as they are reduced."""
+def unreduced(config: Config, sharded: ShardedModel) -> MemoryPart:
+    """Return a rank's gradients before they are reduced: of all parameters, or of one FSDP2 group, as computed and as
+    they are reduced."""
     t = config.training
-    each = BYTES[t.mixed_precision_param] + BYTES[t.mixed_precision_reduce]
-    return max(block_parameters(shape), head_parameters(shape)) * each // p.tensor_parallel_degree
+    reduced = BYTES[t.mixed_precision_reduce]
+    if t.gradient_sync == "update":
+        return MemoryPart(sharded.whole * reduced, f"all {count(sharded.whole)} x {reduced}, kept until the update")
+    group, computed = max(sharded.block, sharded.last), BYTES[t.mixed_precision_param]
+    return MemoryPart(group * (computed + reduced), f"one group of {count(group)} x ({computed} + {reduced})")
 
 
-def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
-    """Return the bytes that the forward keeps for the backward, and those of the block that the backward works on."""
+def activations(config: Config, shape: ModelShape, p: ParallelismSection) -> MemoryPart:
+    """Return what the forward keeps for the backward, and what the block needs that the backward works on."""
     mode = config.activation_checkpoint.mode
-    at_work = gradients_per_token(config, shape, p)
+    kept, at_work = kept_per_token(config, shape, p, mode), gradients_per_token(config, shape, p)
     if mode != "none":  # the block is computed again
         at_work += kept_per_token(config, shape, p, "none")
-    return tokens(config) * (shape.n_layers * kept_per_token(config, shape, p, mode) + at_work)
+    formula = f"{tokens(config):,} tokens x ({shape.n_layers} layers x {size(kept)} + {size(at_work)} in the backward)"
+    return MemoryPart(tokens(config) * (shape.n_layers * kept + at_work), formula)
 
 
 def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mode: str) -> int:
     """Return the bytes that one block keeps per token: what its operations save for their backward, less weights."""
-    size, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
-    stream = shape.dim * size // (tp if p.enable_sequence_parallel else 1)  # one tensor of the residual stream
-    queries, keys = (heads * shape.head_dim * size // tp for heads in (shape.n_heads, shape.n_kv_heads))
-    wide = shape.hidden_dim * size // tp
+    each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
+    stream = shape.dim * each // (tp if p.enable_sequence_parallel else 1)  # one tensor of the residual stream
+    queries, keys = (heads * shape.head_dim * each // tp for heads in (shape.n_heads, shape.n_kv_heads))
+    wide = shape.hidden_dim * each // tp
     attention = queries + 4 * shape.n_heads // tp  # its output, and a float32 per head
     if config.training.mixed_precision_param == "float32":  # SDPA may keep the scores too: at most
         attention += 4 * shape.n_heads // tp * config.training.seq_len
@@ -152,16 +197,20 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
 
 def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes of gradients of activations that are alive at once in a block's backward, at most."""
-    size = BYTES[config.training.mixed_precision_param]
-    return (2 * shape.dim + 3 * shape.hidden_dim // p.tensor_parallel_degree) * size
+    each = BYTES[config.training.mixed_precision_param]
+    return (2 * shape.dim + 3 * shape.hidden_dim // p.tensor_parallel_degree) * each
 
 
-def head(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the log-prob head: masked positions, their gradient in float32 (twice) and in
-    the compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
-    size = BYTES[config.training.mixed_precision_param]
-    kept = tokens(config) * shape.vocab_size // 8 if config.rollout.truncates else 0
-    return tokens(config) * shape.dim * (2 * size + 8) + (TILE_BYTES + kept if shape.head == "lm" else 0)
+def head(config: Config, shape: ModelShape) -> MemoryPart:
+    """Return what the log-prob head needs: masked positions, their gradient in float32 (twice) and in the compute
+    dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
+    each = 2 * BYTES[config.training.mixed_precision_param] + 8
+    formula, extra = f"{tokens(config):,} tokens x {shape.dim:,} x {each}", 0
+    if shape.head == "lm":
+        kept = tokens(config) * shape.vocab_size // 8 if config.rollout.truncates else 0
+        extra = TILE_BYTES + kept
+        formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(kept)}" if kept else "")
+    return MemoryPart(tokens(config) * shape.dim * each + extra, formula)
 
 
 def block_parameters(shape: ModelShape) -> int:

@@ -20,6 +20,15 @@ class MeshRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PartTable:
+    """What something takes, part by part."""
+
+    title: str
+    rows: list[tuple[str, str, str]]  # part, size, formula
+    total: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """What a run will do. A fact is a label and its value: model, task, weights, dump folder, resume."""
 
@@ -29,6 +38,7 @@ class RunPlan:
     facts: Sequence[tuple[str, str]]
     warnings: Sequence[str] = ()
     hosts: Sequence[tuple[str, str, str]] = ()  # name, ranks, taken slots; empty: one host
+    tables: Sequence[PartTable] = ()
 
 
 def plan_view(plan: RunPlan) -> RenderableType:
@@ -40,6 +50,8 @@ def plan_view(plan: RunPlan) -> RenderableType:
     if plan.hosts:
         parts += ["", host_table(plan.hosts)]
     parts += ["", labelled([("holds", holds), *plan.facts])]
+    for table in plan.tables:
+        parts += ["", part_table(table)]
     if plan.warnings:
         parts += ["", labelled([("warning", text) for text in plan.warnings], style="yellow")]
     return Group(*parts, "")
@@ -52,6 +64,16 @@ def labelled(rows: Sequence[tuple[str, RenderableType]], style: str = "dim") -> 
     table.add_column(overflow="fold")
     for label, value in rows:
         table.add_row(label, value)
+    return table
+
+
+def part_table(parts: PartTable) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(parts.title, style="dim", no_wrap=True, min_width=10)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column(parts.total, overflow="fold")
+    for row in parts.rows:
+        table.add_row(*row)
     return table
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
 
 
+SLOTS = 2
+"""Of staging memory: a version is packed into one while the other is read."""
+
 HashKind = Literal["xxh3", "splitmix"]
 """Of a block's checksum: "xxh3" of bytes on a host, "splitmix" of bytes that a GPU reads (kernels/block_hash.py)."""
 

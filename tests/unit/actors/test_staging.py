@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, hf_tensors
 from titan_rl.actors.sync.checksums import gpu_of
+from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
 from titan_rl.actors.sync.landing import Landing
-from titan_rl.actors.sync.staging import Staging, shards_of
+from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import here, octets
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import reference_pack, window
@@ -40,7 +41,9 @@ def as_each_rank(replicate: int, fsdp: int, tp: int) -> Iterator[Weights]:
 @pytest.mark.parametrize(
     "mesh", [(1, 1, 1), (1, 2, 1), (1, 5, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2), (2, 2, 1), (2, 1, 2), (2, 3, 2)]
 )
-def test_every_layout_is_described_exactly_and_packs_into_the_generators_parameters(mesh: tuple[int, int, int]) -> None:
+def test_every_layout_is_described_exactly_and_packs_into_the_generators_parameters(
+    mesh: tuple[int, int, int],
+) -> None:
     whole, layouts, held = hf_tensors(), [], []
     for weights in as_each_rank(*mesh):
         layouts.append(weights.shards())
@@ -141,3 +144,14 @@ def test_parameters_that_a_gpu_keeps_on_the_host_are_verified_as_a_gpu_does(monk
         assert gpu_of([torch.zeros(2), offloaded]) == torch.device("cuda:3")
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mesh", [(1, 3, 2), (2, 2, 1), (2, 3, 2)])
+def test_one_rank_can_say_what_every_other_holds(mesh: tuple[int, int, int]) -> None:
+    layouts = [weights.shards() for weights in as_each_rank(*mesh)]
+    for weights in as_each_rank(*mesh):
+        own = [
+            shards_of(weights.named_parameters(), weights.hf_names, coordinates_of(rank))
+            for rank in range(len(layouts))
+        ]
+        assert own == layouts

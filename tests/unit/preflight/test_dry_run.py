@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.folders import write_header, write_hf, write_models
-from support.shapes import LLAMA_8B, QWEN_600M
+from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_32B, QWEN_600M
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
@@ -16,8 +16,22 @@ from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape
 
 GPU_CONFIGS = {
-    "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "15 GiB per version and replica"]),
+    "grpo_llama3_8b": (LLAMA_8B, ["8.03B parameters", "FSDP2 4", "vLLM x 4", "no byte leaves its host"]),
+    "grpo_llama3_8b_colocated": (LLAMA_8B, ["FSDP2 8", "vLLM x 8", "sleeping engine", "waiting trainer"]),
     "grpo_qwen3_0_6b_1gpu": (QWEN_600M, ["596M parameters", "FSDP2 1", "vLLM x 1", "1.11 GiB per version"]),
+    "grpo_llama3_70b": (
+        LLAMA_70B,
+        [
+            "FSDP2 4 x TP 8",
+            "vLLM x 8, TP 4",
+            "2.21B parameters of its own x 4",
+            "at least 2.8 s at 400 Gbit/s per host",
+        ],
+    ),
+    "grpo_qwen3_32b": (
+        QWEN_32B,
+        ["FSDP2 8 x TP 4", "vLLM x 16, TP 2", "0-3: staged weights 30.5", "4-7: received weights 244.1 GiB"],
+    ),
 }
 
 
@@ -40,23 +54,43 @@ def assets(folder: Path, shape: ModelShape) -> list[str]:
 def test_a_gpu_config_is_checked_whole_without_a_gpu(
     name: str, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shape, expected = GPU_CONFIGS[name]
+    shape, expected = GPU_CONFIGS[name][0], [*GPU_CONFIGS[name][1]]
     dump = tmp_path / "dump"
     flags = [*data, *assets(tmp_path / "model", shape), "--job.dump_folder", str(dump)]
     assert main(["--config", name, "--dry-run", *flags]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert [text for text in (*expected, "cuda, another host", "GiB by estimate") if text not in out] == []
+    expected += ["GiB by estimate", "concurrency", "staged weights", "8 hosts" if "0-3" in out else "another host"]
+    assert [text for text in expected if text not in out] == []
     assert "hosts." not in out  # no warning about this host, which is not the one that is planned for
     assert not dump.exists()
-
     assert "batch-invariant" not in out
-    assert main(["--config", name, "--dry-run", *flags, "--debug.deterministic", "true"]) == 0
-    assert "batch-invariant kernels" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
     with pytest.raises(SystemExit) as stop:
         main(["--config", name, "--dry-run", *flags, "--hosts.gpu_memory_gb", "10"])
     assert stop.value.code == 2
     assert "[parallelism]: expected a trainer that fits 10.0 GiB" in capsys.readouterr().err
+
+
+def test_deterministic_engines_are_announced(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*data, *assets(tmp_path / "model", QWEN_600M), "--job.dump_folder", str(tmp_path / "dump")]
+    run = ["--config", "grpo_qwen3_0_6b_1gpu", "--dry-run", *flags]
+    assert main([*run, "--debug.deterministic", "true"]) == 0
+    assert "batch-invariant kernels" in re.sub(r"\s+", " ", capsys.readouterr().out)
+
+
+def test_snapshots_that_exceed_a_hosts_memory_are_refused(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*data, *assets(tmp_path / "model", LLAMA_70B), "--job.dump_folder", str(tmp_path / "dump")]
+    run = ["--config", "grpo_llama3_70b", "--dry-run", *flags, "--hosts.memory_gb", "256"]
+    with pytest.raises(SystemExit) as stop:
+        main(run)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert "hosts.memory_gb: expected 460.0 GiB on a host (staged weights 65.7, snapshots 394.2), besides its" in err
+    assert "processes, found 256; fault.snapshot_interval = 0 needs 65.7 GiB" in err
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name not in GPU_CONFIGS])

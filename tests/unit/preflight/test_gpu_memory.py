@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_600M
+from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_32B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, needs, on_gpus
-from titan_rl.preflight.device_memory import GIB, cache_bytes_per_token
+from titan_rl.preflight.device_memory import cache_bytes_per_token
+from titan_rl.preflight.quantities import GIB
 from titan_rl.wire.model_shape import ModelShape
 
 EIGHT, ONE = "grpo_llama3_8b", "grpo_qwen3_0_6b_1gpu"
@@ -20,7 +21,16 @@ def refused(config: Config, shape: ModelShape, gib: float, gpus: int = 8) -> lis
     return list(check_gpu_memory(config, shape, int(gib * GIB), most=gpus))
 
 
-@pytest.mark.parametrize(("name", "shape", "gpus"), [(EIGHT, LLAMA_8B, 8), (ONE, QWEN_600M, 1)])
+@pytest.mark.parametrize(
+    ("name", "shape", "gpus"),
+    [
+        (EIGHT, LLAMA_8B, 8),
+        ("grpo_llama3_8b_colocated", LLAMA_8B, 8),
+        (ONE, QWEN_600M, 1),
+        ("grpo_llama3_70b", LLAMA_70B, 64),
+        ("grpo_qwen3_32b", QWEN_32B, 64),
+    ],
+)
 def test_a_preset_fits_the_gpus_that_it_is_for(name: str, shape: ModelShape, gpus: int) -> None:
     config = load(find(name))
     assert refused(config, shape, config.hosts.gpu_memory_gb, gpus) == []

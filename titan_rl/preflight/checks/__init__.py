@@ -14,7 +14,13 @@ from titan_rl.preflight.checks.evaluation import check_evaluation
 from titan_rl.preflight.checks.exact import check_exact
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
-from titan_rl.preflight.checks.host import check_driver, check_placement, gpus_needed, snapshot_warning
+from titan_rl.preflight.checks.host import (
+    check_driver,
+    check_placement,
+    gpus_needed,
+    gpus_of_hosts,
+    snapshot_warning,
+)
 from titan_rl.preflight.checks.hosts import check_hosts
 from titan_rl.preflight.checks.launching import check_launch
 from titan_rl.preflight.checks.role_folders import check_roles
@@ -45,7 +51,8 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
         if gpus.nbytes and config.hosts.device != "cpu":
-            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=gpus.count))
+            most = gpus_of_hosts(config, gpus.count)
+            others.append(check_gpu_memory(config, shape, gpus.nbytes, most=most))
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 

@@ -1,8 +1,9 @@
 """Checks that every rank fits its GPU by estimate, and names the nearest setting with which it does."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.auto import resolved
@@ -11,8 +12,10 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight import device_memory
 from titan_rl.preflight.checks.host import gpus_needed
 from titan_rl.preflight.checks.role_folders import shape_of_role
-from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, Estimate, gib
+from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, Estimate
+from titan_rl.preflight.quantities import gib
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.sharded_model import ShardedModel
 
 GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
 SPARE = 0.1  # of a GPU, which a microbatch sized by estimate leaves free
@@ -21,31 +24,47 @@ UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank of a mesh takes of its GPU at the worst moment."""
+    """What one rank of a mesh takes of its GPU at the worst moment, together with what shares the GPU with it."""
 
     key: str  # section to change
     what: str
-    nbytes: int
+    own: Estimate
     limit: int
-    parts: str
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.total + sum(self.others.values())
+
+    @property
+    def parts(self) -> str:
+        return ", ".join([str(self.own), *(f"{name} {gib(nbytes)}" for name, nbytes in self.others.items())])
 
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.limit
 
 
-def needs(config: Config, shape: ModelShape, gpu_bytes: int, roles: Mapping[str, ModelShape]) -> dict[str, Need]:
-    """Return what each mesh needs, by its name. `roles` has the shapes of those that are not the policy's."""
+def needs(
+    config: Config,
+    shape: ModelShape,
+    gpu_bytes: int,
+    roles: Mapping[str, ModelShape],
+    sharded: Mapping[str, ShardedModel] = MappingProxyType({}),
+) -> dict[str, Need]:
+    """Return what each mesh needs, by its name. `roles` has the shapes of those that are not the policy's, `sharded`
+    how TorchTitan cuts the models, where that is known."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
-    trainer = device_memory.trained(config, shape, config.parallelism, lent=lent(config))
-    asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS) if colocated else 0
-    found = {"trainer": _need("parallelism", "a trainer", trainer, gpu_bytes, asleep, "sleeping engine")}
+    trainer = device_memory.trained(config, shape, config.parallelism, sharded.get("trainer"), lent=lent(config))
+    asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
+    beside = {"sleeping engine": asleep} if colocated else {}
+    found = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
         found["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
     for name, role in config.roles.items():
         estimate = device_memory.trained if name == "critic" else device_memory.frozen
-        own = estimate(config, roles.get(name, shape), role.parallelism)
-        found[name] = _need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes, 0, "")
+        own = estimate(config, roles.get(name, shape), role.parallelism, sharded.get(name))
+        found[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
     return found
 
 
@@ -55,11 +74,6 @@ def lent(config: Config) -> int:
     return sum(
         (a.needs_reference and config.reference.mesh == "trainer", a.needs_teacher and config.teacher.mesh == "trainer")
     )
-
-
-def _need(key: str, what: str, own: Estimate, limit: int, others: int, other: str) -> Need:
-    parts = f"{own}, {other} {gib(others)}" if others else str(own)
-    return Need(key, what, own.total + others, limit, parts)
 
 
 def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) -> Need:
@@ -72,9 +86,8 @@ def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) 
         left = allowed - device_memory.engine(config, shape, 0).total
         cache = max(longest, int(left / (1 + device_memory.FRAGMENTED)))
         limit = gpu_bytes if trainer else allowed
-    return _need(
-        "generator", "an engine", device_memory.engine(config, shape, cache), limit, trainer, "waiting trainer"
-    )
+    own = device_memory.engine(config, shape, cache)
+    return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})
 
 
 def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
@@ -99,10 +112,17 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     return resolved(config, "cuda", gradients_fit=whole, rows=rows)
 
 
-def check_gpu_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, most: int) -> Iterator[str]:
+def check_gpu_memory(
+    config: Config,
+    shape: ModelShape,
+    gpu_bytes: int,
+    *,
+    most: int,
+    sharded: Mapping[str, ShardedModel] = MappingProxyType({}),
+) -> Iterator[str]:
     """`most`: how many GPUs there are."""
     roles = role_shapes(config, shape)
-    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, roles).items():
+    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, roles, sharded).items():
         if not need.fits:
             nearest = _nearest(config, shape, gpu_bytes, roles, name, most)
             room = f"{gib(need.limit)} GiB of a GPU's {gib(gpu_bytes)}"

@@ -26,6 +26,11 @@ def gpus_needed(config: Config) -> int:
     return trainers + generators - shared + sum(role.parallelism.world_size for role in config.roles.values())
 
 
+def gpus_of_hosts(config: Config, gpus: int) -> int:
+    """Return how many GPUs the hosts have together, from those of one host; `processes` share those of this machine."""
+    return gpus if config.hosts.kind == "processes" else gpus * config.hosts.number
+
+
 def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[str]:
     hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
     generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0

@@ -1,0 +1,108 @@
+"""A dry run asks TorchTitan how it cuts a model, in a process with a deadline."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from support.shapes import LLAMA_8B, QWEN_600M
+from titan_rl.config.sections import Config, ModelSection, ParallelismSection
+from titan_rl.config.toml import find, load
+from titan_rl.preflight.checks.gpu_memory import needs, on_gpus
+from titan_rl.preflight.device_memory import by_formula
+from titan_rl.preflight.memory_tables import HostLoad, host_loads
+from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
+from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+
+TINY = shape_of(ModelSection())
+
+
+def mesh(shard: int = 1, tp: int = 1, replicate: int = 1) -> ParallelismSection:
+    return ParallelismSection(
+        data_parallel_shard_degree=shard, tensor_parallel_degree=tp, data_parallel_replicate_degree=replicate
+    )
+
+
+def test_the_formula_agrees_with_torchtitan() -> None:
+    """To 1%: norms are not cut by tensor parallelism, and each parameter is cut by itself."""
+    shapes = {"llama": LLAMA_8B, "qwen": QWEN_600M, "value": QWEN_600M.with_value_head()}
+    meshes = [mesh(), mesh(shard=8), mesh(shard=4, tp=2), mesh(shard=2, tp=4, replicate=2), mesh(shard=128, tp=8)]
+    short = {name: replace(shape, n_layers=4) for name, shape in shapes.items()}
+    asked = {
+        f"{name} {i}": MeshQuestion(Config(), shape, p)
+        for (name, shape), (i, p) in product(short.items(), enumerate(meshes))
+        if shape.n_kv_heads % p.tensor_parallel_degree == 0
+    }
+    found = ask_titan(asked)
+    assert found.keys() == asked.keys()
+    for name, question in asked.items():
+        expected = by_formula(question.shape, question.parallelism)
+        for part in ("held", "whole", "block", "last"):
+            got, want = getattr(found[name], part), getattr(expected, part)
+            spare = question.shape.dim + question.shape.vocab_size  # a value head is not cut; the last norm is dealt
+            assert want * 0.99 - spare <= got <= want * 1.01 + spare, (name, part)
+
+
+def test_all_meshes_of_a_run_are_asked_about() -> None:
+    config = load(find("ppo_reward_model_llama"))
+    config = replace(config, parallelism=mesh(shard=2, tp=2))
+    found = ask_titan(questions(config, TINY))
+    assert list(found) == ["trainer", "reference", "reward_model", "critic"]
+    sent = found["trainer"].sent
+    assert [len(runs) for runs in sent] == [1] * 4
+    assert sum(map(sum, sent)) == TINY.parameters
+    assert found["critic"].last < found["reference"].last
+    assert not found["critic"].sent
+
+
+def test_a_mesh_that_torchtitan_refuses_is_named() -> None:
+    asked = {"critic": MeshQuestion(Config(), TINY, mesh(tp=3))}
+    with pytest.raises(CannotShard, match=r"^\[critic\]: expected a mesh over which TorchTitan cuts the model, found "):
+        ask_titan(asked)
+
+
+def test_torchtitan_has_a_deadline() -> None:
+    with pytest.raises(
+        CannotShard, match=r"^expected TorchTitan to cut the models within 0\.01 s, found it still busy"
+    ):
+        ask_titan({"trainer": MeshQuestion(Config(), TINY, mesh())}, seconds=0.01)
+
+
+def test_a_rank_that_holds_more_than_its_share_counts() -> None:
+    """What TorchTitan says replaces the formula."""
+    config = load(find("grpo_llama3_8b"))
+    resolved = on_gpus(config, LLAMA_8B, 79 * GIB)
+    twice = by_formula(LLAMA_8B, config.parallelism)
+    uneven = replace(twice, held=2 * twice.held)
+    before, after = (needs(resolved, LLAMA_8B, 79 * GIB, {}, cut)["trainer"] for cut in ({}, {"trainer": uneven}))
+    assert after.nbytes - before.nbytes == pytest.approx(1.05 * 16 * twice.held)
+    assert not after.fits
+
+
+def loads(config: Config, sent: list[list[int]]) -> list[HostLoad]:
+    return host_loads(config, LLAMA_8B, {"trainer": ShardedModel(1, 1, 1, 1, sent)}, 4)
+
+
+def test_a_byte_crosses_a_link_once_per_receiving_host() -> None:
+    """Hosts 0 and 1 train, 2 and 3 have two replicas each."""
+    config = load(find("grpo_llama3_8b"))
+    config = replace(
+        config,
+        parallelism=mesh(shard=4, tp=2),
+        generator=replace(config.generator, replicas=4, tensor_parallel_degree=2),
+        hosts=replace(config.hosts, count=4, slots=4),
+        fault=replace(config.fault, snapshot_interval=0),
+    )
+    found = loads(config, [[100, 100]] * 8)
+    assert [(load.received, load.sent) for load in found] == [(0, 3200), (0, 3200), (3200, 0), (3200, 0)]
+    assert [dict(load.held) for load in found] == [{"staged weights": 3200}] * 2 + [{"received weights": 6400}] * 2
+
+
+def test_nothing_crosses_a_link_within_a_host() -> None:
+    config = load(find("grpo_llama3_8b_colocated"))
+    (found,) = host_loads(config, LLAMA_8B, {"trainer": ShardedModel(1, 1, 1, 1, [[100]] * 8)}, 8)
+    assert (found.received, found.sent) == (0, 0)
+    assert found.held["staged weights"] == 2 * 8 * 100 * 2
+    assert found.held["snapshots"] == 24 * LLAMA_8B.parameters

@@ -1,0 +1,88 @@
+"""Asks TorchTitan how it cuts the models of a run over their meshes, in another process: this one imports no torch."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from titan_rl.config.sections import Config
+from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, role_shapes
+from titan_rl.preflight.checks.host import gpus_of_hosts
+from titan_rl.preflight.memory_tables import check_host_memory
+from titan_rl.preflight.refusal import refuse
+from titan_rl.preflight.setup import Setup
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+from titan_rl.wire.vllm_params import pieces
+
+SECONDS = 300.0  # measured: 10 for 8B over 8 ranks, 30 for 70B over 64
+
+
+class CannotShard(Exception):
+    """TorchTitan refuses a mesh, or did not answer. The text is a problem with the key to change."""
+
+
+def checked_sharding(setup: Setup) -> dict[str, ShardedModel]:
+    """Return how TorchTitan cuts the models of a run on GPUs, or refuse the run. On a CPU, where ranks themselves are
+    cheap to start, nothing is asked."""
+    config, shape, gpus = setup.resolved, setup.shape, setup.gpus
+    if setup.device != "cuda" or not gpus.nbytes:
+        return {}
+    most, sharded = gpus_of_hosts(config, gpus.count), dict[str, ShardedModel]()
+    try:
+        sharded = ask_titan(questions(config, shape))
+        problems = list(check_gpu_memory(setup.config, shape, gpus.nbytes, most=most, sharded=sharded))
+        problems += check_host_memory(config, shape, sharded, gpus.count)
+    except CannotShard as error:
+        problems = [str(error)]
+    if problems:
+        refuse(setup.name, problems)
+    return sharded
+
+
+def questions(config: Config, shape: ModelShape) -> dict[str, MeshQuestion]:
+    """Return what to ask about each mesh that holds a TorchTitan model."""
+    config = replace(config, compile=replace(config.compile, enable=False))  # it cuts nothing, and imports much
+    tp, shapes = config.generator.tensor_parallel_degree, role_shapes(config, shape)
+    readers = [pieces(shape, tp=tp, rank=rank) for rank in range(tp)] if config.samples_rollouts else []
+    trainer = MeshQuestion(config, shape, config.parallelism, readers)
+    roles = {name: MeshQuestion(config, shapes[name], role.parallelism) for name, role in config.roles.items()}
+    return {"trainer": trainer, **roles}
+
+
+def ask_titan(asked: Mapping[str, MeshQuestion], seconds: float = SECONDS) -> dict[str, ShardedModel]:
+    command = [sys.executable, "-m", "titan_rl.actors.titan.meta_model"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer")
+        try:
+            ended = subprocess.run(
+                [*command, str(answer)],
+                input=pickle.dumps(dict(asked)),
+                capture_output=True,
+                env=environment,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CannotShard(
+                f"expected TorchTitan to cut the models within {seconds:g} s, found it still busy"
+            ) from None
+        if ended.returncode:
+            said = ended.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
+            raise CannotShard(
+                f"expected a process that imports TorchTitan, found exit code {ended.returncode}: {said[-1]}"
+            )
+        found: dict[str, ShardedModel | str] = pickle.loads(answer.read_bytes())
+    return {name: _cut(name, one) for name, one in found.items()}
+
+
+def _cut(name: str, found: ShardedModel | str) -> ShardedModel:
+    if isinstance(found, str):
+        section = "parallelism" if name == "trainer" else name
+        raise CannotShard(f"[{section}]: expected a mesh over which TorchTitan cuts the model, found {found}")
+    return found
