@@ -28,7 +28,7 @@ from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.sandbox.local import configure
-from titan_rl.tasks.judging import training_rubric
+from titan_rl.tasks.judging import grader_rubric, training_rubric
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.prompts import SAMPLES, PromptSource
 from titan_rl.train import engine_proof
@@ -330,6 +330,7 @@ class Controller:
             judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
         else:
             judge = by_model(reward_model, config, tokenizer.pad, rows_of(self.setup))
+        grader = grader_rubric(config.task)
         settings = StreamSettings(
             algorithm=config.algorithm,
             rollout=config.rollout,
@@ -343,5 +344,6 @@ class Controller:
             driver_attempts=config.fault.environment_attempts,
             limits=self.session_limits(),
             warn=self.run.terminal.warn,
+            grade=grader and self.setup.judges.judge(grader),
         )
         return RolloutStream(settings, self.meshes.generators, prompts, judge, tokenizer.decode, self.clock, ledger)

@@ -307,6 +307,7 @@ class Engine:
         sample.versions.append(version)
         if output.kept is not None:
             sample.kept.append(output.kept)
+        sample.context.extend(output.context)
         if output.finish is not None:
             open.samples[index] = replace(sample, finish=output.finish)
             del self._in_vllm[open.unfinished.pop(index)]
@@ -328,7 +329,8 @@ def _begun(request: Request) -> list[Completion]:
     """Return a request's samples so far, in lists that may grow."""
     if not request.begun:
         return [Completion([], [], [], "abort") for _ in request.seeds]
-    return [Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, kept=[*s.kept]) for s in request.begun]
+    lists = ([[*each] for each in (s.tokens, s.logprobs, s.versions, s.kept, s.context)] for s in request.begun)
+    return [Completion(t, p, v, s.finish, "", k, c) for (t, p, v, k, c), s in zip(lists, request.begun, strict=True)]
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

@@ -16,10 +16,11 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from titan_rl.actors.vllm.kept_tokens import last_kept
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.types import Finish
 
 WRITTEN_FOR = "0.32.0"
@@ -43,6 +44,7 @@ class Sampled(NamedTuple):
     finish: Finish | None  # once it has ended
     prefill: Prefill | None  # with its first token
     kept: bytes | None = None  # its kept set, if sets are recorded
+    context: Sequence[ContextScore] = ()  # of what it read, with its first token, if that is asked for
 
 
 class StepScheduler(Scheduler):
@@ -147,7 +149,9 @@ class StepScheduler(Scheduler):
                 self._free_request(request)
                 stopped.add(request)
             row = rows[at] if rows else at
-            self._sampled.append(Sampled(id, token, values[row], finish, prefill, sets[row] if sets else None))
+            kept = sets[row] if sets else None
+            scores = context_scores(model_runner_output.prompt_logprobs_dict.get(id))
+            self._sampled.append(Sampled(id, token, values[row], finish, prefill, kept, scores))
         self.running = remove_all(self.running, stopped)
         return {}
 
@@ -159,3 +163,11 @@ class StepScheduler(Scheduler):
         if len(request._output_token_ids) >= request.max_tokens or len(request._all_token_ids) >= self.max_model_len:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None
+
+
+def context_scores(found: LogprobsTensors | None) -> Sequence[ContextScore]:
+    """Return vLLM's prompt log-probs: of each token first its own, then that of the most likely one."""
+    if found is None:
+        return ()
+    pairs = zip(found.logprobs.tolist(), found.logprob_token_ids.tolist(), strict=True)
+    return [ContextScore(own, best, most) for (own, most), (_, best) in pairs]

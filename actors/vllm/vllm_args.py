@@ -52,6 +52,7 @@ def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,  # the sampled token's only
+        prompt_logprobs=1 if sampling.scores_context and not begun else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

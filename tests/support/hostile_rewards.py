@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import subprocess
 import time
 
 _leak: list[bytes] = []
@@ -34,6 +35,8 @@ def obey(completion: str) -> float:
     elif word == "orphan":
         if os.fork() == 0:
             time.sleep(600)
+    elif word == "escape":  # a session of its own, without our environment
+        return float(subprocess.Popen(["sleep", "600"], start_new_session=True, env={}).pid)
     elif word == "pid":
         return float(os.getpid())
     return float((rest[-1:].isdigit() and rest[-1:]) or 0)

@@ -77,8 +77,9 @@ class MessageStepResult:
 class Echo:
     """Tinker: a MessageEnv. After "b" it forgets what was said."""
 
-    def __init__(self, row: dict[str, Any]) -> None:
-        self._said: list[dict[str, Any]] = [{"role": "user", "content": row["question"]}]
+    def __init__(self, question: str, other: str = "") -> None:
+        assert not other, "only what is required is a column"
+        self._said: list[dict[str, Any]] = [{"role": "user", "content": question}]
 
     async def initial_observation(self) -> list[dict[str, Any]]:
         return self._said
@@ -149,6 +150,11 @@ class Unruly:
             case "block":
                 time.sleep(self._row["seconds"])
         return "", 1.0, True, {}
+
+
+class Raises(Unruly):
+    def reset(self, row: dict[str, Any]) -> str:
+        return super().reset({"does": "raise"})
 
 
 class Selfish(Unruly):

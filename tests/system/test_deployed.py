@@ -118,6 +118,20 @@ def test_any_client_gets_the_answers_that_the_run_measured(run: Run, server: tup
         ask(f"{url}/completions", "sk-wrong", body)
 
 
+def test_prompts_are_scored_as_what_was_sampled(server: tuple[Run, str, str]) -> None:
+    """As lm-eval's log-likelihood tasks ask: a greedy answer, read again, has its log-probs, and is the most likely."""
+    _, url, key = server
+    greedy = {"prompt": "12+34=", "temperature": 0, "max_tokens": 3}
+    (said,) = ask(f"{url}/completions", key, {**greedy, "logprobs": 0, "return_token_ids": True})["choices"]
+    body = {"prompt": f"12+34={said['text']}", "temperature": 0, "max_tokens": 0, "logprobs": 1, "echo": True}
+    (choice,) = ask(f"{url}/completions", key, body)["choices"]
+    count = len(said["text"])
+    own, top = (choice["logprobs"][name][-count:] for name in ("token_logprobs", "top_logprobs"))
+    assert own == pytest.approx(said["logprobs"]["token_logprobs"][:count], abs=1e-4)
+    assert own == [max(each.values()) for each in top]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+
+
 def test_a_signal_ends_the_server_and_its_engines(server: tuple[Run, str, str]) -> None:
     served, _, _ = server
     assert served.workers()

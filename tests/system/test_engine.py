@@ -63,6 +63,19 @@ def check_top_p_logprobs_are_those_of_the_truncated_distribution(engine: Engine,
         assert abs(row[token].item() - probs[:kept].sum().log().item() - logprob) < 1e-4
 
 
+def check_a_context_is_scored_where_that_is_asked_for(engine: Engine, model: Any) -> None:
+    wish, context = Sampling(2, 0.0, scores_context=True), list(range(3, 43))
+    found = run(engine, Request("a", context, [0], wish), Request("b", context, [0], Sampling(2, 0.0)))
+    (scored,), (plain,) = found["a"], found["b"]
+    assert (plain.context, plain.tokens) == ([], scored.tokens)
+    logprobs = reference(model, context[:1], context[1:], 1.0)
+    assert len(scored.context) == len(context) - 1
+    for row, token, score in zip(logprobs, context[1:], scored.context, strict=True):
+        assert abs(row[token].item() - score.logprob) < 1e-5
+        assert abs(row.max().item() - score.best_logprob) < 1e-5
+        assert row[score.best] == row.max()
+
+
 def check_greedy_is_the_argmax(engine: Engine, model: Any) -> None:
     (completion,) = run(engine, Request("a", CONTEXT, [0], Sampling(24, 0.0)))["a"]
     assert completion.tokens == reference(model, CONTEXT, completion.tokens, 1.0).argmax(-1).tolist()

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_rl.agents.adapters import MAKERS, Conversation, Message, Settings, adapted
 from titan_rl.agents.tools import Tool
-from titan_rl.agents.user_code import call_user, keywords_of, load
+from titan_rl.agents.user_code import call_user, keywords_of, load, parameters_of
 
 NO_TOOLS = ("reset", "close", "get_reward")
 """Public methods of a set of tools that the policy may not call."""
@@ -40,9 +40,11 @@ async def make_environment(
     make: Callable[..., Any], name: str, offered: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Any:
     """Return an environment with the methods of episodes.Environment. Constructors of SkyRL-gym take env_config, which
-    is environment.args, and extras, which is the row."""
+    is environment.args, and extras, which is the row. What a constructor requires may be a column of the row."""
+    row = offered["row"]
+    columns = {p.name: row[p.name] for p in parameters_of(make) if p.default is p.empty and p.name in row}
     known = {"reward_spec": {"method": "rule", "ground_truth": offered["answer"]}, "extra_info": {}}
-    given = {**offered, "env_config": Settings(args), "extras": {**known, **offered["row"]}, **args}
+    given = {**columns, **offered, "env_config": Settings(args), "extras": {**known, **row}, **args}
     return adapted(await call_user(make, **keywords_of(make, given, name)))
 
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from itertools import accumulate
 from typing import Any
 
 from aiohttp import web
@@ -22,8 +23,10 @@ from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.openai_endpoint import Answers, Body, OpenAIEndpoint, authorize, bad_request, json_body, replied
 from titan_rl.agents.play import Sampled
 from titan_rl.text.template import Message
+from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Generates, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, Generates, Prompt, Request, Sampling
 
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16
@@ -102,32 +105,80 @@ class PolicyEndpoint(OpenAIEndpoint):
         """Return the session of one answer."""
         opening = self._renderer.tokenizer.opening
 
-        async def ask(
-            kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
-        ) -> Sampled:
-            tokens = [*opening[:kept], *new]
+        async def generated(tokens: list[int], most: int | None, scores: bool = False) -> tuple[int, Completion]:
             room = self._context - len(tokens)
             if room < 1:
                 raise EpisodeOver("context_overflow")
-            number = next(self._numbers)
-            limited = replace(sampling, max_new_tokens=min(most or sampling.max_new_tokens, room))
+            number, most = next(self._numbers), min(most or sampling.max_new_tokens, room)
+            limited = replace(sampling, max_new_tokens=most, scores_context=scores)
             try:
-                (completion,) = await self._generators.generate(
-                    Request(f"serve-{number}", tokens, [seed % 2**31], limited)
-                )
+                (found,) = await self._generators.generate(Request(f"serve-{number}", tokens, [seed % 2**31], limited))
             except RequestRefused as error:
                 raise Refused(HTTPStatus.BAD_REQUEST, "invalid_request", str(error)) from error
-            return Sampled(completion.tokens, completion.finish, number, completion.logprobs if logprobs else ())
+            return number, found
 
-        return OneAnswer(Prompt(0, "", opening, ""), self._renderer, ask, stops)
+        async def ask(
+            kept: int, new: list[int], most: int | None, *, after: int | None = None, logprobs: bool = False
+        ) -> Sampled:
+            number, found = await generated([*opening[:kept], *new], most)
+            return Sampled(found.tokens, found.finish, number, found.logprobs if logprobs else ())
+
+        async def score(tokens: list[int], most: int | None) -> tuple[Sampled, list[ContextScore]]:
+            number, found = await generated(tokens, most, scores=True)
+            return Sampled(found.tokens, found.finish, number, found.logprobs), found.context
+
+        return OneAnswer(Prompt(0, "", opening, ""), self._renderer, ask, score, stops)
+
+    async def _complete(self, session: AgentSession, body: Body) -> tuple[Any, list[Any]]:
+        """Answer a completion. With `echo` its text and log-probs begin with the prompt's: log-likelihood tasks of
+        lm-eval ask for one token, or none, and read those."""
+        if not body.get("echo"):
+            return await super()._complete(session, body)
+        assert isinstance(session, OneAnswer)
+        if body.get("stream") or body.get("suffix"):
+            raise bad_request("echo: expected neither stream nor suffix with it")
+        if (given := body.get("logprobs")) not in (None, 0, 1):
+            raise bad_request(f"logprobs: expected 0 or 1 with echo, found {given!r}")
+        most = body.get("max_tokens")
+        if most is not None and (type(most) is not int or most < 0):
+            raise bad_request(f"max_tokens: expected an integer of at least 0 with echo, found {most!r}")
+        said, scores = await session.echo(prompt := body.get("prompt"), most)
+        reply, _ = self._replies.text(said, session.tokenizer, {**body, "logprobs": None})
+        (choice,) = reply["choices"]
+        read = prompt if isinstance(prompt, str) else session.tokenizer.decode(said.context, skip_special=False)
+        choice["text"] = read + said.text
+        if given is not None:
+            choice["logprobs"] = echoed(said, scores, session.tokenizer)
+        return reply, []
+
+
+Scores = Callable[[list[int], int | None], Awaitable[tuple[Sampled, list[ContextScore]]]]
+"""Samples after these tokens, at most so many, and scores them from the second on."""
 
 
 class OneAnswer(AgentSession):
     """A session whose answer ends before the first of the texts `stops`."""
 
-    def __init__(self, prompt: Prompt, renderer: Renderer, ask: Asks, stops: Sequence[str]) -> None:
+    def __init__(self, prompt: Prompt, renderer: Renderer, ask: Asks, score: Scores, stops: Sequence[str]) -> None:
         super().__init__(prompt, renderer, NO_LIMITS, ask)
-        self._stops = stops
+        self._score, self._stops = score, stops
+
+    async def echo(self, prompt: Any, most: int | None) -> tuple[Said, list[ContextScore]]:
+        """Continue a text or tokens by at most so many tokens (None: as configured), and score what was read."""
+        size = self.tokenizer.size
+        tokens = (
+            [*self.tokenizer.opening, *self.tokenizer.encode_outside(prompt)] if isinstance(prompt, str) else prompt
+        )
+        known = isinstance(tokens, list) and all(type(token) is int and 0 <= token < size for token in tokens)
+        if not known or not tokens:
+            raise bad_request(f"prompt: expected one text, or a list of token ids from 0 to {size - 1}, with echo")
+        try:
+            sampled, scores = await self._score(tokens, most or 1 if most is not None else None)
+        except EpisodeOver as error:
+            raise self._over(error.status, f"a context of {len(tokens)} tokens cannot be sampled") from error
+        if most == 0:
+            sampled = sampled._replace(tokens=[], logprobs=(), finish="length")
+        return self._cut(Said(tokens, sampled, self.tokenizer.decode(sampled.tokens), {})), scores
 
     async def complete(self, prompt: str, wish: Wish) -> Said:
         return self._cut(await super().complete(prompt, wish))
@@ -150,6 +201,18 @@ class OneAnswer(AgentSession):
 
 def first_part(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def echoed(said: Said, scores: Sequence[ContextScore], tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return the log-probs of a prompt and its answer. The first token has none. The most likely token is known of what
+    was read only."""
+    names = [tokenizer.decode([token], skip_special=False) for token in (*said.context, *said.sampled.tokens)]
+    own = [score.logprob for score in scores] + list(said.sampled.logprobs)
+    top: list[dict[str, float]] = [{name: p} for name, p in zip(names[1:], own, strict=True)]
+    for each, score in zip(top, scores, strict=False):
+        each[tokenizer.decode([score.best], skip_special=False)] = score.best_logprob
+    offsets = list(accumulate(map(len, names), initial=0))[:-1]
+    return {"tokens": names, "token_logprobs": [None, *own], "top_logprobs": [None, *top], "text_offset": offsets}
 
 
 def one_by_one(body: Body) -> list[Body]:

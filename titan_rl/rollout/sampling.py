@@ -3,7 +3,7 @@
 import asyncio
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -12,6 +12,7 @@ from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.player import Play, Player, SingleTurn
 from titan_rl.rollout.session import SessionLimits
+from titan_rl.tasks.rubric import GRADER
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
 from titan_rl.wire.seeds import sample_seed
@@ -103,6 +104,7 @@ class StreamSettings:
     driver_attempts: int = 2  # of one whose process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
+    grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
 
 
 class GroupSampler:
@@ -143,11 +145,17 @@ class GroupSampler:
         unjudged = [rollout for rollout in ended if not rollout.valid]
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, unjudged) if unjudged else ()
+            grades = await self._grades(
+                prompt, {i: r for i, r in enumerate(rollouts) if r.valid and r.branches and r.status not in FAILED}
+            )
         if isinstance(rewards, GroupFailed):
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
         found = dict(zip(map(id, unjudged), rewards, strict=True))
-        rollouts = [replace(_rewarded(r, found.get(id(r))), penalty=self._penalty(r)) for r in rollouts]
+        rollouts = [
+            replace(_rewarded(r, found.get(id(r)), grades.get(i)), penalty=self._penalty(r))
+            for i, r in enumerate(rollouts)
+        ]
         group = Group(prompt, rollouts)
         self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
         return group
@@ -231,6 +239,25 @@ class GroupSampler:
                 return self._enough(prompt, verdicts, len(errors) + 1)
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
 
+    async def _grades(self, prompt: Prompt, rewarded: Mapping[int, Rollout]) -> dict[int, float]:
+        """Return what the grader says, by the numbers of the samples. A grader that fails is named, and costs no
+        reward."""
+        if self._settings.grade is None or not rewarded:
+            return {}
+        try:
+            found = await self._settings.grade(prompt, [*rewarded.values()])
+            verdicts = [each if isinstance(each, Judgement) else Judgement(float(each)) for each in found]
+            by_sample = dict(zip(rewarded, verdicts, strict=True))
+        except RunError:
+            raise
+        except Exception as error:
+            failed = Judgement(math.nan, error=str(error) or type(error).__name__)
+            by_sample = dict.fromkeys(rewarded, failed)
+        for sample, verdict in by_sample.items():
+            if verdict.error:
+                self._name(prompt, sample, f"the grader: {verdict.error}")
+        return {sample: verdict.reward for sample, verdict in by_sample.items() if math.isfinite(verdict.reward)}
+
     def _enough(self, prompt: Prompt, verdicts: Sequence[Judgement], attempt: int) -> Sequence[Judgement] | GroupFailed:
         """Name the answers that failed. Return the failure of the group if fewer than two have a reward."""
         failed = [(sample, verdict.error) for sample, verdict in enumerate(verdicts) if verdict.error]
@@ -271,9 +298,9 @@ class GroupSampler:
         return -algorithm.overlong_penalty * punishment
 
 
-def _rewarded(rollout: Rollout, verdict: Judgement | None) -> Rollout:
-    """Return the rollout with what its judge said."""
+def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None) -> Rollout:
+    """Return the rollout with what its judge said, or the grader alone."""
     if verdict is None:
-        return rollout
+        return rollout if grade is None else replace(rollout, parts={GRADER: grade})
     why = verdict.error if math.isnan(verdict.reward) else ""
     return replace(rollout, reward=verdict.reward, parts=verdict.parts, unrewarded=why)

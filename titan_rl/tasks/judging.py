@@ -22,6 +22,11 @@ def training_rubric(task: TaskSection) -> Rubric:
     return Rubric(tuple(parts.items()), task.grader, tuple(task.reward_args.items()))
 
 
+def grader_rubric(task: TaskSection) -> Rubric | None:
+    """Return task.grader alone: what judges rollouts whose reward an environment gave."""
+    return Rubric(((task.grader, 1.0),), "", tuple(task.reward_args.items())) if task.grader else None
+
+
 def evaluation_rubric(task: TaskSection) -> Rubric:
     """Return what held-out answers are judged by: task.eval_reward, or the training reward without its grader."""
     parts = ((task.eval_reward, 1.0),) if task.eval_reward else training_rubric(task).parts

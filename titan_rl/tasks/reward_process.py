@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +27,14 @@ GRACE_SECONDS = 5.0
 """Added to the deadline of functions that are called together and have deadlines of their own."""
 STACK_SECONDS = 1.0
 """Until a process that is about to be killed must have written its stack."""
-LONGEST_LINE = 2**24  # bytes
 PAGE = os.sysconf("SC_PAGE_SIZE")
-PROGRAM = "import sys; sys.path[:] = {path!r}; from titan_rl.tasks.reward_worker import serve; serve(*{given})"
+KILL_SECONDS = 10.0
+"""Until a keeper must have ended its worker and whatever that started; then it is killed itself."""
+PROGRAM = """
+import sys; sys.path[:] = {path!r}
+from titan_rl.tasks.reward_keeper import fork_worker; fork_worker({controller}, {given})
+from titan_rl.tasks.reward_worker import serve; serve(*{given})
+"""
 """The worker finds modules where this process does."""
 
 
@@ -41,8 +47,9 @@ class RewardProcessLost(Exception):
 
 
 class RewardProcess:
-    def __init__(self, process: "subprocess.Popen[bytes]", stack: int) -> None:
-        self._process, self._stack = process, stack
+    def __init__(self, process: "subprocess.Popen[bytes]", lines: int, stack: int) -> None:
+        self._process, self._lines, self._stack = process, lines, stack
+        self._worker = self._read = 0  # its pid, once it has told; bytes of its lines that were read
         self._at_once: dict[Rubric, bool] = {}  # of those that are imported
         self._doom = ""  # why it was killed, if it was
         self._reader: asyncio.StreamReader
@@ -54,58 +61,70 @@ class RewardProcess:
         """`spawner`: its thread must live as long as this process, because the kernel kills a child whose parent
         thread ends."""
         ours, theirs = socket.socketpair()
-        stack = os.memfd_create("stack")
-        program = PROGRAM.format(path=sys.path, given=(theirs.fileno(), stack, os.getpid()))
+        lines, stack = os.memfd_create("lines"), os.memfd_create("stack")
+        given = (theirs.fileno(), lines, stack)
+        program = PROGRAM.format(path=sys.path, controller=os.getpid(), given=given)
 
         def spawn() -> "subprocess.Popen[bytes]":
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), stack),
+                pass_fds=given,
                 start_new_session=True,
                 env={**os.environ, "TITAN_RL_PROC": f"reward{number}"},
             )
 
         try:
-            self = cls(await spawner.run(spawn, None), stack)
+            self = cls(await spawner.run(spawn, None), lines, stack)
         except BaseException:
+            os.close(lines)
             os.close(stack)
             ours.close()
             raise
         finally:
             theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=LONGEST_LINE)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         return self
 
     async def imported(self, rubric: Rubric) -> bool:
         """Import a rubric unless it is. Return True if it judges answers together. Raise ValueError if it cannot be."""
         if rubric not in self._at_once:
             self._ask(JudgeRequest(rubric))
-            line = await self._line(IMPORT_SECONDS, "importing the reward")
+            (line,) = await self._more(time.monotonic() + IMPORT_SECONDS) or [None]
+            if line is None:
+                raise await self._late(IMPORT_SECONDS, "", "importing the reward")
             if "failed" in line:
                 raise ValueError(line["failed"])
+            self._worker = line["pid"]
             self._at_once[rubric], self.resting = line["ready"], self.memory
         return self._at_once[rubric]
 
     async def judge(self, request: JudgeRequest) -> AsyncIterator[dict[str, Any]]:
         """Yield the worker's line about each answer. Raise RewardProcessLost if it ends before the last one."""
         self._ask(request)
-        left, at, seconds = len(request.rows), "", request.seconds
+        left, at, seconds, since = len(request.rows), "", request.seconds, time.monotonic()
         only = request.rubric.names[0] if len(request.rubric.names) == 1 else "the reward function"
         while left:
-            line = await self._line(seconds, at, only)
-            if "at" in line:
-                at = line["at"]
-                seconds = None if request.seconds is None else request.seconds + GRACE_SECONDS
-            else:
-                left, at, seconds = left - 1, "", request.seconds
-                yield line
+            try:
+                lines = await self._more(None if seconds is None else since + seconds)
+            except RewardProcessLost as lost:
+                raise RewardProcessLost(str(lost), at=at) from None
+            if not lines:
+                raise await self._late(seconds or 0.0, at, only)
+            for line in lines:
+                since = line["t"]
+                if "at" in line:
+                    at = line["at"]
+                    seconds = None if request.seconds is None else request.seconds + GRACE_SECONDS
+                else:
+                    left, at, seconds = left - 1, "", request.seconds
+                    yield line
 
     @property
     def memory(self) -> int:
         """Return the bytes of memory that it has; 0 if it has ended."""
         with suppress(OSError, ValueError, IndexError):
-            return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * PAGE
+            return int(Path(f"/proc/{self._worker or self._process.pid}/statm").read_text().split()[1]) * PAGE
         return 0
 
     def doom(self, why: str) -> None:
@@ -116,34 +135,51 @@ class RewardProcess:
     async def end(self) -> None:
         self._kill()
         self._writer.close()
-        await asyncio.to_thread(self._process.wait)
-        with suppress(OSError):
-            os.close(self._stack)
+        try:
+            await asyncio.to_thread(self._process.wait, KILL_SECONDS)
+        except subprocess.TimeoutExpired:  # somebody stopped the keeper
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        for descriptor in (self._lines, self._stack):
+            with suppress(OSError):
+                os.close(descriptor)
 
     def _kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with what it started itself
+        self._process.terminate()  # the keeper kills the worker, and what that started itself
 
     def _ask(self, request: JudgeRequest) -> None:
+        os.ftruncate(self._lines, 0)
+        self._read = 0
         data = pickle.dumps(request)
         self._writer.write(LENGTH.pack(len(data)) + data)
 
-    async def _line(self, seconds: float | None, at: str, what: str = "") -> dict[str, Any]:
+    async def _more(self, until: float | None) -> list[dict[str, Any]]:
+        """Return the worker's next lines, or none if there are none at the time `until`. Raise if it has ended."""
+        gone = False
+        while not (lines := self._new_lines()):
+            if gone:
+                raise RewardProcessLost(self._doom or await self._death())
+            try:
+                async with deadline(None if until is None else max(until - time.monotonic(), 0)):
+                    gone = not await self._reader.read(2**12)
+            except TimeoutError:
+                return self._new_lines()
+            except OSError as error:
+                raise RewardProcessLost(f"the reward process cannot be reached: {error}") from None
+        return lines
+
+    def _new_lines(self) -> list[dict[str, Any]]:
+        text = os.pread(self._lines, os.fstat(self._lines).st_size - self._read, self._read)
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
         try:
-            async with deadline(seconds):
-                text = await self._reader.readline()
-        except TimeoutError:
-            place = await self._place()
-            late = f"{at or what} did not return within {seconds:g} s{place}"
-            raise RewardProcessLost(f"{late} (task.reward_seconds); its process is killed", at=at, hung=True) from None
-        except ValueError:  # longer than any line of ours
-            raise RewardProcessLost("the reward process sent what is no answer", at=at) from None
-        except OSError as error:
-            raise RewardProcessLost(f"the reward process cannot be reached: {error}", at=at) from None
-        with suppress(ValueError):
-            return json.loads(text)
-        raise RewardProcessLost(self._doom or await self._death(), at=at)
+            return [json.loads(line) for line in whole.splitlines()]
+        except ValueError:
+            raise RewardProcessLost("the reward process sent what is no answer") from None
+
+    async def _late(self, seconds: float, at: str, what: str) -> RewardProcessLost:
+        late = f"{at or what} did not return within {seconds:g} s{await self._place()}"
+        return RewardProcessLost(f"{late} (task.reward_seconds); its process is killed", at=at, hung=True)
 
     async def _death(self) -> str:
         """Return how it ended, or that it did not but hung up."""

@@ -1,15 +1,17 @@
 """The program of a reward process: imports a rubric's functions and judges answers, on its main thread.
 
-    controller ── length, pickle of a request ──> worker ── a line of JSON per answer ──> controller
+    controller ── length, pickle of a request ──> worker ── lines of JSON in shared memory, and a byte ──> controller
 
     {"ready": true or false: answers are judged together}     {"failed": why the rubric cannot be imported}
     {"at": what}  before what has a deadline of its own         {"row": i, "reward": ..., "seconds": ...}
 
-The controller kills a worker that is late, and whatever it started. SIGUSR2 makes the worker write its stack to a file,
-even while one long regular expression holds the interpreter's lock.
+Each line has its time, "t". Lines survive the worker: the controller reads them after the byte, which comes once for
+many fast answers, but also when a deadline has passed or the worker is gone. So it always knows whose turn it was.
+
+The controller kills a worker that is late, and whatever it started (reward_keeper.py). SIGUSR2 makes the worker write
+its stack to a file, even while one long regular expression holds the interpreter's lock.
 """
 
-import ctypes
 import faulthandler
 import json
 import math
@@ -28,8 +30,9 @@ from titan_rl.tasks.rubric import Rubric, Scorer
 from titan_rl.wire.streams import outlive_readers
 from titan_rl.wire.types import Judgement, Prompt
 
-PR_SET_PDEATHSIG = 1
 LENGTH = struct.Struct("!I")
+FLUSH_SECONDS = 0.02
+"""Between two bytes to the controller, at least, while answers are fast."""
 
 
 class JudgeRequest(NamedTuple):
@@ -43,11 +46,8 @@ class JudgeRequest(NamedTuple):
     seconds: float | None = None
 
 
-def serve(connection: int, stack: int, controller: int) -> None:
-    """Judge until the controller hangs up. The kernel kills this process if the controller dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != controller:
-        return
+def serve(connection: int, lines: int, stack: int) -> None:
+    """Judge until the controller hangs up. `lines` and `stack`: descriptors of shared memory."""
     outlive_readers()
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
     os.register_at_fork(after_in_child=lambda: _close(connection))  # its copy would hide that this process died
@@ -56,7 +56,9 @@ def serve(connection: int, stack: int, controller: int) -> None:
         scorers: dict[Rubric, Scorer] = {}
         while head := requests.read(LENGTH.size):
             request: JudgeRequest = pickle.loads(requests.read(*LENGTH.unpack(head)))
-            _answer(controller_socket, scorers, request)
+            told = Told(controller_socket, lines)
+            _answer(told, scorers, request)
+            told.flush()
 
 
 def _close(connection: int) -> None:
@@ -64,21 +66,34 @@ def _close(connection: int) -> None:
         os.close(connection)
 
 
-def _answer(controller: socket.socket, scorers: dict[Rubric, Scorer], request: JudgeRequest) -> None:
-    me = os.getpid()
+class Told:
+    """What the controller is told about one request: lines, from the beginning of the shared memory on."""
 
-    def tell(**line: Any) -> None:
-        if os.getpid() != me:
+    def __init__(self, controller: socket.socket, lines: int) -> None:
+        self._controller, self._lines = controller, lines
+        self._end, self._flushed, self._me = 0, time.monotonic(), os.getpid()
+
+    def line(self, **fields: Any) -> None:
+        if os.getpid() != self._me:
             os._exit(0)  # the user's function forked, and this is the child
-        controller.sendall(json.dumps(line).encode() + b"\n")
+        now = time.monotonic()
+        self._end += os.pwrite(self._lines, json.dumps({"t": now, **fields}).encode() + b"\n", self._end)
+        if now - self._flushed > FLUSH_SECONDS:
+            self.flush()
 
+    def flush(self) -> None:
+        self._controller.send(b"\n")
+        self._flushed = time.monotonic()
+
+
+def _answer(told: Told, scorers: dict[Rubric, Scorer], request: JudgeRequest) -> None:
     if request.prompt is None:
         try:
             scorer = scorers[request.rubric] = Scorer(request.rubric)
         except BaseException as error:  # importing the user's module runs it
-            tell(failed=f"{type(error).__name__}: {error}")
+            told.line(failed=f"{type(error).__name__}: {error}")
         else:
-            tell(ready=scorer.at_once)
+            told.line(ready=scorer.at_once, pid=os.getpid())
         return
     began = time.perf_counter()
     verdicts = scorers[request.rubric].verdicts(
@@ -87,11 +102,11 @@ def _answer(controller: socket.socket, scorers: dict[Rubric, Scorer], request: J
         request.rows,
         ungraded=request.ungraded,
         seconds=request.seconds,
-        at=lambda what: tell(at=what),
+        at=lambda what: told.line(at=what),
     )
     for row, verdict in verdicts:
         now = time.perf_counter()
-        tell(row=row, seconds=now - began, **fields_of(verdict))
+        told.line(row=row, seconds=now - began, **fields_of(verdict))
         began = now
 
 

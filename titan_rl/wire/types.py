@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.stop_reasons import Status
 
@@ -74,10 +75,11 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()  # with EOS; a stop token is sampled, kept, and ends the turn
     top_k: int = 0  # 0: all
     min_p: float = 0.0
+    scores_context: bool = False  # return the log-probs of the context's tokens too
 
     def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own, as for Request
-        truncation = self.top_k, self.min_p
-        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids, *truncation)
+        more = self.top_k, self.min_p, self.scores_context
+        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids, *more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +113,28 @@ class Completion:
     finish: Finish
     replica: str = ""  # that answered, if one of the log-probs is not finite
     kept: list[bytes] = field(default_factory=list)  # each token's kept set (kept_sets.py); empty: not recorded
+    context: list[ContextScore] = field(
+        default_factory=list
+    )  # of the request's tokens from the second on, if asked for
 
     def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own; a step has one per sample
-        kept = (self.kept,) if self.kept else ()
+        more = (self.kept, self.context) if self.kept or self.context else ()
         if len(self.tokens) < LONG:
-            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica, *kept)
+            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica, *more)
         tokens, logprobs = array("q", self.tokens).tobytes(), array("d", self.logprobs).tobytes()
         versions = self.versions[0] if uniform(self.versions) else array("q", self.versions).tobytes()
-        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica, *kept)
+        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica, *more)
 
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
 
 
-def _unpickled(
-    tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, replica: str, kept: Sequence[bytes] = ()
-) -> Completion:
+def _unpickled(tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, *more: Any) -> Completion:
     """Return a long completion as it was: arrays are read in half the time of lists."""
     sampled = np.frombuffer(tokens, np.int64).tolist()
     by = np.frombuffer(versions, np.int64).tolist() if isinstance(versions, bytes) else [versions] * len(sampled)
-    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, replica, [*kept])
+    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, *more)
 
 
 def uniform(versions: Sequence[int]) -> bool:

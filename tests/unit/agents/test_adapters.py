@@ -67,7 +67,7 @@ def test_skyrl_reads_the_row_and_its_rewards_and_metrics_count(tmp_path: Path, p
 def test_tinkers_messages_replace_the_prompt_and_only_an_edit_begins_a_branch(tmp_path: Path, python: str) -> None:
     chat_folder(tmp_path, "hermes")
     with playing(f"{HERE}Echo", tmp_path, chat=OWN_CHAT, python=python) as played:
-        outcome, contexts = chatted(played, {"question": "Which?"}, "", "a", "b", "c")
+        outcome, contexts = chatted(played, {"question": "Which?", "other": "column"}, "", "a", "b", "c")
     assert contexts[0] == "<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n"
     assert contexts[1].startswith(contexts[0] + "a<|im_end|>")
     assert contexts[2] == "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"

@@ -13,6 +13,7 @@ import pytest
 from support.agent_rollouts import USER, Client, chatting, writing
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.policy_endpoint import PolicyEndpoint, first_part
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.errors import RequestRefused
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -33,7 +34,9 @@ class Engines:
             raise RequestRefused("request: too long")
         tokens = self.tokens[: request.sampling.max_new_tokens]
         finish = "stop" if tokens == self.tokens else "length"
-        return [Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish)]
+        scores = [ContextScore(-0.25 * i, 7, -0.25) for i in range(1, len(request.tokens))]
+        context = scores if request.sampling.scores_context else []
+        return [Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish, context=context)]
 
 
 @asynccontextmanager
@@ -109,6 +112,37 @@ def test_a_client_chooses_how_to_truncate(tmp_path: Path) -> None:
     assert found == [(0.5, 3, 0.1), (1.0, 0, 0.0), (1.0, 0, 0.0)]
 
 
+def test_a_prompt_is_scored_as_lm_evals_loglikelihood_reads_it(tmp_path: Path) -> None:
+    """Its request, and what its parse_logprobs does with the reply."""
+    renderer = writing(tmp_path)
+    engines = Engines(renderer, "12")
+    tokens = [renderer.tokenizer.encode(text) for text in ("1+1=2", "3+3=6")]
+
+    async def body() -> None:
+        async with serving(renderer, engines) as client:
+            asked = {"model": "policy", "prompt": tokens, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+            status, answer = await client.post("/completions", {**asked, "temperature": 0})
+            assert status == 200
+            for choice, prompt in zip(sorted(answer["choices"], key=lambda c: c["index"]), tokens, strict=True):
+                own, top = (choice["logprobs"][name] for name in ("token_logprobs", "top_logprobs"))
+                assert own == [None, *(-0.25 * i for i in range(1, len(prompt))), -0.5]
+                assert [p == max(each.values()) for p, each in zip(own[1:-1], top[1:-1], strict=True)] == [True] + [
+                    False
+                ] * (len(prompt) - 2)
+                assert choice["text"] == renderer.tokenizer.decode(prompt) + "1"
+                assert choice["logprobs"]["tokens"] == [*renderer.tokenizer.decode(prompt), "1"]
+            _, none = await client.post("/completions", {**asked, "prompt": "4+4=", "max_tokens": 0})
+            (choice,) = none["choices"]
+            assert len(choice["logprobs"]["token_logprobs"]) == 1 + len("4+4=")  # BOS has no log-prob
+            assert (none["usage"]["completion_tokens"], choice["finish_reason"]) == (0, "length")
+            _, bare = await client.post("/completions", {"prompt": "4+4=", "echo": True, "stop": "2"})
+            assert bare["choices"][0]["text"] == "4+4=1"
+            assert bare["choices"][0]["logprobs"] is None
+
+    drive(body())
+    assert [request.sampling.max_new_tokens for request in engines.asked] == [1, 1, 1, 8]
+
+
 def test_a_stop_text_ends_an_answer_before_it(tmp_path: Path) -> None:
     renderer = writing(tmp_path)
 
@@ -159,7 +193,13 @@ def test_the_openai_package_chats_and_each_request_is_its_own(tmp_path: Path) ->
         ({"stop": [3]}, "stop: expected at most 16 texts"),
         ({"presence_penalty": 0.5}, "presence_penalty: expected none, because it is not supported"),
         ({"logit_bias": {"3": 1}}, "logit_bias: expected none"),
-        ({"echo": True}, "echo, suffix: expected neither"),
+        ({"suffix": "1"}, "echo, suffix: expected neither"),
+        ({"echo": True, "suffix": "1"}, "echo: expected neither stream nor suffix with it"),
+        ({"echo": True, "stream": True}, "echo: expected neither stream nor suffix with it"),
+        ({"echo": True, "logprobs": 5}, "logprobs: expected 0 or 1 with echo, found 5"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens: expected an integer of at least 0 with echo, found -1"),
+        ({"echo": True, "prompt": [10**6]}, "prompt: expected one text, or a list of token ids from 0 to"),
+        ({"echo": True, "prompt": "1" * 70}, "a context of 71 tokens cannot be sampled (context_overflow)"),
         ({"prompt": "1" * 70}, "a context of 71 tokens cannot be sampled (context_overflow)"),
         ({"prompt": "1" * 50}, "request: too long"),
         ({"prompt": 3}, "prompt: expected one text or one list of token ids"),

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.sessions import Driver, Outcome, Session
-from titan_rl.wire.types import Generates, Group, Sampling
+from titan_rl.wire.types import Generates, Group, Judgement, Prompt, Rollout, Sampling
 
 
 def stream(
@@ -141,3 +143,32 @@ def test_long_rollouts_hold_up_no_short_ones(tokenizer: TextTokenizer, tmp_path:
     assert 0 not in first + second, "not before it must be"
     assert 0 in third
     assert sorted(first + second + third) == list(range(6))
+
+
+class Paying(Conversation):
+    """Pays each rollout itself, but for the first of its group."""
+
+    async def drive(self, session: Session) -> Outcome:
+        outcome = await super().drive(session)
+        return replace(outcome, reward=None if session.id.split(".")[1] == "0" else 0.5)
+
+
+def test_the_grader_judges_rollouts_whose_reward_the_environment_gave(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    async def grade(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
+        asked.append(len(rollouts))
+        if prompt.id == 1:
+            raise ValueError("no such column")
+        return [Judgement(0.25), Judgement(math.nan, error="late"), Judgement(1.0)]
+
+    warned: list[str] = []
+    rollouts = stream(Answering(), Paying(), tokenizer, tmp_path)
+    rollouts._sampler._settings = replace(rollouts._sampler._settings, grade=grade, warn=warned.append)
+    first, second = taken(rollouts)
+    assert asked == [3, 3]  # the group's first rollout has a judge
+    assert [r.reward for r in first.rollouts[1:]] == [r.reward for r in second.rollouts[1:]] == [0.5] * 3
+    assert [dict(r.parts) for r in first.rollouts] == [{}, {"grader": 0.25}, {}, {"grader": 1.0}]
+    assert all(not r.parts for r in second.rollouts)
+    assert warned[0] == "the reward failed on prompt 0, sample 2: the grader: late"
+    assert "the grader: no such column" in warned[1]

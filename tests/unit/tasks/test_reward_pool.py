@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -84,9 +85,9 @@ def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rew
     rewarded = {text: verdict.reward for text, verdict in found.items() if not math.isnan(verdict.reward)}
     assert rewarded == {"ok 1": 1.0, "fork 2": 2.0, "ok 3": 3.0, "orphan 4": 4.0}
     for text, said in {
-        "regex": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:17 .*; its process is killed",
-        "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:15 .*; its process is killed",
-        "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:19",
+        "regex": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:18 .*; its process is killed",
+        "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:16 .*; its process is killed",
+        "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:20",
         "nan": r"to return a finite number, found nan",
         "exit": r"process ended with exit code 3",
         "sys.exit": r"SystemExit\(0\)",
@@ -183,8 +184,48 @@ def test_a_reward_that_cannot_be_imported_fails_its_answers_by_name() -> None:
     assert ["No module named 'no_such_module'" in v.error for v in pooled(PoolLimits(1, 60), body)] == [True, True]
 
 
+@pytest.mark.parametrize("then", ["sleep 60", "exit", "ok 1"])
+def test_what_left_the_session_ends_with_its_process(then: str) -> None:
+    """Killed at its deadline, ended by itself, or closed at the end."""
+
+    async def body(pool: RewardPool) -> int:
+        escaped, _ = await judge(pool, ["escape", then])
+        return int(escaped.reward)
+
+    pid = pooled(PoolLimits(1, 2.0), body)
+    with suppress(psutil.NoSuchProcess):
+        assert psutil.Process(pid).name() != "sleep"
+
+
+def test_many_fast_answers_wake_the_controller_once() -> None:
+    """Each still has its own verdict, and the one that dies is named, whatever was not told yet."""
+
+    async def body(pool: RewardPool) -> tuple[list[Judgement], int]:
+        await judge(pool, ["ok 1"] * 8)
+        wakes = 0
+        read = asyncio.StreamReader.read
+
+        async def counted(self: asyncio.StreamReader, n: int = -1) -> bytes:
+            nonlocal wakes
+            wakes += 1
+            return await read(self, n)
+
+        asyncio.StreamReader.read = counted
+        try:
+            found = await judge(pool, [*[f"ok {k % 10}" for k in range(200)], "exit", "ok 5"])
+        finally:
+            asyncio.StreamReader.read = read
+        return found, wakes
+
+    found, wakes = pooled(PoolLimits(1, 60), body)
+    assert [verdict.reward for verdict in found[:200]] == [k % 10 for k in range(200)]
+    assert "exit code 3" in found[200].error
+    assert found[201].reward == 5
+    assert wakes < 100
+
+
 def test_reward_processes_die_with_a_killed_controller() -> None:
-    """Also one whose interpreter is held, which reads no end of file."""
+    """Also one whose interpreter is held, which reads no end of file, and what left its session."""
     program = """
         import asyncio, math, os
         from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
@@ -193,7 +234,7 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
 
         async def main():
             pool = RewardPool(PoolLimits(2, None))
-            texts = ["pid", "regex"]
+            texts = ["escape", "regex"]
             asked = [asyncio.ensure_future(pool.verdicts(
                 Rubric((("support.hostile_rewards:obey", 1.0),)), Prompt(0, "", [], ""), [Rollout([], t, math.nan)]
             )) for t in texts]
@@ -207,8 +248,10 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as controller:
         assert controller.stdout is not None
-        worker = psutil.Process(int(controller.stdout.readline()))
-        workers = [worker, *psutil.Process(controller.pid).children()]
-        controller.send_signal(signal.SIGKILL)
+        try:
+            escaped = psutil.Process(int(controller.stdout.readline()))
+            workers = [escaped, *psutil.Process(controller.pid).children(recursive=True)]
+        finally:
+            controller.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive

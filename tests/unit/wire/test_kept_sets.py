@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.kept_sets import KeptSets, packed, size_of
 from titan_rl.wire.types import Branch, Completion, Rollout, Sampling, Turn
 
@@ -48,6 +49,8 @@ def test_completions_and_sampling_cross_processes_with_their_truncation() -> Non
     for length in (2, 100):
         sent = Completion([5] * length, [-0.5] * length, [1] * length, "stop", kept=[b"\5\0\0\0", b""] * (length // 2))
         assert pickle.loads(pickle.dumps(sent)) == sent
+        scored = Completion([5] * length, [-0.5] * length, [1] * length, "stop", context=[ContextScore(-1.0, 4, -0.5)])
+        assert pickle.loads(pickle.dumps(scored)) == scored
         bare = Completion([5] * length, [-0.5] * length, [1] * length, "stop")
         assert pickle.loads(pickle.dumps(bare)) == bare
 
