@@ -1,14 +1,21 @@
-"""Lets the processes of a group find each other through a file of the run instead of a TCP port.
+"""Lets the processes of a group find each other without a port that every interface offers.
+
+    on one host       a file of the run
+    on several        a TCP port of rank 0's host, bound to the one address by which the hosts reach each other
 
 torch.distributed's default, env://, makes the first process listen on every interface, and whoever connects may read
-and write the keys from which the group is built. Engines ask for env:// by name, so the file is put in its place.
+and write the keys from which the group is built. Engines ask for env:// by name, so the others are put in its place.
 """
 
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 MEETING = "TITAN_RL_MEETING"  # the file's path
+HOST = "TITAN_RL_HOST"  # name or address by which other hosts reach this one; its worker sets it
+
+_listener: socket.socket | None = None  # of rank 0
 
 
 def meet_in_file() -> None:
@@ -16,11 +23,57 @@ def meet_in_file() -> None:
     if not (path := os.environ.get(MEETING)):
         return
     from torch._C._distributed_c10d import FileStore
+
+    _meet(lambda rank, size: FileStore(path, size))
+
+
+def listen() -> str:
+    """Listen at a free port of this host's address, for the ranks that `meet_at` it."""
+    global _listener
+    _listener = socket.create_server((socket.gethostbyname(os.environ[HOST]), 0))
+    address, port = _listener.getsockname()
+    return f"{address}:{port}"
+
+
+def meet_at(address: str) -> None:
+    """Make env:// use rank 0's port, and gloo and NCCL the interface by which this host is reached."""
+    from torch._C._distributed_c10d import TCPStore
+
+    interface = interface_of(socket.gethostbyname(os.environ[HOST]))
+    os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    host, _, port = address.rpartition(":")
+
+    def store(rank: int, size: int) -> Any:
+        if rank:
+            return TCPStore(host, int(port), size, is_master=False)
+        assert _listener is not None
+        return TCPStore(host, int(port), size, is_master=True, master_listen_fd=_listener.detach())
+
+    _meet(store)
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has this IP address."""
+    import psutil
+
+    if address.startswith("127."):
+        return "lo"
+    found = psutil.net_if_addrs()
+    for name, own in found.items():
+        if any(each.address == address for each in own):
+            return name
+    raise RuntimeError(
+        f"expected {HOST}={os.environ[HOST]} to be an address of this host, found {', '.join(found)} without it; start "
+        "the worker with an --address that this host has"
+    )
+
+
+def _meet(store_of: Any) -> None:
     from torch.distributed.rendezvous import _rendezvous_handlers
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def by_file(url: str, **options: Any) -> Iterator[tuple[FileStore, int, int]]:
-        yield FileStore(path, size), rank, size
+    def met(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        yield store_of(rank, size), rank, size
 
-    _rendezvous_handlers["env"] = by_file
+    _rendezvous_handlers["env"] = met

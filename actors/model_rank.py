@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, endpoint
 
+from titan_rl.actors import meeting
 from titan_rl.actors.endpoint import fallible, quiet, quiet_rdma
 from titan_rl.actors.imports import compile_deferred, without_gc
 from titan_rl.config.auto import compiles
@@ -40,8 +41,16 @@ class ModelRank(Actor):
         self._packed: tuple[PhaseName, int] | None = None  # the phase and step of the weights packed last
 
     @verb
-    async def start(self) -> int:
-        """Build the model; return the bytes of parameters that this rank holds."""
+    async def open_meeting(self) -> str:
+        """Rank 0 of a mesh that spans hosts. Listen where the ranks will meet; return the address."""
+        return meeting.listen()
+
+    @verb
+    async def start(self, met_at: str) -> int:
+        """Build the model; return the bytes of parameters that this rank holds. `met_at`: the address at which the
+        ranks meet, if they are on several hosts."""
+        if met_at:
+            meeting.meet_at(met_at)
         _, config, _, _ = self._given
         compiled = compiles(config, os.environ.get(PLANNED, "cpu"))
         with without_gc(), nullcontext() if compiled else compile_deferred():

@@ -32,7 +32,8 @@ and unpins tens of gigabytes of the host's."""
 kill_seconds = KILL_SECONDS["cpu"]  # of this run
 
 _lock = threading.Lock()
-_followed: dict[int, str] = {}  # name of each live rank, by pid
+_followed: dict[int, str] = {}  # name of each live rank of this machine, by pid
+_away: dict[str, "Shim"] = {}  # live ranks of other hosts, by name
 _lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
 _meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
 _ends: dict[str, str] = {}  # how each dead rank's process ended
@@ -49,19 +50,19 @@ class Call:
     death: str | None = None  # how the rank died. Kept here because its name may be in use again when this is read
 
 
-def follow(names: Collection[str]) -> dict[str, dict[str, str]]:
+def follow(names: Collection[str], report: str = "") -> dict[str, dict[str, str]]:
     """Expect processes under these names; earlier processes of a name are forgotten. Return what the environment of
-    each one's shim must have."""
+    each one's shim must have. `report`: the socket that passes on what they report, on another host."""
     with _lock:
         for name in names:
             _lives[name] = _lives.get(name, 0) + 1
             _ends.pop(name, None)
             _meant.discard(name)
-        return {n: {"TITAN_RL_SHIM": f"{_lives[n]} {n}", "TITAN_RL_REPORT": _socket()} for n in names}
+        return {n: {"TITAN_RL_SHIM": f"{_lives[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
 
 
 def follows(name: str) -> bool:
-    """Return True if a rank was spawned on this host, so that its death is noticed here."""
+    """Return True if a rank's shim reports, so that its death is noticed here."""
     with _lock:
         return name in _lives
 
@@ -72,16 +73,25 @@ def alive() -> dict[str, int]:
         return {name: pid for pid, name in _followed.items()}
 
 
+def living() -> list[str]:
+    """Return the names of all live ranks, on other hosts too."""
+    with _lock:
+        return [*_followed.values(), *_away]
+
+
 async def kill(names: Collection[str]) -> list[str]:
     """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive after
     `kill_seconds`; the other names may be used again."""
     with _lock:
         _meant.update(names)
     deadline = time.monotonic() + kill_seconds
-    while (left := [name for name in alive() if name in names]) and time.monotonic() < deadline:
+    while (left := [name for name in living() if name in names]) and time.monotonic() < deadline:
         for name in left:
             with suppress(ProcessLookupError, KeyError):
-                os.kill(alive()[name], signal.SIGKILL)
+                if (shim := _away.get(name)) is not None:
+                    shim.kill(shim.pid)
+                else:
+                    os.kill(alive()[name], signal.SIGKILL)
         await asyncio.sleep(0.01)
     return left
 
@@ -116,9 +126,10 @@ def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Shim:
-    """A shim's connection, and what it has reported."""
+    """What a shim has reported: over a connection, or by way of another host's agent, which `kill` then asks."""
 
-    connection: socket.socket
+    connection: socket.socket | None = None
+    kill: Callable[[int], None] = lambda pid: os.kill(pid, signal.SIGKILL)
     unread: bytes = b""
     name: str = ""
     life: int = 0
@@ -127,18 +138,22 @@ class Shim:
 
     def read(self) -> bool:
         """Take note of what the shim reports. Return False if it is gone."""
+        assert self.connection is not None
         try:
             more = self.connection.recv(4096)
         except OSError:
             more = b""
+        return self.hear(more)
+
+    def hear(self, more: bytes) -> bool:
         *lines, self.unread = (self.unread + more).split(b"\n")
         for line in lines:
             self._heard(*line.decode(errors="replace").split(" ", 1))
         if not more:
             if not self.ended and self.pid:
                 with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
-            self._end(GONE)
+                    self.kill(self.pid)
+            self.end(GONE)
         return bool(more)
 
     def _heard(self, word: str, rest: str) -> None:
@@ -151,22 +166,28 @@ class Shim:
             self.pid = int(rest)
             with _lock:
                 wanted = _lives.get(self.name) == self.life and self.name not in _meant
-                _followed[self.pid] = self.name
+                if self.connection is not None:
+                    _followed[self.pid] = self.name
+                else:
+                    _away[self.name] = self
             if not wanted:  # it was killed before it was born
-                os.kill(self.pid, signal.SIGKILL)
+                self.kill(self.pid)
         elif word == "end":
             status = int(rest)
             if os.WIFSIGNALED(status):
-                self._end(f"was killed by signal {os.WTERMSIG(status)}")
+                self.end(f"was killed by signal {os.WTERMSIG(status)}")
             else:
-                self._end(f"ended with exit code {os.WEXITSTATUS(status)}")
+                self.end(f"ended with exit code {os.WEXITSTATUS(status)}")
 
-    def _end(self, how: str) -> None:
+    def end(self, how: str) -> None:
         if self.ended:
             return
         self.ended, name = True, self.name
         with _lock:
-            _followed.pop(self.pid, None)
+            if self.connection is not None:
+                _followed.pop(self.pid, None)
+            elif _away.get(name) is self:
+                del _away[name]
             if _lives.get(name) != self.life:  # the name is in use again
                 return
             _ends[name] = how

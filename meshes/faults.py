@@ -103,7 +103,9 @@ def failure(report: str) -> RankFailed:
     actor, death = _ACTOR.search(report), _DEATH.search(report)
     name = "an actor"
     if actor:
-        name = label(actor["name"], dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"])))
+        axes = dict(re.findall(r"'(\w+)': (\d+)/\d+", actor["rank"]))
+        axes.pop("hosts", None)  # Monarch's own axis: each of our process meshes is on one
+        name = label(actor["name"], axes)
     if death is None:
         return RankFailed(f"{name} failed", report.strip(), rank=name if actor else "")
     signal = re.search(r"Killed\(sig=(\d+)\)", death["how"])
@@ -163,7 +165,7 @@ class Watch:
         if not error.rank:
             return error
         if not isinstance(error, RankDied):
-            await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.alive() else CAUSE_SECONDS)
+            await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.living() else CAUSE_SECONDS)
         return next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), error)
 
     async def explained(self, error: RunError) -> RunError:

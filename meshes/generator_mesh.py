@@ -22,7 +22,7 @@ from titan_rl.meshes.healing import Fleet, GeneratorPolicy
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load
-from titan_rl.meshes.spawn import process_group, spawn
+from titan_rl.meshes.spawn import meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost, SyncStats
@@ -71,7 +71,7 @@ class GeneratorMesh:
                 name=name,
                 shape={"tp": tp},
                 kind="generator",
-                env={**ENV, **env, **berth.env},
+                env={**ENV, **env, **berth.env, **(meeting_file(berth.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
             return Replica(

@@ -11,13 +11,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, this_host
 
+from titan_rl.meshes.host_agent import HostFacts
+from titan_rl.wire.cores import machine
 from titan_rl.wire.errors import RunError
 
 POLL_SECONDS = 0.02  # while a worker starts
@@ -30,7 +32,14 @@ class Host:
 
     mesh: HostMesh
     name: str = "this host"
-    parent: int = 0  # process that ranks on this machine are children of; 0: this one
+    parent: int = 0  # process that ranks are children of; 0: this one
+    facts: HostFacts | None = None  # of a host that has an agent
+    lost: Callable[[], bool] = lambda: False  # no rank can be spawned there any more
+
+    @property
+    def near(self) -> bool:
+        """Return True if its ranks can open the files of this process through /proc."""
+        return self.facts is None or self.facts.machine == machine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Worker:
                 raise RunError(f"{self.name} did not join within hosts.join_seconds", last_lines(self._log))
             await asyncio.sleep(POLL_SECONDS)
         mesh = attach_to_workers(ca="trust_all_connections", workers=[f"ipc://{self._socket}"], name=self.name)
-        return Host(mesh, self.name, self.process.pid)
+        return Host(mesh, self.name, self.process.pid, lost=lambda: self.process.poll() is not None)
 
 
 def last_lines(log: Path) -> str:

@@ -6,7 +6,7 @@ reference, teacher, reward_model    load_weights and scores: a frozen role never
 """
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
 from titan_rl.meshes.hosts import Berth, Host
-from titan_rl.meshes.spawn import end, process_group, spawn
+from titan_rl.meshes.spawn import end, meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED
 from titan_rl.wire.manifest import Publication
@@ -38,17 +38,19 @@ class ModelMesh:
 
     def __init__(
         self,
-        host: HostMesh | Sequence[Berth],
+        host: HostMesh | Callable[[], Sequence[Berth]],
         role: RoleName,
         config: Config,
         shape: ModelShape,
         env: Mapping[str, str],
     ) -> None:
-        """`host`: one for all ranks, or several, each with whole dp rows in rank order."""
+        """`host`: one for all ranks, or a function that returns several, each with whole dp rows in rank order. It is
+        called at each start, because a host may be lost."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
-        self._berths = host if isinstance(host, Sequence) else [Berth(Host(host), self.dp * self.tp)]
+        self._berths_of = host if callable(host) else lambda: [Berth(Host(host), self.dp * self.tp)]
+        self._berths: Sequence[Berth] = ()
         self._env, self._given = env, (role, config, shape, parallelism)
         self._procs: list[ProcMesh] = []  # by berth
         self._init_seconds = config.comm.init_timeout_seconds
@@ -61,7 +63,11 @@ class ModelMesh:
         self._warm.clear()
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
+        self._berths = self._berths_of()
         members = process_group(*(berth.ranks for berth in self._berths))
+        first_host = self._berths[0].host
+        apart = len(self._berths) > 1 and first_host.facts is not None  # else a file of one machine
+        meeting = {} if apart else meeting_file(first_host)
         self._procs, self._ranks = [], {}
         for berth in self._berths:
             first, rows = len(self._ranks) // self.tp, berth.ranks // self.tp
@@ -71,7 +77,7 @@ class ModelMesh:
                 shape={"dp": rows, "tp": self.tp},
                 first=first,
                 kind=kind,
-                env={**self._env, **berth.env},
+                env={**self._env, **berth.env, **meeting},
                 members=members[len(self._ranks) :],
             )
             actors: Any = procs.spawn(self.name, ModelRank, *self._given)
@@ -79,7 +85,17 @@ class ModelMesh:
             for dp in range(rows):
                 for tp in range(self.tp):
                     self._ranks[label(self.name, {"dp": first + dp, "tp": tp})] = actors.slice(dp=dp, tp=tp)
-        return await self._all("start", seconds=self._init_seconds)
+        address = ""
+        if apart:
+            name, rank = next(iter(self._ranks.items()))
+            opened = rank.open_meeting.call_one()
+            address = await ask(opened, actor=name, verb="open_meeting", seconds=self._init_seconds)
+        return await self._all("start", address, seconds=self._init_seconds)
+
+    @property
+    def near(self) -> bool:
+        """Return True if all ranks can open the files of this process."""
+        return all(berth.host.near for berth in self._berths)
 
     async def respawn(self) -> None:
         """Replace these processes, dead or alive, by new ones in the state after `start`."""

@@ -4,8 +4,8 @@
     newest  <── stamps: the newest snapshot whose parts are whole on every rank
 
 A part is an anonymous file (memfd) that this process holds open: it survives the death of any rank, and is freed when
-this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this host;
-with several hosts, each would need a process that keeps its ranks' parts.
+this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine:
+with ranks on another one there are no snapshots, and a lost mesh costs the steps since the last checkpoint.
 
 A snapshot is restored only if each of its parts carries its serial number, which a rank writes last. So a torn snapshot
 is never restored, and the parts of all meshes belong to one step. A take never writes parts of the newest whole
@@ -53,6 +53,8 @@ class Snapshots:
         meshes: list[ModelMesh] = [self._trainers]
         if self._critic is not None and phase == "rl":  # before RL it has not learnt anything
             meshes.append(self._critic)
+        if not all(mesh.near for mesh in meshes):  # they cannot reach this process's memory
+            return
         self._serial += 1
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import secrets
 import stat
 import sys
 import tempfile
@@ -44,16 +45,19 @@ async def spawn(
     """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. Their names count
     the first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
     torch.distributed needs to make them one process group (see process_group)."""
-    host, zygote = host_of(host), await zygote_of(kind) if kind else ""
+    host = host_of(host)
+    zygote = await zygote_of(kind) if kind and host.facts is None else ""
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     names = [label(name, {**point, (axis := next(iter(shape))): point[axis] + first}) for point in points]
-    expected = deaths.follow(names)
+    expected = deaths.follow(names, host.facts.report if host.facts else "")
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
         own = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
         if zygote:
             own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
+        elif kind and host.facts and host.facts.zygotes:
+            own |= {"TITAN_RL_ZYGOTE": f"{host.facts.zygotes}/{kind}", "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
         own = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **own}
         return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
 
@@ -75,16 +79,19 @@ async def spawn(
 
 
 def process_group(*shares: int) -> list[dict[str, str]]:
-    """Return what torchrun would set in the processes of a group, by rank; `shares` is the number of ranks on each
-    host. They meet in a file of this machine, not at a port."""
-    meeting, path = tempfile.mkstemp(prefix="ranks-", dir=os.environ.get("TMPDIR"))
-    os.close(meeting)
+    """Return what torchrun would set in the processes of a group, by rank, but for where they meet; `shares` is the
+    number of ranks on each host."""
     local = [(n, size) for size in shares for n in range(size)]
     return [
         {"RANK": f"{rank}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": f"{sum(shares)}", "LOCAL_WORLD_SIZE": f"{size}"}
-        | {MEETING: path}
         for rank, (n, size) in enumerate(local)
     ]
+
+
+def meeting_file(host: Host) -> dict[str, str]:
+    """Return where the ranks of a group meet if all are on the machine of `host`: in a file, not at a port."""
+    folder = host.facts.private if host.facts else tempfile.gettempdir()
+    return {MEETING: f"{folder}/ranks-{secrets.token_hex(8)}"}
 
 
 async def zygote_of(kind: Kind) -> str:

@@ -17,11 +17,14 @@ PREFIX, LOCK = "titan_rl-", "in-use"
 LONGEST_TMPDIR = 107 - 53
 
 
-def prepare_environment(detect_seconds: float = 2.0) -> None:
-    """`detect_seconds` bounds how late a dead process is noticed."""
+def prepare_environment(detect_seconds: float = 2.0, tls: str = "") -> None:
+    """`detect_seconds` bounds how late a dead process is noticed; `tls` is the folder of this host's certificate."""
     poll = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": f"{max(1, round(500 * detect_seconds))}ms"}  # default 10 s
     for name, value in {**CONTROLLER_ENV, **poll}.items():
         os.environ.setdefault(name, value)
+    if tls:
+        folder = Path(tls).absolute()
+        os.environ |= {f"HYPERACTOR_TLS_{name.upper()}": str(folder / f"{name}.pem") for name in ("ca", "cert", "key")}
 
 
 @contextmanager

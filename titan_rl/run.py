@@ -18,11 +18,13 @@ from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
 from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the zygotes import too
+    from titan_rl.config.sections import HostsSection
     from titan_rl.preflight.cli import Invocation
     from titan_rl.preflight.setup import Setup
     from titan_rl.record.terminal import Terminal
 
 OPTED_OUT = 'hosts.isolation is "off"'
+ATTACHED = 'hosts.kind = "attach" needs the network of this host'
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
@@ -33,22 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     with socket_folder() as folder, serving(folder) as zygotes:
         if not NVIDIA.exists():
             zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
-        exposed = OPTED_OUT if isolation_of(argv) == "off" else isolation.isolate()
+        exposed = why if (why := refusal_of(argv)) else isolation.isolate()
         return check_and_run(argv, zygotes, exposed)
 
 
-def isolation_of(argv: Sequence[str]) -> str:
-    """Return hosts.isolation before anything is checked: only a process with one thread can be isolated. A config that
-    cannot be read is refused later."""
+def refusal_of(argv: Sequence[str]) -> str:
+    """Return why the config does not let this process be isolated, or "". This is before anything is checked: only a
+    process with one thread can be isolated. A config that cannot be read is refused later."""
     from titan_rl.config import toml
 
     given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
-    own = given.get("--hosts.isolation")
+    own = [(key, given[f"--{key}"]) for key in ("hosts.isolation", "hosts.kind") if f"--{key}" in given]
     with suppress(Exception):
         path = toml.find(given.get("--config", ""))
         if path.is_file():  # a pipe can be read only once
-            return toml.load(path, [("hosts.isolation", own)] if own else []).hosts.isolation
-    return "auto"
+            return opted_out(toml.load(path, own).hosts)
+    return ""
+
+
+def opted_out(hosts: "HostsSection") -> str:
+    if hosts.kind == "attach":
+        return ATTACHED
+    return OPTED_OUT if hosts.isolation == "off" else ""
 
 
 def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
@@ -59,10 +67,10 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
     from titan_rl.wire.errors import RunError
 
     invocation, terminal = parse(argv), Terminal()
-    isolated = invocation.config.hosts.isolation
+    hosts = invocation.config.hosts
     if zygotes is None:
-        exposed = OPTED_OUT if isolated == "off" else isolation.refusal()
-    if exposed and isolated == "require":
+        exposed = opted_out(hosts) or isolation.refusal()
+    if exposed and hosts.isolation == "require":
         expected = "hosts.isolation: expected a kernel that can isolate the run"
         refuse(invocation.config_name, [f"{expected}, found: {exposed}"])
     if exposed:
@@ -111,7 +119,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
 
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
-    prepare_environment(setup.config.fault.detect_seconds)
+    prepare_environment(setup.config.fault.detect_seconds, setup.config.hosts.tls)
     import asyncio  # late: a Ctrl-C during the first imports prints a traceback
 
     from titan_rl.session import session

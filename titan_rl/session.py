@@ -60,6 +60,10 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
             timeline(folder / "timeline.json", meshes.all, terminal.note) if config.metrics.timeline else nullcontext(),
         ):
             status.meshes = meshes
+            if config.fault.snapshot_interval and not meshes.trainers.near:
+                terminal.note(
+                    "no in-memory snapshots: trainers are on other machines; a loss costs the steps since a save"
+                )
             weights = None
             if meshes.generators is not None:
                 weights = WeightSync(meshes.trainers, meshes.generators, clock)

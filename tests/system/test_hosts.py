@@ -1,5 +1,13 @@
 """The same run on one host and on several: workers on this machine that stand for hosts."""
 
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +16,8 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Run, Runs
+from titan_rl.wire.certificates import make_certificates
+from titan_rl.wire.dial import takes_connections
 
 KEYS: dict[str, Any] = {
     "cold_start__steps": 3,
@@ -16,6 +26,42 @@ KEYS: dict[str, Any] = {
     "hosts__threads": 0,  # they follow from the cores
 }
 THREE = {"hosts__count": 3, "placement__hosts": '{trainer = "0-1", generator = "1-2"}'}
+
+
+@dataclass
+class Cluster:
+    folder: Path
+    addresses: list[str]
+    workers: "list[subprocess.Popen[str]]"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {
+            "hosts__kind": "attach",
+            "hosts__addresses": ",".join(self.addresses),
+            "hosts__tls": str(self.folder / "127.0.0.1"),
+            "hosts__orphan_seconds": 4,
+            "placement__hosts": THREE["placement__hosts"],
+        }
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes of runs on these hosts."""
+        serving = [child for worker in self.workers for child in psutil.Process(worker.pid).children()]
+        return [each for child in serving for each in child.children(recursive=True)]
+
+    def listening(self, run: Run) -> set[str]:
+        """Return the addresses, as the kernel writes them, at which a process of the run or the workers listens."""
+        pids = [run.process.pid, *(worker.pid for worker in self.workers), *(each.pid for each in self.ranks())]
+        pids += [child.pid for worker in self.workers for child in psutil.Process(worker.pid).children()]
+        inodes = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+        found = set[str]()
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    found.add(fields[1].partition(":")[0])
+        assert len(found) >= len(self.workers), "the workers' own"
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +89,20 @@ def test_three_processes_as_hosts_change_no_bit(runs: Runs, local: Run, tmp_path
     assert {path.name for path in (run.folder / "hosts").iterdir()} == {"host0.log", "host1.log", "host2.log"}
 
 
+@pytest.mark.parametrize(("lost", "ranks"), [(0, "trainer"), (2, "generator1")])
+def test_a_lost_host_costs_no_bit(runs: Runs, local: Run, tmp_path: Path, lost: int, ranks: str) -> None:
+    """Its ranks are started again on the others, and the run continues from a snapshot in memory."""
+    run = runs.start(tmp_path / "run", **{**KEYS, "hosts__kind": "processes", **THREE, "fault__snapshot_interval": 1})
+    run.wait_for_step(1)
+    workers = [each for each in psutil.Process(run.process.pid).children() if "titan_rl.worker" in each.cmdline()]
+    (worker,) = (each for each in workers if f"/h{lost}/" in " ".join(each.cmdline()))
+    worker.kill()
+    out = run.finish()
+    assert run.code == 0, out
+    assert f"{ranks} is back after" in out
+    assert same(run, local)
+
+
 def test_ranks_are_where_the_plan_says_and_end_with_the_controller(runs: Runs, tmp_path: Path) -> None:
     run = runs.start(tmp_path / "run", **{**KEYS, "training__steps": 1000, "hosts__kind": "processes", **THREE})
     run.wait_for_step(1)
@@ -62,3 +122,92 @@ def test_ranks_are_where_the_plan_says_and_end_with_the_controller(runs: Runs, t
 
 def is_shim(process: psutil.Process) -> bool:
     return "zygote_shim.py" in " ".join(process.cmdline())
+
+
+def start_worker(folder: Path, address: str, tls: Path | None) -> "subprocess.Popen[str]":
+    """Start a worker as a user does, and return once it waits."""
+    command = [sys.executable, "-m", "titan_rl.worker", "--address", address]
+    command += ["--tls", str(tls)] if tls else ["--insecure"]
+    log = folder / f"worker-{address.rpartition(':')[2]}.log"
+    with open(log, "w") as output:
+        worker = subprocess.Popen(command, stdout=output, stderr=output, text=True)
+    deadline = time.monotonic() + 120
+    while "worker at" not in log.read_text() or not takes_connections(address, 5):
+        assert worker.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three hosts on the loopback device, each with an address and a certificate of its own."""
+    folder = tmp_path_factory.mktemp("cluster")
+    names = [f"127.0.0.{n}" for n in (1, 2, 3, 4)]
+    make_certificates(folder, names)
+    addresses = []
+    workers = []
+    try:
+        for name in names[1:]:
+            with socket.create_server((name, 0)) as free:
+                addresses.append(f"tls://{name}:{free.getsockname()[1]}")
+            workers.append(start_worker(folder, addresses[-1], folder / name))
+        yield Cluster(folder, addresses, workers)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def test_attached_workers_change_no_bit_and_serve_the_next_run(
+    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    """And nothing of it listens at any other address than the hosts' own."""
+    run = runs.start(tmp_path / "run", **{**KEYS, **cluster.keys})
+    run.wait_for_step(1)
+    hosts = {socket.inet_ntoa(struct.pack("=I", int(address, 16))) for address in cluster.listening(run)}
+    assert hosts <= {"127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}
+    out = run.finish()
+    assert run.code == 0, out
+    assert same(run, local)
+    killed = runs.start(tmp_path / "killed", **{**KEYS, **cluster.keys, "training__steps": 1000})
+    killed.wait_for_step(1)
+    mine = cluster.ranks()
+    assert len(mine) >= 4
+    killed.process.kill()
+    killed.finish()
+    _, left = psutil.wait_procs(mine, timeout=60)
+    assert not left, "ranks outlive their run by hosts.orphan_seconds at most"
+
+
+def test_an_attached_host_that_is_lost_is_noticed_and_done_without(
+    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    """A host with a trainer, whose mesh moves. Later tests do without it."""
+    run = runs.start(tmp_path / "run", **{**KEYS, **cluster.keys, "fault__snapshot_interval": 1})
+    run.wait_for_step(1)
+    lost = cluster.workers.pop(0)
+    address = cluster.addresses.pop(0)
+    lost.kill()
+    out = run.finish()
+    assert run.code == 0, out
+    assert f"its host {address} does not answer" in " ".join(out.split())
+    assert "trainer is back after" in out
+    assert same(run, local)
+
+
+def test_a_peer_without_a_certificate_of_this_ca_gets_nothing(runs: Runs, cluster: Cluster, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "strange", ["127.0.0.1"])
+    keys = {**KEYS, **cluster.keys, "hosts__join_seconds": 8, "placement__hosts": "{}"}
+    strange = runs.start(tmp_path / "run", **{**keys, "hosts__tls": str(tmp_path / "strange" / "127.0.0.1")})
+    out = strange.finish()
+    assert strange.code == 1, out
+    number = len(cluster.addresses)
+    assert f"{number} of {number} hosts did not join" in out
+    assert "TLS fails: certificate signature failure" in " ".join(out.split())
+    plain = cluster.addresses[0].replace("tls://", "tcp://")
+    keys |= {"hosts__addresses": plain, "hosts__insecure": True, "hosts__tls": ""}
+    run = runs.start(tmp_path / "plain", **keys)
+    out = run.finish()
+    assert run.code == 1, out
+    assert "does not answer as a worker: it may expect tls://" in " ".join(out.split())

@@ -76,11 +76,12 @@ def test_where_the_kernel_refuses_nothing_changes_and_the_plan_names_the_risk(
 
 
 def test_hosts_isolation_is_known_before_the_config_is_checked(tmp_path: Path) -> None:
-    from titan_rl.run import isolation_of
+    from titan_rl.run import ATTACHED, OPTED_OUT, refusal_of
 
     config = tmp_path / "run.toml"
     config.write_text('base = "grpo_llama"\n[hosts]\nisolation = "off"\n')
-    assert isolation_of(["--config", str(config)]) == "off"
-    assert isolation_of([f"--config={config}", "--hosts.isolation", "require"]) == "require"
-    assert isolation_of(["--hosts.isolation=off", "--config", "grpo_llama"]) == "off"
-    assert isolation_of(["--config", "no such file"]) == "auto"
+    assert refusal_of(["--config", str(config)]) == OPTED_OUT
+    assert refusal_of([f"--config={config}", "--hosts.isolation", "require"]) == ""
+    assert refusal_of(["--hosts.isolation=off", "--config", "grpo_llama"]) == OPTED_OUT
+    assert refusal_of(["--hosts.kind=attach", "--config", "grpo_llama"]) == ATTACHED
+    assert refusal_of(["--config", "no such file"]) == ""

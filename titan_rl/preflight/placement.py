@@ -4,7 +4,7 @@ Trainer, generators and other roles are placed in this order. Each unit of them 
 replica of the generators. A mesh fills the hosts in order, so neighbouring ranks share a host.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -123,6 +123,32 @@ def numbers(text: str) -> list[int]:
 def environment_host(config: Config, number: int) -> int:
     """Return the host of an environment process, which needs no slot."""
     return number % config.hosts.number
+
+
+def place_again(config: Config, mesh: str, placement: Placement, slots: int, lost: Collection[int]) -> list[Share]:
+    """Place a mesh again, on slots that no other mesh has, of hosts that are not lost; or raise Unplaceable."""
+    if config.placement.kind == "colocated":
+        raise Unplaceable('placement.kind: "colocated" meshes cannot be moved to other hosts')
+    taken = {
+        (share.host, slot)
+        for name, found in placement.items()
+        if name != mesh
+        for share in found
+        for slot in share.slots
+    }
+    tp = sum(len(share.slots) for share in placement[mesh])
+    if not mesh.startswith("generator"):
+        own = config.parallelism if mesh == "trainer" else config.roles[mesh].parallelism
+        tp = own.tensor_parallel_degree
+    left, found = sum(len(share.slots) for share in placement[mesh]), list[Share]()
+    for host in range(config.hosts.number):
+        free = [slot for slot in range(slots) if (host, slot) not in taken and host not in lost]
+        if ranks := min(left, len(free) // tp * tp):
+            found.append(Share(host, tuple(free[:ranks])))
+            left -= ranks
+    if left:
+        raise Unplaceable(f"hosts.slots: expected {left} more free slots on the other hosts, of {slots} each")
+    return found
 
 
 def most_replicas(config: Config, slots: int) -> int:

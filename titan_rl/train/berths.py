@@ -5,15 +5,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from monarch.actor import enable_transport
+
 from titan_rl.actors.endpoint import without_lines
 from titan_rl.config.auto import threads
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, HostsSection
 from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.zygotes import Kind
-from titan_rl.preflight.placement import Share, environment_host, place, slots_per_host
+from titan_rl.preflight.placement import Share, Unplaceable, environment_host, place, place_again, slots_per_host
 from titan_rl.preflight.setup import Setup
+from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
+from titan_rl.wire.dial import route_to, split_address
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 
 
@@ -24,39 +30,58 @@ class Berths:
         self._setup, self._hosts = setup, joined
         self._slots = slots_per_host(setup.config, len(visible_devices()) if setup.device == "cuda" else 0)
         self._placement = place(setup.config, self._slots)
+        machines = {host.facts.machine: host.facts.cores for host in joined if host and host.facts}
+        self._cores = sum(machines.values()) or usable_cores()
 
     def of_model(self, role: str) -> list[Berth]:
-        return [self._berth(share, "model") for share in self._placement[role]]
+        return [self._berth(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int) -> Berth:
         """Return where a replica goes. One that is added during a run goes where slots are left."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
-        (share,) = self._placement[name]
+        (share,) = self._shares(name)
         return self._berth(share, "generator")
 
     def of_environment(self, number: int) -> Host:
-        return self._hosts[environment_host(self._setup.config, number)]
+        first = environment_host(self._setup.config, number)
+        return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
+
+    def _shares(self, mesh: str) -> Sequence[Share]:
+        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others."""
+        lost = [number for number, host in enumerate(self._hosts) if host and host.lost()]
+        if any(share.host in lost for share in self._placement[mesh]):
+            try:
+                self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
+            except Unplaceable as error:
+                names = ", ".join(self._hosts[number].name for number in lost)
+                raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
+        return self._placement[mesh]
 
     def _berth(self, share: Share, kind: Kind) -> Berth:
-        return Berth(self._hosts[share.host], len(share.slots), resources(self._setup, kind, self._devices(share)))
+        environment = resources(self._setup, kind, self._devices(share), self._cores)
+        return Berth(self._hosts[share.host], len(share.slots), environment)
 
     def _devices(self, share: Share) -> list[str]:
         """Return the GPUs of a share, in rank order. The hosts of `processes` divide those of this machine."""
         if self._setup.device != "cuda":
             return []
+        facts = self._hosts[share.host].facts if self._setup.config.hosts.kind == "attach" else None
+        visible = facts.gpus if facts else visible_devices()
         first = share.host * self._slots if self._setup.config.hosts.kind == "processes" else 0
-        visible = visible_devices()
+        if len(visible) <= first + max(share.slots):
+            name = self._hosts[share.host].name
+            raise RunError(f"{name}: expected {first + max(share.slots) + 1} GPUs, found {len(visible)}")
         return [visible[first + slot] for slot in share.slots]
 
 
-def resources(setup: Setup, kind: Kind, devices: Sequence[str] = ()) -> dict[str, str]:
+def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int = 0) -> dict[str, str]:
     """Return the environment of processes on a host: the GPUs they see, in rank order (none on CPU), and threads. Only
     GPUs that this process was given are dealt: the others may be another user's."""
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
-        "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, usable_cores())),
+        "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, cores or usable_cores())),
         PLANNED: setup.device,
         **(cuda_environment(setup.config) if setup.device == "cuda" else {}),
     }
@@ -75,15 +100,31 @@ def cuda_environment(config: Config) -> dict[str, str]:
 @asynccontextmanager
 async def joined_hosts(setup: Setup) -> AsyncIterator[Sequence[Host]]:
     """Yield the hosts of a run. Ranks that are left at the end are killed, and workers that were started here."""
-    keys = setup.config.hosts
+    keys, detect_seconds = setup.config.hosts, setup.config.fault.detect_seconds
+    if keys.kind == "attach":
+        scheme, _, _ = split_address(keys.addresses[0])
+        enable_transport(f"{scheme}://{own_address(keys)}:0")  # a free port of one address
     with without_lines(b"Monarch internal logs are being written"):
         local = hosts.local_hosts()
     if keys.kind == "local":
         yield local
         return
-    sockets, logs = Path(os.environ["TMPDIR"]), setup.folder / "hosts"
-    async with hosts.worker_processes(keys.number, sockets, logs, keys.join_seconds) as joined:
+    if keys.kind == "attach":
+        joining = Joining(keys.join_seconds, keys.orphan_seconds, detect_seconds, keys.tls)
+        joined = attached(keys.addresses, joining)
+    else:
+        sockets, logs = Path(os.environ["TMPDIR"]), setup.folder / "hosts"
+        joined = hosts.worker_processes(keys.number, sockets, logs, keys.join_seconds)
+    async with joined as found:
         try:
-            yield joined
+            yield found
         finally:
-            await deaths.kill(deaths.alive())
+            await deaths.kill(deaths.living())
+
+
+def own_address(keys: HostsSection) -> str:
+    """Return where workers reach this process: hosts.own_address, the name in this host's certificate, or the address
+    from which the first worker is reached."""
+    if keys.own_address or not keys.tls:
+        return keys.own_address or route_to(keys.addresses[0])
+    return certified_name(Path(keys.tls))

@@ -109,7 +109,7 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
             env = {PLANNED: setup.device}
-            mesh = ModelMesh(berths.of_model(role), role, config, shapes.get(role, setup.shape), env)
+            mesh = ModelMesh(partial(berths.of_model, role), role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 
@@ -264,5 +264,5 @@ async def shutdown() -> None:
     """Kill the processes, whose meshes are closed, and shut Monarch down, which removes its sockets. Ending living
     processes by messages takes Monarch 1 to 6 s."""
     with suppress(Exception):
-        await deaths.kill(deaths.alive())
+        await deaths.kill(deaths.living())
         await asyncio.wait_for(shutdown_context(GOODBYE_SECONDS).as_asyncio(), CLOSE_SECONDS)

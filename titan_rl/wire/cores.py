@@ -23,3 +23,8 @@ def host_memory() -> int:
         with suppress(OSError, ValueError):
             found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
     return found
+
+
+def machine() -> str:
+    """Return a string that is equal for processes on one machine, whatever their network and containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -39,6 +39,11 @@ def test_a_death_is_named() -> None:
     assert error.details == KILLED
 
 
+def test_the_axis_of_hosts_is_no_part_of_a_name() -> None:
+    on_a_worker = KILLED.replace("{'dp': 1/2, 'tp': 0/1}", "{'hosts': 0/1, 'dp': 1/2, 'tp': 0/1}")
+    assert failure(on_a_worker).rank == "trainer[dp=1 tp=0]"
+
+
 def test_an_actor_that_aborts_is_named_too() -> None:
     report = "The actor <root>.<titan_rl.x.Y y{'p': 0/1}> and all ...:\n  actor explicitly aborted due to: Traceback"
     assert str(failure(report)) == "y[p=0] failed"

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems
-from titan_rl.preflight.placement import Unplaceable, host_rows, most_replicas, place, slots_per_host
+from titan_rl.preflight.placement import (
+    Share,
+    Unplaceable,
+    host_rows,
+    most_replicas,
+    place,
+    place_again,
+    slots_per_host,
+)
 from titan_rl.wire.gpus import Gpus
 
 
@@ -64,6 +72,16 @@ def test_colocated_generators_have_the_slots_of_the_trainer() -> None:
     found = dealt(run, 2)
     assert [found[f"generator{i}"][0] for i in range(4)] == found["trainer"] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert most_replicas(run, 2) == 4
+
+
+def test_a_mesh_moves_to_free_slots_of_the_hosts_that_are_left() -> None:
+    run = config(hosts__count=3, parallelism__data_parallel_shard_degree=4, generator__replicas=2)
+    placed = place(run, 4)
+    assert dealt(run, 4)["trainer"] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert place_again(run, "trainer", placed, 4, [0]) == [Share(1, (2, 3)), Share(2, (0, 1))]
+    assert place_again(run, "generator0", placed, 4, [1]) == [Share(2, (0,))]
+    with pytest.raises(Unplaceable, match="expected 2 more free slots on the other hosts, of 4 each"):
+        place_again(run, "trainer", placed, 4, [0, 2])
 
 
 def test_ranks_on_cpus_are_shared_out_and_gpus_divided() -> None:

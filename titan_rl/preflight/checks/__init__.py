@@ -21,7 +21,7 @@ from titan_rl.preflight.checks.host import (
     gpus_of_hosts,
     snapshot_warning,
 )
-from titan_rl.preflight.checks.hosts import check_hosts
+from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts
 from titan_rl.preflight.checks.launching import check_launch
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
@@ -83,5 +83,5 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    found += chat_warnings(config)
+    found += [*attach_warnings(config), *chat_warnings(config)]
     return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
+from titan_rl.wire.certificates import certificate_problems
+from titan_rl.wire.dial import split_address
 
 MOST_PROCESSES = 64  # hosts on one machine
 HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -28,10 +31,53 @@ def _check_kind(config: Config) -> Iterator[str]:
     if hosts.kind != "attach" and hosts.addresses:
         why = f'with hosts.kind = "{hosts.kind}"'
         yield f"hosts.addresses: expected none {why}, found {as_toml(hosts.addresses)}"
+    if hosts.kind == "attach":
+        yield from _check_attach(hosts)
     if hosts.kind == "local" and hosts.count > 1:
         yield f'hosts.count: expected 1 with hosts.kind = "local", found {hosts.count}; "processes" has several here'
     if hosts.kind == "processes" and hosts.count > MOST_PROCESSES:
         yield f'hosts.count: expected at most {MOST_PROCESSES} with hosts.kind = "processes", found {hosts.count}'
+
+
+def _check_attach(hosts: HostsSection) -> Iterator[str]:
+    if hosts.isolation == "require":
+        yield 'hosts.isolation: expected "auto" or "off" with hosts.kind = "attach", found "require"'
+    if not hosts.addresses or hosts.count not in (0, len(hosts.addresses)):
+        expected = f"{hosts.count or 'at least one'}, where workers wait (python -m titan_rl.worker)"
+        yield f"hosts.addresses: expected {expected}, found {len(hosts.addresses)}"
+    if len(set(hosts.addresses)) < len(hosts.addresses):
+        yield f"hosts.addresses: expected each address once, found {as_toml(hosts.addresses)}"
+    schemes = set[str]()
+    for address in hosts.addresses:
+        try:
+            schemes.add(split_address(address)[0])
+        except ValueError:
+            yield f'hosts.addresses: expected addresses such as "tls://node1:26600", found {as_toml(address)}'
+    if len(schemes) > 1:
+        yield "hosts.addresses: expected all of them with tls://, or all with tcp://, found both"
+    if "tcp" in schemes and not hosts.insecure:
+        why = "because tcp:// has no encryption, and whoever reaches a port executes code as you"
+        yield f"hosts.insecure: expected true, {why}, found false; tls:// needs certificates (docs/security.md)"
+    if "tls" in schemes and not hosts.tls:
+        yield 'hosts.tls: expected a folder with a certificate (python -m titan_rl.worker --init-tls), found ""'
+    elif "tls" in schemes:
+        yield from (f"hosts.tls: {problem}" for problem in certificate_problems(Path(hosts.tls)))
+
+
+def attach_warnings(config: Config) -> Iterator[str]:
+    """Yield what a user must know about a run across hosts."""
+    hosts = config.hosts
+    if hosts.kind != "attach":
+        return
+    if any(address.startswith("tcp://") for address in hosts.addresses):
+        yield (
+            "hosts.insecure: whoever reaches a worker or this run over the network executes code as you, and reads "
+            "weights and prompts; use it only where no one else is"
+        )
+    yield (
+        "collectives of a mesh that spans hosts (gloo, NCCL), and the port at which its ranks meet, are not encrypted: "
+        "keep them on a network that you trust"
+    )
 
 
 def _check_roles(config: Config) -> Iterator[str]:
