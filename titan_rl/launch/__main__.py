@@ -99,9 +99,10 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
 
 
 def only_in_pods(on: str, config: Config, problem: str) -> bool:
-    """Return True if a problem names a folder that the pods mount and this machine does not have."""
-    targets = [mount.split(":")[1] for mount in config.launch.mounts if ":" in mount]
-    return on == "kubernetes" and any(target in problem and not Path(target).exists() for target in targets)
+    """Return True if a problem is of a folder that the pods mount and this machine does not have."""
+    targets = [mount.split(":")[1] for mount in config.launch.mounts if ":" in mount] if on == "kubernetes" else []
+    text = f"{config.job.dump_folder} {problem}" if problem.startswith("job.dump_folder:") else problem
+    return any(target in text and not Path(target).exists() for target in targets)
 
 
 def stand_ins(nodes: int) -> list[str]:

@@ -49,15 +49,16 @@ class KubernetesJob:
         return Look("pending", "; ".join(dict.fromkeys(reasons))) if reasons else Look("running")
 
     def output(self) -> str:
-        """Return what the newest first pod has printed since the last call."""
-        pods = [pod for pod in self._pods() if index_of(pod) == 0]
-        if not pods:
-            return ""
-        newest = max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"])["metadata"]["name"]
-        if newest != self.pod:
-            self.pod, self.seen = newest, ""
+        """Return what the first pods have printed since the last call: one after the other, if it was replaced."""
+        names = [pod["metadata"]["name"] for pod in self._pods() if index_of(pod) == 0]
+        known = names.index(self.pod) if self.pod in names else 0
+        return "".join(map(self._new_lines, names[known:]))
+
+    def _new_lines(self, pod: str) -> str:
+        if pod != self.pod:
+            self.pod, self.seen = pod, ""
         since = f"&sinceTime={self.seen[:19]}Z" if self.seen else ""
-        path = f"/api/v1/namespaces/{self.cluster.namespace}/pods/{newest}/log?container=node&timestamps=true{since}"
+        path = f"/api/v1/namespaces/{self.cluster.namespace}/pods/{pod}/log?container=node&timestamps=true{since}"
         try:
             text = self.cluster.ask("GET", path).decode(errors="replace")
         except ApiRefused:  # its container has not started

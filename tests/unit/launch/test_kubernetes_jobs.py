@@ -20,9 +20,10 @@ here=$(dirname "$0")
 [ "$1" = -m ] || exit 0
 echo "$JOB_COMPLETION_INDEX $*" >> "$here/calls"
 if [ "$2" = titan_rl.worker ]; then
-    echo "worker $JOB_COMPLETION_INDEX"
+    touch "$here/up-$JOB_COMPLETION_INDEX"
     while :; do sleep 0.05; done
 fi
+until [[ "$*" != *=attach* || -e "$here/up-0" && -e "$here/up-1" ]]; do sleep 0.05; done
 code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
 echo "the run is up"
 if [ "$code" = wait ]; then
