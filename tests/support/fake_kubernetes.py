@@ -172,7 +172,7 @@ class FakeKubernetes:
 
 def _handler(cluster: FakeKubernetes) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
         def _answer(self, code: int, body: Any) -> None:
