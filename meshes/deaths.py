@@ -168,7 +168,7 @@ class Shim:
                 wanted = _lives.get(self.name) == self.life and self.name not in _meant
                 if self.connection is not None:
                     _followed[self.pid] = self.name
-                else:
+                elif wanted:  # not in the place of its successor
                     _away[self.name] = self
             if not wanted:  # it was killed before it was born
                 self.kill(self.pid)

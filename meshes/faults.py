@@ -165,7 +165,7 @@ class Watch:
         if not error.rank:
             return error
         if not isinstance(error, RankDied):
-            await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.living() else CAUSE_SECONDS)
+            await _within(self._died.wait(), LOCAL_SECONDS if error.rank in deaths.alive() else CAUSE_SECONDS)
         return next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), error)
 
     async def explained(self, error: RunError) -> RunError:

@@ -73,15 +73,18 @@ async def _joined(address: str, joining: Joining) -> "Remote":
     except Exception as error:
         why = await asyncio.to_thread(why_silent, address, joining.tls)
         raise RunError(f"{address} cannot be joined: {why}", str(error)) from None
-    for what, expected, found in (
-        ("versions", own_versions(), facts.versions),
-        ("current folder", os.getcwd(), facts.folder),
-    ):
-        if expected != found:
-            raise RunError(
-                f"{address}: expected this run's {what}, {expected}, found {found}: start its worker with it"
-            )
+    if why := mismatch(facts):
+        raise RunError(f"{address}: {why}")
     return Remote(address, mesh, agent, facts, joining.detect_seconds)
+
+
+def mismatch(facts: HostFacts) -> str:
+    """Return what a worker has that the run has not, or ""."""
+    pairs = (("versions", own_versions(), facts.versions), ("current folder", os.getcwd(), facts.folder))
+    differing = (each for each in pairs if each[1] != each[2])
+    for what, expected, found in differing:
+        return f"expected this run's {what}, {expected}, found {found}; start its worker with them"
+    return ""
 
 
 class Remote:

@@ -33,7 +33,7 @@ def main() -> int:
         lines = []
         for line in run.stdout:
             print(line, end="", flush=True)
-            lines.append(Text.from_ansi(line))
+            lines.append(Text.from_ansi(line.rstrip("\n")))
     if run.returncode:
         return run.returncode
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)

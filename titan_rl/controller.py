@@ -213,6 +213,7 @@ class Controller:
                 self.report.eval(start, found)
             else:
                 self.report.before_cold_start(found)
+        await source.warm_up()
         return source
 
     async def prove_engines(self, version: int) -> None:

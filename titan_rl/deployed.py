@@ -167,7 +167,7 @@ def refuse_sets(config: Config) -> None:
 def alone(config: Config, folder: Path, scratch: Path) -> Config:
     """Return the config of generators alone: the model is the folder's, nothing is trained, and only held-out data is
     read. Seeds, and with them the held-out problems, are the run's."""
-    from titan_rl.config.algorithm_sections import AlgorithmSection
+    from titan_rl.config.algorithm_sections import AlgorithmSection, CurriculumSection
     from titan_rl.config.model_sections import ColdStartSection, ModelSection
     from titan_rl.wire.model_shape import shape_of_folder
 
@@ -180,10 +180,11 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
         model=ModelSection(name=shape.family, hf_assets_path=str(folder), head_dtype=config.model.head_dtype),
         algorithm=AlgorithmSection(name="sft"),  # has no other models
         cold_start=ColdStartSection(steps=0, stop_at=0.0),
+        curriculum=CurriculumSection(),
         task=replace(
             task,
             path=next(filter(None, files), task.path),
-            sources={},
+            sources={} if any(files) else task.sources,
             grader="",
         ),
         eval=replace(config.eval, size=config.eval.size if task.name != "jsonl" or task.eval_path else 0, keep_best=""),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported while the zygotes import too
     from titan_rl.record.terminal import Terminal
 
 OPTED_OUT = 'hosts.isolation is "off"'
-ATTACHED = 'hosts.kind = "attach" needs the network of this host'
+ATTACHED = "a run across hosts needs the network of this one"
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
@@ -61,6 +61,7 @@ def opted_out(hosts: "HostsSection") -> str:
 
 def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
     """`exposed`: why other users reach the sockets of this process. Without zygotes, it is a dry run."""
+    from titan_rl.preflight.checks import missing_addresses
     from titan_rl.preflight.cli import parse, refuse
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
@@ -70,6 +71,8 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
     hosts = invocation.config.hosts
     if zygotes is None:
         exposed = opted_out(hosts) or isolation.refusal()
+    elif missing := list(missing_addresses(hosts)):
+        refuse(invocation.config_name, missing)
     if exposed and hosts.isolation == "require":
         expected = "hosts.isolation: expected a kernel that can isolate the run"
         refuse(invocation.config_name, [f"{expected}, found: {exposed}"])
@@ -93,6 +96,8 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
     from titan_rl.record.run_lock import RunLock
 
     config, device, gpus = invocation.config, invocation.device, invocation.gpus
+    if invocation.scaled:
+        terminal.note("\n  ".join(["--scale tiny changes", *invocation.scaled]))
     check_folder(config.job)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))

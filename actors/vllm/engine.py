@@ -329,8 +329,10 @@ def _begun(request: Request) -> list[Completion]:
     """Return a request's samples so far, in lists that may grow."""
     if not request.begun:
         return [Completion([], [], [], "abort") for _ in request.seeds]
-    lists = ([[*each] for each in (s.tokens, s.logprobs, s.versions, s.kept, s.context)] for s in request.begun)
-    return [Completion(t, p, v, s.finish, "", k, c) for (t, p, v, k, c), s in zip(lists, request.begun, strict=True)]
+    return [
+        Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context])
+        for s in request.begun
+    ]
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

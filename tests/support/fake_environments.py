@@ -103,11 +103,12 @@ async def fake_environments(
     concurrency: int = 8,
     lockstep: bool = False,
     agent: bool = False,
+    python: str = "",
 ) -> tuple[EnvironmentMesh, list[FakeRank], list[str]]:
     """Return a started mesh, its ranks in the order in which they were spawned, and what it says of incidents."""
     characters.build(folder)
     ranks, said = list[FakeRank](), list[str]()
-    settings = EnvironmentSettings(LoopSettings(name, concurrency, limits, agent), folder)
+    settings = EnvironmentSettings(LoopSettings(name, concurrency, limits, agent, python), folder)
     incidents = Incidents(folder, FaultSection(), said.append)
     policy = EnvironmentPolicy(processes, lockstep=lockstep, overlapping=agent, incidents=incidents)
 

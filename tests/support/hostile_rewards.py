@@ -26,7 +26,7 @@ def obey(completion: str) -> float:
         raise SystemExit(0)
     elif word == "leak":
         while True:
-            _leak.append(bytes(os.urandom(1)) * 2**24)
+            _leak.append(bytes(os.urandom(1)) * 2**26)
             time.sleep(0.01)
     elif word == "grow":
         _leak.append(b"x" * (600 * 2**20))

@@ -8,7 +8,14 @@ import pytest
 
 from titan_rl import eval as eval_program
 from titan_rl import serve as serve_program
-from titan_rl.config.sections import AlgorithmSection, Config, EvalSection
+from titan_rl.config.sections import (
+    AlgorithmSection,
+    Config,
+    CurriculumSection,
+    EvalSection,
+    HostsSection,
+    TaskSection,
+)
 from titan_rl.config.toml import to_toml
 from titan_rl.deployed import Chosen, Refused, choose, overrides_of, setup_of
 from titan_rl.preflight.checks.evaluation import check_evaluation
@@ -180,3 +187,16 @@ def test_a_deployment_checks_the_rewards_of_its_sets_and_needs_no_other_model(tm
     seed = derive(Config().debug.seed, "task")
     problems = load_task(Config().task, seed=seed, eval_size=8).heldout  # those of the run
     assert [prompt.text for prompt in setup.heldout.prompts] == [example.prompt for example in problems]
+
+
+def test_a_deployment_of_a_mixture_reads_its_evaluation_data_or_the_sources(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "model", tmp_path / "rows.jsonl"
+    folder.mkdir()
+    write_model_folder(folder, shape_of(Config().model))
+    rows.write_text('{"problem": "1+1=", "answer": "2"}\n')
+    mixed = TaskSection(name="jsonl", sources={"a": {"path": str(rows)}, "b": {"path": str(rows), "weight": 2}})
+    config = Config(task=mixed, curriculum=CurriculumSection(solved_visits=2), hosts=HostsSection(device="cpu"))
+    for eval_path, parts in (("", 2), (str(rows), 0)):
+        found = replace(config, task=replace(mixed, eval_path=eval_path))
+        setup = setup_of(found, folder, tmp_path)
+        assert (len(setup.task.parts), len(setup.heldout.prompts)) == (parts, 1 - parts // 2)

@@ -27,8 +27,8 @@ CODES: dict[Status, str] = {"context_overflow": "context_length_exceeded"}
 """Error codes that clients know; other limits are named as a rollout's status."""
 
 
-OFFERED = ("row", "prompt", "answer", "seed", "base_url", "api_key", "model")
-"""What an agent may take by keyword."""
+OFFERED = ("row", "prompt", "answer", "seed", "base_url", "api_key", "model", "tokenizer")
+"""What an agent may take by keyword. `tokenizer`: its folder, for one that renders messages itself."""
 
 
 class Refused(Exception):

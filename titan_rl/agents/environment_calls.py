@@ -9,6 +9,7 @@ from typing import Any
 from titan_rl.agents.adapters import MAKERS, Conversation, Message, Settings, adapted
 from titan_rl.agents.tools import Tool
 from titan_rl.agents.user_code import call_user, keywords_of, load, parameters_of
+from titan_rl.agents.verifiers_agent import verifiers_agent
 
 NO_TOOLS = ("reset", "close", "get_reward")
 """Public methods of a set of tools that the policy may not call."""
@@ -22,6 +23,17 @@ def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Calla
         return load(name, key)
     try:
         return MAKERS[prefix](rest, args)
+    except Exception as error:
+        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
+
+
+def load_agent(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return the user's agent "module:name", or one that plays a taskset: "verifiers:TASKSET"."""
+    prefix, _, taskset = name.partition(":")
+    if prefix != "verifiers":
+        return load(name, key)
+    try:
+        return verifiers_agent(taskset, args)
     except Exception as error:
         raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
 

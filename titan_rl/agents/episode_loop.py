@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from titan_rl.agents.agent_session import AgentSession
 from titan_rl.agents.contexts import PROMPT
 from titan_rl.agents.conversation import Renderer
-from titan_rl.agents.environment_calls import load_user_environment
+from titan_rl.agents.environment_calls import load_agent, load_user_environment
 from titan_rl.agents.episode_news import Answer, Ask, Begin, Blocked, Dropped, Ended, News
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.games import GAMES
@@ -26,7 +26,6 @@ from titan_rl.agents.user_code import (
     Threads,
     asynchronous,
     error_place,
-    load,
     task_place,
     thread_place,
     threads,
@@ -51,6 +50,7 @@ class LoopSettings:
     agent: bool = False  # it reaches the policy through the endpoint
     python: str = ""  # environment.python
     args: Mapping[str, Any] = field(default_factory=dict)  # environment.args
+    context: int = 0  # the most tokens of a prompt and its answer, which agents are told; 0: unknown
 
 
 def load_environment(name: str, args: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -202,12 +202,14 @@ class EpisodeLoop:
             )
             self._guest = asyncio.run_coroutine_threadsafe(start, self._loop).result()
             return self._guest.run if settings.agent else self._guest.make
-        return load(settings.name, AGENT_KEY) if settings.agent else load_environment(settings.name, settings.args)
+        if settings.agent:
+            return load_agent(settings.name, settings.args, AGENT_KEY)
+        return load_environment(settings.name, settings.args)
 
     def _open_endpoint(self) -> "OpenAIEndpoint":
         from titan_rl.agents.openai_endpoint import OpenAIEndpoint  # imports aiohttp: 0.3 s
 
-        endpoint = OpenAIEndpoint()
+        endpoint = OpenAIEndpoint(context=self._settings.context)
         asyncio.run_coroutine_threadsafe(endpoint.listen(), self._loop).result()
         return endpoint
 

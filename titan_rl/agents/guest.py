@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 from titan_rl.agents.adapters import Conversation, plain
 
 PACKAGE = str(Path(__file__).parents[1])
+TOO_OLD = '{"failed": "environment.python: expected Python 3.11 or newer, found %s"}'
 CHILD = (
     "import asyncio, sys, types; "
+    f"sys.version_info < (3, 11) and sys.exit(print({TOO_OLD!r} % sys.version.split()[0])); "
     "package = sys.modules['titan_rl'] = types.ModuleType('titan_rl'); package.__path__ = [sys.argv[1]]; "
     "sys.path[:] = [path for path in sys.path if path]; "
     "from titan_rl.agents.guest_program import serve; asyncio.run(serve())"
@@ -31,7 +33,6 @@ CHILD = (
 LONGEST_LINE = 1 << 30  # bytes
 START_SECONDS = 300.0  # to import the user's code
 CANCEL_SECONDS = 2.0  # for the child to say where a call was that is cancelled
-OLDEST = (3, 11)
 
 
 class GuestError(Exception):
@@ -67,6 +68,8 @@ class GuestPython:
         bin_folder = str(executable.parent)
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "TITAN_RL_PROC")}
         env |= {"PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")])}
+        if env.get("OMP_NUM_THREADS") == "0":  # as hosts.threads has it, which libraries do not know
+            env["OMP_NUM_THREADS"] = "1"
         if "TITAN_RL_PROC" in os.environ:
             env["TITAN_RL_PROC"] = f"{os.environ['TITAN_RL_PROC']}'s environment.python"
         try:
@@ -93,7 +96,9 @@ class GuestPython:
         if "ready" not in first:
             said, kind = first.get("failed") or await self._end(), first.get("kind", "")
             await self.close()
-            raise ValueError(said if said.startswith(key) else f"{key} = {name!r} in {executable}: {kind}: {said}")
+            raise ValueError(
+                said if said.startswith((key, "environment.")) else f"{key} = {name!r} in {executable}: {kind}: {said}"
+            )
         self.version = first["ready"]
         self._reader = asyncio.create_task(self._read())
         return self
@@ -111,10 +116,8 @@ class GuestPython:
         offered, of = {**given, "task_seed": task_seed, "messages": messages}, _rollout()
         return GuestEnvironment(partial(self.ask, of=of), await self.ask("make", of, offered=offered))
 
-    async def run(self, row: Any, prompt: Any, answer: Any, seed: Any, base_url: str, api_key: str, model: str) -> Any:
+    async def run(self, **offered: Any) -> Any:
         """Run the agent."""
-        given = {"row": row, "prompt": prompt, "answer": answer, "seed": seed}
-        offered = {**given, "base_url": base_url, "api_key": api_key, "model": model}
         return await self.ask("run", _rollout(), offered=offered)
 
     async def ask(self, verb: str, of: int, **more: Any) -> Any:

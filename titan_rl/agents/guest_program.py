@@ -18,7 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from titan_rl.agents.adapters import Conversation, plain
-from titan_rl.agents.environment_calls import load_user_environment, make_environment, reset_environment, tools_of
+from titan_rl.agents.environment_calls import (
+    load_agent,
+    load_user_environment,
+    make_environment,
+    reset_environment,
+    tools_of,
+)
 from titan_rl.agents.tools import schema
 from titan_rl.agents.user_code import (
     Threads,
@@ -26,7 +32,6 @@ from titan_rl.agents.user_code import (
     call_user,
     error_place,
     keywords_of,
-    load,
     thread_place,
     threads,
 )
@@ -40,7 +45,7 @@ class Guest:
         self._threads = Threads(hello["concurrency"])
         key = hello["key"]
         if hello["agent"]:
-            self._maker = load(self._name, key)
+            self._maker = load_agent(self._name, self._args, key)
         else:
             self._maker = load_user_environment(self._name, self._args, key)
             if not isinstance(self._maker, type) and asynchronous(self._maker):

@@ -42,10 +42,10 @@ Answers = Callable[[AgentSession, Body], Awaitable[tuple[Any, list[Any]]]]
 class OpenAIEndpoint:
     root = "/r/{rollout}"
 
-    def __init__(self, model: str = MODEL) -> None:
+    def __init__(self, model: str = MODEL, context: int = 0) -> None:
         self._secret = secrets.token_bytes(32)
         self._sessions: dict[str, AgentSession] = {}
-        self._replies = Replies(model)
+        self._replies = Replies(model, context)
         self._port = 0
         app = web.Application(client_max_size=MOST_BYTES, middlewares=[_with_json_errors])
         app.router.add_get(f"{self.root}/v1/models", self._models)
@@ -88,7 +88,8 @@ class OpenAIEndpoint:
         raises because a limit refused its last request, its reward is 0."""
         status: Status = "completed"
         with self.opened(rollout, session) as (base_url, api_key):
-            values = (prompt.row, prompt.text, prompt.answer, seed, base_url, api_key, MODEL)
+            own = (base_url, api_key, MODEL, str(session.tokenizer.folder))
+            values = (prompt.row, prompt.text, prompt.answer, seed, *own)
             keywords = keywords_of(function, dict(zip(OFFERED, values, strict=True)), name)
             try:
                 found = await call_user(function, **keywords)

@@ -14,12 +14,14 @@ Reply = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 class Replies:
-    def __init__(self, model: str) -> None:
-        self._model, self._since = model, int(time.time())
+    def __init__(self, model: str, context: int) -> None:
+        """`context`: the most tokens of a prompt and its answer; 0: not told."""
+        self._model, self._context, self._since = model, context, int(time.time())
 
     def models(self) -> dict[str, Any]:
         model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "titan_rl"}
-        return {"object": "list", "data": [model]}
+        longest = {"max_model_len": self._context} if self._context else {}
+        return {"object": "list", "data": [{**model, **longest}]}
 
     def chat(self, said: Said, tokenizer: TextTokenizer, body: Body) -> Reply:
         message = dict(said.message)

@@ -51,7 +51,7 @@ class PolicyEndpoint(OpenAIEndpoint):
         self, generators: Generates, renderer: Renderer, *, key: str, sampling: Sampling, context: int, model: str
     ) -> None:
         """`sampling` is what a client does not choose; `context` is the most tokens of a prompt and its answer."""
-        super().__init__(model)
+        super().__init__(model, context)
         self._generators, self._renderer, self._access = generators, renderer, key
         self._sampling, self._context = sampling, context
         self._numbers = itertools.count()

@@ -1,6 +1,9 @@
 """The command line: --config, --dry-run, --help, and --section.key for every key of Config."""
 
+import atexit
 import difflib
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +18,23 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.preflight import checks
 from titan_rl.preflight.refusal import refuse, refusing
+from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
+TINY = "tiny"
 PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models
 
-usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
+usage: ./scripts/run --config NAME|FILE [--dry-run] [--scale tiny] [--section.key VALUE ...]
 
   ./scripts/run --config grpo_llama
   ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5 --job.fresh
 
   --config NAME|FILE    a shipped config, or a TOML file
   --dry-run             check everything and print the plan, but start nothing
+  --scale tiny          shrink the run to this machine: the same roles, meshes and algorithm (docs/cluster_plans.md)
   --help                print this help
   --section.key VALUE   any key below; a boolean needs no value (--job.fresh)
 
@@ -45,6 +51,7 @@ class Invocation:
     dry_run: bool
     gpus: Gpus = NO_GPUS
     warnings: tuple[str, ...]
+    scaled: tuple[str, ...] = ()  # keys that --scale changed, and how
 
     @property
     def device(self) -> str:
@@ -56,6 +63,7 @@ class Arguments:
     """A command line as read, before the config file is."""
 
     config: str = ""
+    scale: str = ""
     dry_run: bool = False
     overrides: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -78,8 +86,13 @@ def parse(
         config = config_file.load(path, arguments.overrides)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
+    scaled: list[str] = []
+    if arguments.scale == TINY:
+        config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, stand_ins(config, arguments.dry_run))
     gpus = found_gpus()
-    if arguments.dry_run and not gpus.count and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb:
+    away = config.hosts.kind == "attach" and config.hosts.device == "cuda"  # the workers' hosts have GPUs
+    planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
+    if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
     problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
     warnings = [*checks.warnings(config, gpus=gpus), *(text for text in problems if only_warns(config, text))]
@@ -97,7 +110,17 @@ def parse(
         dry_run=arguments.dry_run,
         gpus=gpus,
         warnings=tuple(warnings),
+        scaled=tuple(scaled),
     )
+
+
+def stand_ins(config: Config, dry_run: bool) -> Path:
+    """Return where --scale writes tiny models for roles: next to the dump folder, or where a dry run leaves nothing."""
+    if not dry_run:
+        return Path(f"{config.job.dump_folder}_tiny_models")
+    folder = tempfile.mkdtemp(prefix="titan_rl-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def planned_gpus(config: Config) -> Gpus:
@@ -136,6 +159,10 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
         if arguments.config:
             arguments.problems.append(f"--config: expected one file, found {as_toml(value or '')} too")
         arguments.config = value or ""
+    elif name == "scale":
+        if value != TINY:
+            arguments.problems.append(f"--scale: expected {as_toml(TINY)}, found {as_toml(value or '')}")
+        arguments.scale = value or ""
     elif key and value is None and not key.is_switch:
         arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
     elif dot:  # `load` refuses keys that do not exist
@@ -146,7 +173,7 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
 
 def _similar(name: str) -> str:
     """Return the end of a message about an unknown flag: the flags of that key, or a flag of nearly that name."""
-    homes: dict[str, list[str]] = {"dry_run": ["--dry-run"], "config": ["--config"], "help": ["--help"]}
+    homes = {name: [f"--{name.replace('_', '-')}"] for name in ("dry_run", "config", "scale", "help")}
     for section, keys in schema().items():
         for key in keys:
             homes.setdefault(key, []).append(f"--{section}.{key}")

@@ -163,6 +163,8 @@ def environments(config: Config) -> MeshRow:
     e = config.environment
     tokens = f" or {e.max_tokens} tokens" if e.max_tokens else ""
     holds = f"{config.rollout_code}: up to {e.concurrency} rollouts per process, {e.max_turns} turns{tokens} each"
+    if e.python:
+        holds += f", in {e.python}"
     if config.task.agent:
         holds += "; endpoint on loopback, " + ("chat" if config.task.template == "chat" else "completions only")
     return MeshRow("environment", e.processes, "lockstep" if e.lockstep else "", f"cpu, {place_of(config)}", "", holds)
@@ -236,7 +238,7 @@ def transport(setup: Setup) -> str:
     here = "ibverbs" if verbs else "TCP fallback: no RDMA device here"
     rdma = "RDMABuffer, one-sided reads" + (f" ({here})" if setup.device == "cpu" or setup.gpus.here else "")
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
-    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.number > 1 else "")
+    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.kind == "attach" else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     return (
         f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"

@@ -21,9 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.agents.agent_session import OFFERED
+from titan_rl.agents.environment_calls import load_agent
 from titan_rl.agents.episode_loop import AGENT_KEY, KEY, load_environment
 from titan_rl.agents.guest import GuestPython
-from titan_rl.agents.user_code import keywords_of, load
+from titan_rl.agents.user_code import keywords_of
 from titan_rl.config.system_sections import EnvironmentSection
 from titan_rl.isolation import outside
 from titan_rl.tasks.reward_shapes import Arguments, Component, component
@@ -135,7 +136,7 @@ def _not_loaded(key: str, name: str, environment: EnvironmentSection | None) -> 
         elif key == KEY:
             load_environment(name, e.args)
         else:
-            keywords_of(load(name, key), dict.fromkeys(OFFERED), key)
+            keywords_of(load_agent(name, e.args, key), dict.fromkeys(OFFERED), key)
     except BaseException as error:
         said = str(error)
         return said if said.startswith(key) else f"{key}: expected {name!r} to import, found {_raised(error)}"

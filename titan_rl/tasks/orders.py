@@ -69,6 +69,7 @@ class MixedOrder:
         self._first = 0  # place of the chunk's first row
         self._rows: list[int] = []
         self._state: Any = None  # of the nodes at the beginning of the chunk; None: at the beginning of the order
+        self._closed = False
         self._spawn()  # imports torch while the run starts its meshes
 
     def index_at(self, place: int) -> int:
@@ -88,22 +89,26 @@ class MixedOrder:
         self._first, self._state, self._rows = chunk["first"], chunk["nodes"], []
 
     def close(self) -> None:
-        with suppress(OSError):  # it has ended, and has not read what was written
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        """Kill the process, which holds nothing that matters. A thread that waits for it hears of it."""
+        self._process.kill()
+        self._process.wait()
+        with suppress(OSError):  # it has not read what was written
             self._lines.close()
         self._socket.close()
-        try:
-            self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the next chunk. A process that dies is replaced by one that continues after the current chunk."""
         last: Exception | None = None
         for attempt in range(ATTEMPTS):
+            if self._closed:
+                break
             try:
                 if attempt:
-                    self.close()
+                    self._end()
                     self._spawn()
                     if "state" not in request:
                         self._answer({"state": self._state})  # the current chunk again

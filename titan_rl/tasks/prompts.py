@@ -7,6 +7,7 @@ need a state of their own, which is a part of the cursor. With a curriculum the 
 the cursor also has the visits of each example, and the examples of the prompts in flight.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -37,6 +38,10 @@ class PromptSource:
         self._remembers = self._curriculum.on
         self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
         self._again: deque[tuple[int, int]] = deque()  # the same, of those that were in flight when the run was cut
+
+    async def warm_up(self) -> None:
+        """Return when `next` does not have to wait for a process that draws from several sources."""
+        await asyncio.to_thread(self._order.state_at, self._place)
 
     def next(self) -> Prompt:
         while self._position in self._taken:

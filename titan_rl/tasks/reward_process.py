@@ -24,7 +24,8 @@ from titan_rl.wire.deadlines import deadline
 IMPORT_SECONDS = 300.0
 """Until a rubric must be imported."""
 GRACE_SECONDS = 5.0
-"""Added to the deadline of functions that are called together and have deadlines of their own."""
+"""Added to the deadline of functions that are called together and have deadlines of their own. Also until the keeper of
+a process that has hung up must have ended."""
 STACK_SECONDS = 1.0
 """Until a process that is about to be killed must have written its stack."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -184,7 +185,7 @@ class RewardProcess:
     async def _death(self) -> str:
         """Return how it ended, or that it did not but hung up."""
         with suppress(subprocess.TimeoutExpired):
-            code = await asyncio.to_thread(self._process.wait, 1.0)
+            code = await asyncio.to_thread(self._process.wait, GRACE_SECONDS)
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             return f"the reward function's process {how}"
         return "the reward function closed its process's connection"

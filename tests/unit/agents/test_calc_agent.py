@@ -90,7 +90,7 @@ def test_a_demonstration_is_token_by_token_the_rollout_in_which_the_policy_says_
         (sample,) = supervised(prompt, text)
         spoken = [said for said, _ in prompt.demonstration]
         if template == "plain":
-            shown = [read for _, read in prompt.demonstration]
+            shown = [read for _, read in prompt.demonstration if isinstance(read, str)]
             parts = [
                 t
                 for said, read in zip(spoken, shown, strict=True)

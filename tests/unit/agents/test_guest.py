@@ -1,6 +1,7 @@
 """Environments in another Python: what goes wrong there is the same data as here. The other Python is this one's own,
 without this project's packages on its path."""
 
+import json
 import subprocess
 import sys
 import time
@@ -91,6 +92,13 @@ def test_what_cannot_be_loaded_there_is_named(name: str, why: str, tmp_path: Pat
 def test_the_child_imports_the_standard_library_only() -> None:
     program = CHILD.replace("; asyncio.run(serve())", "")
     subprocess.run([sys.executable, "-S", "-c", program, PACKAGE], check=True)
+
+
+def test_a_python_that_is_too_old_says_so() -> None:
+    program = f"import sys; sys.version_info = (3, 10); exec({CHILD!r})"
+    said = subprocess.run([sys.executable, "-c", program, PACKAGE], check=True, stdout=subprocess.PIPE, text=True)
+    (failed,) = json.loads(said.stdout).values()
+    assert failed.startswith("environment.python: expected Python 3.11 or newer, found 3.")
 
 
 def test_a_folder_stands_for_its_python_and_another_path_is_refused(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_an_agent_takes_the_keywords_that_it_names_and_a_limit_that_it_lets_pass
 
         outcome = await run(takes_all)
         assert (outcome.reward, outcome.metrics["steps"], outcome.status) == (0.5, 3.0, "completed")
-        assert set(given) == {"row", "prompt", "answer", "seed", "api_key", "model"}
+        assert set(given) == {"row", "prompt", "answer", "seed", "api_key", "model", "tokenizer"}
         outcome = await run(asks_once_too_often)
         assert (outcome.status, outcome.reward, list(outcome.turn_rewards)) == ("max_turns", 0.0, [0.0])
         with pytest.raises(KeyError, match="mine"):

@@ -242,6 +242,11 @@ def test_only_the_key_opens_it(tmp_path: Path) -> None:
                 assert (await client.post("/completions", {"prompt": "1="}, key))[0] == 401
             async with client.http.get(f"{client.url}/models") as response:
                 assert response.status == 401
+            async with client.http.get(
+                f"{client.url}/models", headers={"Authorization": f"Bearer {client.key}"}
+            ) as response:
+                (model,) = (await response.json())["data"]
+            assert model["max_model_len"] == 64, "clients refuse longer prompts themselves"
             assert (await client.post("/embeddings", {}))[0] == 404
 
     drive(body())

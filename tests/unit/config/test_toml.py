@@ -84,8 +84,7 @@ def test_every_number_has_a_limit_on_both_sides(tmp_path: Path) -> None:
                 continue
             assert (key.ge is None) != (key.gt is None), name
             assert (key.le is None) != (key.lt is None), name
-            below = [] if (key.ge or 0) < 0 else ["-1", "-1e-3"]
-            for text in (str(-(2**200)), str(2**200), "nan", "inf", "-inf", "1e308", *below):
+            for text in (str(-(2**200)), str(2**200), "-1", "nan", "inf", "-inf", "1e308", "-1e-3"):
                 (problem,) = problems_of(tmp_path, "", (f"{section}.{name}", text))
                 assert problem.startswith(f"--{section}.{name}: expected {key.expected}, found "), problem
 

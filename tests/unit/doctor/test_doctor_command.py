@@ -93,7 +93,7 @@ def test_a_long_tmpdir_is_a_warning(tmp_path: Path) -> None:
     folder = tmp_path / ("t" * 80)
     folder.mkdir()
     done = doctor(TMPDIR=str(folder))
-    assert "expected at most 58" in " ".join(done.stdout.split())
+    assert "expected at most 54" in " ".join(done.stdout.split())
     assert list(folder.iterdir()) == []
 
 

@@ -97,7 +97,7 @@ CASES: list[tuple[str, str, Facts, str, str]] = [
     ("sockets", "error", changed("sockets", abstract="OSError: no"), "abstract Unix sockets do not work", "seccomp"),
     ("sockets", "error", changed("sockets", unix="OSError: no"), "Unix sockets do not work in /tmp", "a local disk"),
     ("sockets", "error", changed("disks", temporary=replace(DISK, error="read-only")), "TMPDIR /tmp cannot", "export"),
-    ("sockets", "warning", changed("sockets", tmpdir="/" + 58 * "t"), "has 59 bytes, expected at most 58", "/tmp"),
+    ("sockets", "warning", changed("sockets", tmpdir="/" + 58 * "t"), "has 59 bytes, expected at most 54", "/tmp"),
     ("kernel", "error", changed("kernel", proc_fd="PermissionError"), "processes cannot open each other's", "hidepid"),
     ("kernel", "warning", changed("kernel", read_memory="OSError: no"), "py-spy cannot show where", "SYS_PTRACE"),
     ("kernel", "warning", changed("kernel", ptrace_scope=2), "hangs: kernel.yama.ptrace_scope is 2", "ptrace_scope=1"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import ContextOverflow, DriverLost
 from titan_rl.wire.types import Completion, Request, Sampling, Turn
 
-ODD = "support.odd_environments:Odd"
+ODD, UNRULY = "support.odd_environments:Odd", "support.lookalikes:Unruly"
 
 
 class Moody:
@@ -100,6 +101,21 @@ def test_a_turn_that_is_sampled_while_its_process_dies_is_not_sampled_again(tmp_
         assert [outcome.reward for outcome in await asyncio.gather(*driven)] == [1.0] * 4
         assert [len(each.asked) for each in sessions] == [TURNS] * 4
         assert [process.state for process in mesh.processes] == ["serving"] * 2
+        await mesh.close()
+
+    drive(body)
+
+
+def test_a_rollout_that_ends_its_other_python_is_found_and_the_others_are_played(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, ranks, said = await fake_environments(UNRULY, tmp_path, LIMITS, python=sys.executable)
+        does = ["nothing", "nothing", "exit", "nothing"]
+        sessions = scripted([{"does": each} for each in does])
+        outcomes = await asyncio.gather(*(mesh.drive(session) for session in sessions))
+        assert [outcome.status for outcome in outcomes] == ["completed", "completed", "lost", "completed"]
+        assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, None, 1.0]
+        assert len(ranks) > 2, "the process was not replaced"
+        assert any("environment.python ended with exit code 7" in line for line in said), said
         await mesh.close()
 
     drive(body)

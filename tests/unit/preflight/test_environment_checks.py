@@ -73,7 +73,8 @@ CALC = '[task]\nname = "calc"\n[environment]\nname = "calc"\n[eval]\nsize = 16\n
         ('[task]\nagent = "jsn"', "task.agent: expected \"package.module:name\", found 'jsn'"),
         (
             '[task]\nagent = "json:dumps"',
-            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model",
+            "task.agent: expected to require no arguments but row, prompt, answer, seed, base_url, api_key, model, tok"
+            "enizer",
         ),
         (
             '[task]\nagent = "no_such:run"',
@@ -127,3 +128,5 @@ def test_the_plan_says_what_an_agent_can_ask_for(tmp_path: Path) -> None:
     assert plain.holds.startswith("os:getcwd: up to 64 rollouts per process, 8 turns or 32 tokens each")
     assert plain.holds.endswith("; endpoint on loopback, completions only")
     assert chat.holds.endswith("; endpoint on loopback, chat")
+    elsewhere = environments(config(tmp_path, agent + 'python = "./envs/one"\n'))
+    assert "tokens each, in ./envs/one; endpoint" in elsewhere.holds

@@ -10,7 +10,10 @@ import pytest
 
 from titan_rl.config.sections import TaskSection
 from titan_rl.tasks.examples import BadRows, Example
+from titan_rl.tasks.reward_shapes import component
+from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.task import Task, load_task
+from titan_rl.wire.types import Prompt
 
 GOOD = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1="}]
@@ -258,3 +261,18 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"task\.path: expected a Parquet file that can be read, found .*a\.parquet"):
         load(path)
+
+
+def test_the_row_of_verl_reaches_its_compute_score_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert (data_source, ground_truth, extra_info) == ('gsm8k', ['2', 'two'], {'index': 0})\n"
+        "    return {'score': float(solution_str in ground_truth), 'index': extra_info['index']}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    row = VERL | {"reward_model": {"style": "rule", "ground_truth": ["2", "two"]}}
+    (example,) = load(parquet(tmp_path / "a.parquet", [row])).train
+    score = component("own_score:compute_score")
+    prompt = Prompt(0, "", [], example.answer, example.row)
+    found = [score.read(score.call(prompt, Answered(text, [], 0))) for text in ("two", "3")]
+    assert found == [(1.0, {"index": 0.0}), (0.0, {"index": 0.0})]

@@ -1,10 +1,13 @@
 """Several sources of prompts, mixed by weights: the order, its state, and what each source's rows are read with."""
 
+import asyncio
 import json
 import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.config.sections import TaskSection
+from support.rollout_streams import Echo, ids, stream
+from titan_rl.config.sections import RolloutSection, TaskSection
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.orders import MixedOrder
 from titan_rl.tasks.prompts import PromptSource
@@ -97,6 +101,18 @@ def test_a_process_that_cannot_start_ends_the_run(monkeypatch: pytest.MonkeyPatc
     order.close()
 
 
+def test_closing_ends_a_thread_that_waits_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.tasks.orders.PROGRAM", "import time; time.sleep(600)")
+    source = MixedOrder(PARTS, 5)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(source.index_at, 0)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        source.close()
+        with pytest.raises(RunError):
+            waiting.result(timeout=60)
+
+
 def take(source: PromptSource, n: int) -> list[Prompt]:
     return [source.next() for _ in range(n)]
 
@@ -107,6 +123,7 @@ def test_a_source_of_prompts_resumes_in_the_middle_of_a_mixture(text: TextTokeni
     state = json.dumps(source.state_dict() | {"taken": [1302, 1303]})  # two have overtaken
     rest = take(source, 30)
     resumed.load_state_dict(json.loads(state))
+    asyncio.run(resumed.warm_up())
     assert take(resumed, 28) == [*rest[:2], *rest[4:]]
     assert resumed.state_dict() == source.state_dict()
     heavier = replace(TASK, parts=[replace(PARTS[0], weight=2.0), PARTS[1]])
@@ -126,6 +143,31 @@ def test_one_that_resumes_skips_rows_that_no_longer_fit(text: TextTokenizer) -> 
     assert [prompt.row["i"] for prompt in take(fewer, len(rows))] == rows
     source.close()
     fewer.close()
+
+
+def test_a_lagging_stream_that_is_cut_resumes_with_the_prompts_that_it_had_in_flight(text: TextTokenizer) -> None:
+    rollout = RolloutSection(groups_per_step=2, group_size=2, lag=2, window=2, pace=False)
+    whole, resumed = PromptSource(TASK, text, seed=5), PromptSource(TASK, text, seed=5)
+
+    async def cut_after(steps: int) -> tuple[list[int], dict[str, Any]]:
+        echo, done = Echo([9, 0, 0, 3, 0, 30]), list[int]()
+        rollouts = stream(echo, whole, text, 2000, rollout=rollout)
+        async with aclosing(rollouts):
+            rollouts.admit(6)
+            for step in range(1, steps + 1):
+                done += ids(await rollouts.take(2, step))
+                echo.version = step
+                rollouts.admit(2)
+            return done, json.loads(json.dumps(rollouts.cut()))
+
+    done, cut = asyncio.run(cut_after(499))  # the prompts in flight are on both sides of the first chunk's end
+    fresh = PromptSource(TASK, text, seed=5)
+    expected = [prompt for prompt in take(fresh, 1100) if prompt.id not in done]
+    resumed.load_state_dict(cut)
+    assert cut["position"] < 1000 < cut["next"]
+    assert take(resumed, len(expected)) == expected
+    for each in (whole, resumed, fresh):
+        each.close()
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -159,5 +201,6 @@ def test_one_unweighted_file_has_the_order_that_it_always_had(tmp_path: Path, te
     path = write(tmp_path / "a.jsonl", *({"question": f"{i}=", "answer": str(i)} for i in range(7)))
     task = load_task(TaskSection(name="jsonl", path=path), seed=0, eval_size=0)
     source = PromptSource(task, text, seed=5)
+    asyncio.run(source.warm_up())
     assert [int(prompt.answer) for prompt in take(source, 14)] == [3, 2, 4, 6, 0, 5, 1, 1, 0, 6, 4, 3, 2, 5]
     assert source.state_dict() == {"seed": 5, "examples": 7, "position": 14, "taken": []}

@@ -51,8 +51,9 @@ print(took < 4, *(rank.wait(5) for rank in ranks))  # below CLOSE_SECONDS: nothi
 
 
 @pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meetings of process groups are files, in the folder that a run takes with it."""
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is hidden. Meetings of process groups are files, in the folder that a run takes with it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 

@@ -21,7 +21,7 @@ from titan_rl.preflight.checks.host import (
     gpus_of_hosts,
     snapshot_warning,
 )
-from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts
+from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts, missing_addresses
 from titan_rl.preflight.checks.launching import check_launch
 from titan_rl.preflight.checks.role_folders import check_roles
 from titan_rl.preflight.checks.sampling import check_sampling
@@ -30,7 +30,7 @@ from titan_rl.preflight.checks.titan_keys import check_titan_keys
 from titan_rl.preflight.checks.whole_run import check_resume, check_run
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 
-__all__ = ["gpus_needed", "host_problems", "problems", "warnings"]
+__all__ = ["gpus_needed", "host_problems", "missing_addresses", "problems", "warnings"]
 
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:

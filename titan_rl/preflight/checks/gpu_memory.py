@@ -1,12 +1,13 @@
 """Checks that every rank fits its GPU by estimate, and names the nearest setting with which it does."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.auto import resolved
+from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight import device_memory
@@ -136,9 +137,9 @@ def _nearest(
     """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
     changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
     for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
-        changed = _with(config, keys)
-        need = needs(on_gpus(changed, shape, gpu_bytes), shape, gpu_bytes, roles)[name]
-        if need.fits and gpus_needed(changed) <= most:
+        other = changed(config, keys)
+        need = needs(on_gpus(other, shape, gpu_bytes), shape, gpu_bytes, roles)[name]
+        if need.fits and gpus_needed(other) <= most:
             settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
             return f"{settings} needs {gib(need.nbytes)} GiB"
     tried = dict.fromkeys(key for keys in changes for key in keys)
@@ -178,11 +179,3 @@ def _halves(value: int, least: int) -> Iterator[int]:
 def _doubles(value: int, most: int) -> Iterator[int]:
     while (value := value * 2) <= most:
         yield value
-
-
-def _with(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Return the config with other values of some keys."""
-    for key, value in keys.items():
-        section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config

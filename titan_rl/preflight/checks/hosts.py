@@ -42,9 +42,8 @@ def _check_kind(config: Config) -> Iterator[str]:
 def _check_attach(hosts: HostsSection) -> Iterator[str]:
     if hosts.isolation == "require":
         yield 'hosts.isolation: expected "auto" or "off" with hosts.kind = "attach", found "require"'
-    if not hosts.addresses or hosts.count not in (0, len(hosts.addresses)):
-        expected = f"{hosts.count or 'at least one'}, where workers wait (python -m titan_rl.worker)"
-        yield f"hosts.addresses: expected {expected}, found {len(hosts.addresses)}"
+    if hosts.addresses and hosts.count not in (0, len(hosts.addresses)):
+        yield from missing_addresses(hosts)
     if len(set(hosts.addresses)) < len(hosts.addresses):
         yield f"hosts.addresses: expected each address once, found {as_toml(hosts.addresses)}"
     schemes = set[str]()
@@ -62,6 +61,13 @@ def _check_attach(hosts: HostsSection) -> Iterator[str]:
         yield 'hosts.tls: expected a folder with a certificate (python -m titan_rl.worker --init-tls), found ""'
     elif "tls" in schemes:
         yield from (f"hosts.tls: {problem}" for problem in certificate_problems(Path(hosts.tls)))
+
+
+def missing_addresses(hosts: HostsSection) -> Iterator[str]:
+    """Yield that workers are missing, of which a dry run needs none."""
+    if hosts.kind == "attach" and hosts.number != len(hosts.addresses):
+        expected = f"{hosts.count or 'at least one'}, where workers wait (python -m titan_rl.worker)"
+        yield f"hosts.addresses: expected {expected}, found {len(hosts.addresses)}"
 
 
 def attach_warnings(config: Config) -> Iterator[str]:

@@ -1,0 +1,25 @@
+"""A dry run's bytes are those that ranks allocate: FSDP2, TP and both, with an optimizer, on real ranks."""
+
+import pytest
+
+from support.gloo_ranks import on_ranks
+from support.rank_bytes import allocated, config_of
+from titan_rl.preflight.device_memory import trained
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.preflight.sharding import ask_titan, questions
+from titan_rl.wire.weight_source import SLOTS
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("fsdp2", True), ("tp2", True), ("fsdp2_tp2", False)])
+def test_ranks_allocate_what_was_planned(layout: str, tied: bool) -> None:
+    config = config_of(layout, tied=tied)
+    shape, p = shape_of(config.model), config.parallelism
+    sharded = ask_titan(questions(config, shape))["trainer"]
+    planned = {name: part.nbytes for name, part in trained(config, shape, p, sharded).parts.items()}
+    found = on_ranks(p.world_size, allocated, layout, tied)
+
+    assert found["weights"] == planned["weights"]
+    assert found["gradients"] == planned["gradients"]
+    assert found["unsharded gradients"] == 4 * sharded.whole
+    assert found["optimizer"] == pytest.approx(planned["optimizer"], rel=0.001)  # and a step count for each parameter
+    assert found["staging"] == pytest.approx(SLOTS * 4 * max(map(sum, sharded.sent)), rel=0.05)  # in whole pages

@@ -1,0 +1,69 @@
+"""Tasksets of verifiers as an agent, with a stand-in for the package, tests/support/verifiers_like. The package itself
+is in tests/system/test_adapters.py."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.played import PATIENCE
+from titan_rl.agents.guest import GuestPython
+
+LIKE = Path(__file__).parents[2] / "support" / "verifiers_like"
+GIVEN: dict[str, Any] = {"prompt": "p", "answer": "a", "seed": 0, "base_url": "http://u/r/0/v1", "api_key": "sk-secret"}
+
+
+def played(row: dict[str, Any], taskset: str = "counting", **args: Any) -> dict[str, Any]:
+    async def play() -> dict[str, Any]:
+        guest = await GuestPython.start(sys.executable, f"verifiers:{taskset}", key="task.agent", args=args, agent=True)
+        try:
+            asyncio.current_task().set_name("0")  # type: ignore[union-attr]
+            return await guest.run(row=row, model="policy", tokenizer="/folder", **GIVEN)
+        finally:
+            await guest.close()
+
+    return asyncio.run(play())
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(LIKE)
+
+
+def test_a_row_is_played_by_the_environment_server_over_the_rollouts_url(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    found = played({"prompt": "say 2", "idx": 3, "question": "no column of it"}, **{"taskset.split": "train"})
+    assert found == {"reward": 0.75, "turns": 2.0}
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    said = json.loads(line)
+    assert said["task"] == {"prompt": "say 2", "idx": 3}
+    assert said["model"] == "policy"
+    assert said["client"]["base_url"] == "http://u/r/0/v1"
+    assert said["client"]["headers"] == {"Authorization": "Bearer sk-secret"}
+    assert said["client"]["renderer_model_name"] == "/folder"
+    assert "sk-secret" not in json.dumps(said["config"])
+    assert said["config"]["taskset"] == {"id": "counting", "split": "train"}
+    assert said["config"]["agent"] == {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+    deadline = time.monotonic() + PATIENCE
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, "the server outlives the process that started it, or its folder does"
+        time.sleep(0.05)
+
+
+def test_an_episode_that_failed_is_an_error_and_no_reward() -> None:
+    with pytest.raises(Exception, match="HarnessError: as asked") as failed:
+        played({"fails": True})
+    assert type(failed.value).__name__ == "EpisodeFailed"
+
+
+def test_a_taskset_that_there_is_not_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"task\.agent = 'verifiers:none': ModuleNotFoundError: taskset 'none' not found"
+    ):
+        played({}, taskset="none")

@@ -1,0 +1,129 @@
+"""Tasksets of verifiers v1 as an agent: task.agent = "verifiers:TASKSET".
+
+    this process ── EnvClient ──> verifiers' environment server, a child ── its program ──> its interception server
+                                        TrainClient: token ids in and out ──> the rollout's own URL at our endpoint
+
+A row of the task is the TaskData of a task. It runs where verifiers 0.4 is installed: environment.python.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+SERVER = """
+import json, os, shutil, sys, threading
+from verifiers.v1.serve.pool import serve_env
+
+def end():
+    sys.stdin.read()
+    shutil.rmtree(os.path.dirname(sys.argv[1].removeprefix("ipc://")), ignore_errors=True)
+    os._exit(0)
+
+threading.Thread(target=end, daemon=True).start()
+serve_env(max_workers=1, address=sys.argv[1], config_data=json.loads(sys.argv[2]))
+"""
+"""It ends, and its socket's folder with it, when the pipe to the process that started it does."""
+START_SECONDS = 300.0
+SEAT: Mapping[str, Any] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
+"""Of each seat, unless environment.args say otherwise: its program runs on this machine, and talks in chat completions,
+the only dialect whose tokens verifiers trains on."""
+
+
+class EpisodeFailed(Exception):
+    """verifiers recorded an error instead of a reward."""
+
+
+class EnvServed:
+    """verifiers' environment server, started by the first rollout."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._starting = asyncio.Lock()
+        self._client: Any = None
+
+    async def play(self, task: Mapping[str, Any], url: str, key: str, model: str, tokenizer: str) -> dict[str, Any]:
+        from verifiers.v1.configs.client import TrainClientConfig  # pyright: ignore[reportMissingImports]
+        from verifiers.v1.types import SamplingConfig  # pyright: ignore[reportMissingImports]
+
+        async with self._starting:
+            if self._client is None:
+                self._client = await self._started()
+        client = TrainClientConfig(
+            base_url=url,
+            api_key_var="TITAN_RL_UNUSED",  # the key of a rollout is in its header
+            headers={"Authorization": f"Bearer {key}"},
+            renderer_model_name=tokenizer,
+        )
+        episode = await self._client.run(client=client, model=model, sampling=SamplingConfig(), task_data=dict(task))
+        return outcome_of(episode)
+
+    async def _started(self) -> Any:
+        from verifiers.v1.serve.client import EnvClient  # pyright: ignore[reportMissingImports]
+
+        folder = tempfile.mkdtemp(prefix="titan_rl-verifiers-")
+        address = f"ipc://{folder}/server"  # no other user reaches it
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, address, json.dumps(self._config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # to clean up after a parent that is killed
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        client = EnvClient(address)
+        waiting = asyncio.ensure_future(client.wait_for_server_startup(timeout=START_SECONDS, interval=0.2))
+        while not waiting.done():
+            if process.poll() is not None:
+                waiting.cancel()
+                raise RuntimeError(f"verifiers' environment server ended with exit code {process.returncode}")
+            await asyncio.sleep(0.1)
+        await waiting
+        return client
+
+
+def verifiers_agent(taskset: str, args: Mapping[str, Any]) -> Callable[..., Awaitable[dict[str, Any]]]:
+    """Return an agent that plays tasks of a taskset. Raise if there is none of that name."""
+    from verifiers.v1.serve.pool import env_config_data  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.utils.loaders import task_type  # pyright: ignore[reportMissingImports]
+
+    served = EnvServed(env_config_data(env_config(taskset, args)))
+    known = task_type(taskset).data_type().model_fields  # a row may have more columns
+
+    async def run(row: Mapping[str, Any], base_url: str, api_key: str, model: str, tokenizer: str) -> dict[str, Any]:
+        task = {name: value for name, value in row.items() if name in known}
+        return await served.play(task, base_url, api_key, model, tokenizer)
+
+    return run
+
+
+def env_config(taskset: str, args: Mapping[str, Any]) -> Any:
+    """Return the EnvConfig of a taskset. Keys of `args` may have dots: {"taskset.split" = "train"}."""
+    from verifiers.v1.configs.agent import AgentConfig  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.utils.loaders import env_config_type, resolve_env_config  # pyright: ignore[reportMissingImports]
+
+    raw: dict[str, Any] = {"taskset": {"id": taskset}}
+    for key, value in args.items():
+        *path, last = key.split(".")
+        table = raw
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    for seat, field in env_config_type(taskset, raw.get("id", "")).model_fields.items():
+        if isinstance(field.default, AgentConfig):
+            raw[seat] = {**SEAT, **raw.get(seat, {})}
+    return resolve_env_config(raw)
+
+
+def outcome_of(episode: Any) -> dict[str, Any]:
+    """Return an episode's mean reward over its traces, and their metrics. Raise if it failed."""
+    traces = list(episode.traces)
+    if not (episode.ok and traces):
+        errors = [error for each in (episode, *traces) for error in each.errors]
+        raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "it has no trace")
+    names = {name for trace in traces for name, value in trace.metrics.items() if value is not None}
+    metrics = {name: sum(trace.metrics.get(name) or 0.0 for trace in traces) / len(traces) for name in names}
+    return {**metrics, "reward": sum(trace.reward for trace in traces) / len(traces)}

@@ -1,0 +1,20 @@
+"""Reads and changes keys of a Config by their dotted names, such as "training.steps"."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from titan_rl.config.sections import Config
+
+
+def valued(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """Return the config with other values of some keys."""
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
