@@ -6,6 +6,7 @@ job is a folder: state.json, script, steps/N (a step, with the process groups of
 
 import fcntl
 import json
+import math
 import os
 import re
 import signal
@@ -102,11 +103,11 @@ def ctld(argv: Sequence[str]) -> None:
                 start_new_session=True,
             )
         change(job, state="RUNNING", reason="None", batch=batch.pid)
-        deadline = None
+        deadline = math.inf
         while batch.poll() is None:
             time.sleep(0.02)
             ending = (folder / "requeue").exists() or state_of(job)["state"] == "CANCELLED"
-            if ending and deadline is None:
+            if ending and deadline == math.inf:
                 deadline = time.monotonic() + KILL_WAIT
                 signal_all(job, signal.SIGTERM)
             if ending and (time.monotonic() > deadline or not left(job)):

@@ -1,4 +1,4 @@
-"""A real run as a Slurm job, on programs that stand in for Slurm's: stopped before its limit, requeued, finished."""
+"""Real runs as jobs of clusters that this machine stands in for: each is stopped, started again, and finishes."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import FakeSlurm, wait_until
 from support.outputs import losses, sampled
 from support.running import SMALL, WHOLE, Run
@@ -21,9 +22,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm
     cluster.end()
 
 
-def launch(folder: Path, *flags: str) -> Run:
+@pytest.fixture
+def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    cluster = FakeKubernetes(tmp_path, monkeypatch)
+    yield cluster
+    cluster.close()
+
+
+def launch(on: str, folder: Path, *flags: str) -> Run:
     keys = SMALL | {key.replace("__", "."): value for key, value in WHOLE.items()}
-    command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.1"]
+    command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", on, "--poll", "0.1"]
     own = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in keys.items()]
     return Run(
         folder,
@@ -37,10 +45,16 @@ def launch(folder: Path, *flags: str) -> Run:
     )
 
 
-def test_a_job_that_is_stopped_before_its_limit_continues_in_the_queue_bit_for_bit(
+def same(run: Run, other: Run) -> bool:
+    assert audit(run.folder)[0] == []
+    kinds = ("cold_start", "rl")
+    return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)
+
+
+def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_queue_bit_for_bit(
     slurm: FakeSlurm, whole: Run, tmp_path: Path
 ) -> None:
-    run = launch(tmp_path / "run", "--launch.minutes=60")
+    run = launch("slurm", tmp_path / "run", "--launch.minutes=60", "--hosts.count=2")
     run.wait_for_step(2)
     (job,) = slurm.jobs()
     slurm.warn_before_the_limit(job)
@@ -49,8 +63,19 @@ def test_a_job_that_is_stopped_before_its_limit_continues_in_the_queue_bit_for_b
     assert slurm.job(job)["restarts"] == 1
     assert out.index("stopped; the same command resumes from RL step") < out.index("back to the queue, to continue")
     assert "resume" in out[out.index("back to the queue") :]
-    for kind in ("cold_start", "rl"):
-        assert losses(run, kind) == losses(whole, kind)
-    assert sampled(run) == sampled(whole)
-    assert audit(run.folder)[0] == []
+    assert same(run, whole)
     wait_until(lambda: not run.processes())
+
+
+def test_an_evicted_pod_saves_and_the_next_one_continues_bit_for_bit(
+    kubernetes: FakeKubernetes, whole: Run, tmp_path: Path
+) -> None:
+    mounts = f"--launch.mounts={tmp_path}:{tmp_path}"
+    run = launch("kubernetes", tmp_path / "run", mounts, "--launch.image=rl:1", f"--launch.python={sys.executable}")
+    run.wait_for_step(2)
+    kubernetes.disrupt(0)
+    out = run.finish()
+    assert run.code == 0, out
+    assert "stopped; the same command resumes from RL step" in out
+    assert len(kubernetes.pods) == 2
+    assert same(run, whole)

@@ -1,6 +1,6 @@
-"""`python -m titan_rl.launch --config X --on slurm`: submit a run to a cluster's scheduler, and follow it.
+"""`python -m titan_rl.launch --config X --on slurm|kubernetes`: submit a run to a cluster's scheduler, and follow it.
 
-    check, as --dry-run does ── --print ──> the script
+    check, as --dry-run does ── --print ──> the script, or the manifests
                              └─ submit ──> in the queue, and why ──> the run's log ──> its exit code
 
 Exit codes: the run's own; 1 if the scheduler refused or lost the job, 2 bad input, 130 also if Ctrl-C ended the
@@ -17,11 +17,14 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.config import toml as config_file
-from titan_rl.config.sections import HostsSection
+from titan_rl.config.sections import Config, HostsSection
 from titan_rl.launch import sbatch
-from titan_rl.launch.following import ENDED, follow
+from titan_rl.launch.cluster_api import find_cluster
+from titan_rl.launch.following import ENDED, SubmissionFailed, follow
 from titan_rl.launch.job import Job
-from titan_rl.launch.slurm_queue import SlurmJob, SubmissionFailed, submit_script
+from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
+from titan_rl.launch.manifests import as_yaml, manifests, tls_secret
+from titan_rl.launch.slurm_queue import SlurmJob, submit_script
 from titan_rl.preflight import cli
 from titan_rl.preflight.checks.launching import check_submission
 from titan_rl.preflight.cli import Invocation
@@ -32,6 +35,7 @@ from titan_rl.record.terminal import Terminal, open_console
 from titan_rl.wire.program import DONE, FAILED, enter
 
 RECORD = "job.json"  # the job that was submitted last
+RUNS_ALREADY = " runs this already: it is followed, nothing is submitted"
 POLL_SECONDS = 5.0  # schedulers ask not to be asked more often
 
 
@@ -42,19 +46,19 @@ def main(argv: Sequence[str]) -> int:
     if options.print:
         for warning in invocation.warnings:
             print(f"titan_rl.launch: {warning}", file=sys.stderr)
-        print(sbatch.script(job, Path.cwd()), end="")
+        print(sbatch.script(job, Path.cwd()) if options.on == "slurm" else printed(job), end="")
         return DONE
     terminal = Terminal()
     for warning in invocation.warnings:
         terminal.warn(warning)
     try:
-        submitted = live_job(job, terminal) or submit(job, invocation.config.job.fresh)
+        on = on_slurm if options.on == "slurm" else on_kubernetes
+        return follow(on(job, terminal, fresh=invocation.config.job.fresh), terminal, options.poll)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
     except SubmissionFailed as error:
         terminal.error(str(error), "")
         return FAILED
-    return follow(submitted, terminal, options.poll)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|FILE", required=True, help="a shipped config, or a TOML file")
-    parser.add_argument("--on", choices=("slurm",), required=True, help="scheduler")
+    parser.add_argument("--on", choices=("slurm", "kubernetes"), required=True, help="scheduler")
     parser.add_argument("--print", action="store_true", help="print what would be submitted, and start nothing")
     parser.add_argument(
         "--poll",
@@ -84,14 +88,21 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
         hosts = config_file.load(config_file.find(options.config), cli.read(argv).overrides).hosts
-    also = partial(check_submission, hosts=hosts, on=options.on, prints=options.print)
-    invocation = cli.parse([*argv, *stand_ins(hosts.number), "--dry-run"], also)
+    also = partial(check_submission, on=options.on, prints=options.print)
+    invocation = cli.parse([*argv, *stand_ins(hosts.number), "--dry-run"], also, partial(only_in_pods, options.on))
     try:
         check_folder(invocation.config.job)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
     warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
     return replace(invocation, config=replace(invocation.config, hosts=hosts), warnings=tuple(warnings))
+
+
+def only_in_pods(on: str, config: Config, problem: str) -> bool:
+    """Return True if a problem is of a folder that the pods mount and this machine does not have."""
+    targets = [mount.split(":")[1] for mount in config.launch.mounts if ":" in mount] if on == "kubernetes" else []
+    text = f"{config.job.dump_folder} {problem}" if problem.startswith("job.dump_folder:") else problem
+    return any(target in text and not Path(target).exists() for target in targets)
 
 
 def stand_ins(nodes: int) -> list[str]:
@@ -101,17 +112,13 @@ def stand_ins(nodes: int) -> list[str]:
     return ["--hosts.kind=attach", f"--hosts.addresses={addresses}", "--hosts.insecure=true"]
 
 
-def live_job(job: Job, terminal: Terminal) -> SlurmJob | None:
-    """Return the job that was submitted for this run before, if it has not ended."""
+def on_slurm(job: Job, terminal: Terminal, *, fresh: bool) -> SlurmJob:
+    """Return the job that was submitted for this run before, if it has not ended; else submit one."""
     with suppress(FileNotFoundError, ValueError, KeyError):
         before = SlurmJob(str(json.loads((job.own / RECORD).read_text())["slurm"]), job.own)
         if before.look() != ENDED:
-            terminal.note(f"{before.name} runs this already: it is followed, nothing is submitted")
+            terminal.note(f"{before.name}{RUNS_ALREADY}")
             return before
-    return None
-
-
-def submit(job: Job, fresh: bool) -> SlurmJob:
     with RunLock(job.folder) as lock:
         if fresh:
             lock.move_old_run()
@@ -121,6 +128,23 @@ def submit(job: Job, fresh: bool) -> SlurmJob:
     submitted = SlurmJob(submit_script(path), job.own)
     (job.own / RECORD).write_text(json.dumps({"slurm": submitted.number}) + "\n")
     return submitted
+
+
+def on_kubernetes(job: Job, terminal: Terminal, *, fresh: bool) -> KubernetesJob:
+    assert not fresh  # refused: a pod that starts again would start over
+    cluster = find_cluster(job.config.launch.namespace)
+    if live := live_kubernetes_job(job, cluster):
+        terminal.note(f"{live.name}{RUNS_ALREADY}")
+        return live
+    return submit_manifests(job, cluster)
+
+
+def printed(job: Job) -> str:
+    secret = tls_secret(job)
+    note = (
+        f"# The pods wait for the Secret {secret}, which titan_rl.launch makes and does not print.\n" if secret else ""
+    )
+    return note + as_yaml(manifests(job))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ from titan_rl.record.terminal import Terminal
 from titan_rl.wire.program import STOPPED
 
 
+class SubmissionFailed(Exception):
+    """The scheduler did not take the job, or is not reached; str() has its own words."""
+
+
 class Look(NamedTuple):
     """What the scheduler says of a job."""
 

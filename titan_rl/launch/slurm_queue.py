@@ -4,15 +4,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_rl.launch.following import ENDED, Look
+from titan_rl.launch.following import ENDED, Look, SubmissionFailed
 from titan_rl.wire.program import FAILED, STOPPED
 
 CALL_SECONDS = 120.0  # a busy controller of Slurm takes a minute
 GONE = "Invalid job id"  # squeue's word for jobs that ended a while ago
-
-
-class SubmissionFailed(Exception):
-    """The scheduler did not take the job; str() has its own words."""
 
 
 def submit_script(path: Path) -> str:

@@ -70,9 +70,13 @@ class Arguments:
 
 
 @refusing
-def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda _: ()) -> Invocation:
+def parse(
+    argv: Sequence[str],
+    also: Callable[[Config], Iterable[str]] = lambda _: (),
+    only_warns: Callable[[Config, str], bool] = lambda *_: False,
+) -> Invocation:
     """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help. `also`
-    returns more problems of a config."""
+    returns more problems of a config; a problem that `only_warns` is for another machine to find."""
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
@@ -90,8 +94,9 @@ def parse(argv: Sequence[str], also: Callable[[Config], Iterable[str]] = lambda 
     planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
     if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
-    problems = [*arguments.problems, *also(config), *checks.problems(config, gpus=gpus)]
-    warnings = checks.warnings(config, gpus=gpus)
+    problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
+    warnings = [*checks.warnings(config, gpus=gpus), *(text for text in problems if only_warns(config, text))]
+    problems = [*also(config), *(text for text in problems if text not in warnings)]
     if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
         elsewhere = checks.host_problems(config, gpus=gpus)
         problems = [problem for problem in problems if problem not in elsewhere]

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Literal
 
-from titan_rl.config.sections import Config, HostsSection
+from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
 
 Scheduler = Literal["slurm", "kubernetes"]
@@ -49,12 +49,11 @@ def check_launch(config: Config) -> Iterator[str]:
         )
 
 
-def check_submission(config: Config, hosts: HostsSection, on: Scheduler, prints: bool) -> Iterator[str]:
-    """`hosts` is the section as given: the addresses in `config` are stand-ins."""
+def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[str]:
     launch = config.launch
     if prints and config.job.fresh:
         yield "job.fresh: expected false with --print, which moves no folder, found true"
-    if hosts.device == "cuda" and not gpus_of_node(config):
+    if config.hosts.device == "cuda" and not gpus_of_node(config):
         yield 'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0'
     if on == "slurm":
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -68,6 +67,8 @@ def check_submission(config: Config, hosts: HostsSection, on: Scheduler, prints:
         return
     if not launch.image:
         yield "launch.image: expected a container image with --on kubernetes, found none"
+    if config.job.fresh:
+        yield "job.fresh: expected false with --on kubernetes: pods that start again would start over, found true"
     if launch.name and not NAME.fullmatch(launch.name):
         expected = "lowercase letters, digits and dashes, at most 52,"
         yield f"launch.name: expected {expected} with --on kubernetes, found {as_toml(launch.name)}"
@@ -76,8 +77,3 @@ def check_submission(config: Config, hosts: HostsSection, on: Scheduler, prints:
     if not any(folder.is_relative_to(target) for target in targets):
         expected = f"a folder below one of launch.mounts ({', '.join(targets) or 'none'}), which outlives the pods"
         yield f"job.dump_folder: expected {expected}, found {as_toml(config.job.dump_folder)}"
-    if hosts.number > 1 and not hosts.tls and not hosts.insecure:
-        yield (
-            "hosts.tls: expected the folder of certificates in the pods with --on kubernetes and several hosts, found "
-            'none; launch.mounts = ["secret/NAME:FOLDER"] puts a Secret there'
-        )

@@ -1,0 +1,211 @@
+"""Jobs on Kubernetes against an API server of the test, whose pods really run."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.fake_kubernetes import FakeKubernetes
+from support.fake_slurm import wait_until
+from titan_rl.launch.__main__ import main
+from titan_rl.launch.cluster_api import ApiRefused, find_cluster
+
+# What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
+STAND_IN = """#!/bin/bash
+here=$(dirname "$0")
+[ "$1" = -m ] || exit 0
+echo "$JOB_COMPLETION_INDEX $*" >> "$here/calls"
+if [ "$2" = titan_rl.worker ]; then
+    touch "$here/up-$JOB_COMPLETION_INDEX"
+    while :; do sleep 0.05; done
+fi
+until [[ "$*" != *=attach* || -e "$here/up-0" && -e "$here/up-1" ]]; do sleep 0.05; done
+code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
+echo "the run is up"
+if [ "$code" = wait ]; then
+    trap 'echo stopped; exit 130' TERM
+    while :; do sleep 0.05; done
+fi
+exit "$code"
+"""
+
+
+class Launched:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "a_Run"
+        self.python = folder / "python"
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+
+    def flags(self, *more: str) -> list[str]:
+        own = [f"--job.dump_folder={self.run}", f"--launch.mounts={self.folder}:{self.folder}"]
+        own += [f"--launch.python={self.python}", "--launch.image=rl:1", "--eval.size=16"]
+        return ["--config", "grpo_llama", "--on", "kubernetes", "--poll", "0.05", *own, *more]
+
+    def start(self, codes: Sequence[object], *more: str) -> subprocess.Popen[str]:
+        (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+        command = [sys.executable, "-m", "titan_rl.launch", *self.flags(*more)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
+
+    def finish(self, codes: Sequence[object], *more: str) -> tuple[int, str]:
+        process = self.start(codes, *more)
+        out, _ = process.communicate(timeout=120)
+        return process.returncode, out
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    cluster = FakeKubernetes(tmp_path, monkeypatch)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Launched:
+    return Launched(tmp_path)
+
+
+def test_a_job_is_followed_from_pending_to_the_runs_exit_code(cluster: FakeKubernetes, launched: Launched) -> None:
+    cluster.free.clear()
+    process = launched.start([0])
+    assert process.stdout is not None
+    seen = process.stdout.readline()
+    if "no pod yet" in seen or "ContainerCreating" in seen:
+        seen = process.stdout.readline()
+    assert (
+        "Kubernetes job a-run: pending (Unschedulable: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu.)" in seen
+    )
+    cluster.free.set()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert out.count("the run is up") == 1
+    assert launched.calls() == [f"0 -m titan_rl.run --config {cluster.pods_folder}/config/grpo_llama.toml"]
+
+
+def test_an_evicted_pod_saves_and_the_next_one_continues(cluster: FakeKubernetes, launched: Launched) -> None:
+    process = launched.start(["wait", 0])
+    wait_until(lambda: any("the run is up" in line for pod in cluster.pods for _, line in pod.lines))
+    cluster.disrupt(0)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert out.index("stopped") < out.rindex("the run is up")
+    assert len(launched.calls()) == 2
+
+
+def test_a_failed_run_is_retried_and_bad_input_is_not(cluster: FakeKubernetes, launched: Launched) -> None:
+    code, out = launched.finish([1, 1, 1], "--launch.retries=1")
+    assert code == 1
+    assert "Job has reached the specified backoff limit" in out
+    assert len(launched.calls()) == 2
+    code, out = launched.finish([2])  # the ended Job makes room
+    assert code == 2
+    assert len(launched.calls()) == 3
+
+
+def test_each_pod_has_a_worker_and_its_own_certificate(cluster: FakeKubernetes, launched: Launched) -> None:
+    code, out = launched.finish([0], "--hosts.count=2", "--hosts.device=cpu")
+    assert code == 0, out
+    calls = sorted(launched.calls())
+    (run,) = [call for call in calls if "titan_rl.run" in call]
+    assert "--hosts.addresses=tls://a-run-0.a-run:26600,tls://a-run-1.a-run:26600" in run
+    assert "--hosts.own_address=a-run-0.a-run" in run
+    for index in (0, 1):
+        assert any(
+            call.startswith(f"{index} -m titan_rl.worker --address tls://a-run-{index}.a-run:26600") for call in calls
+        )
+    secret = cluster.objects["secrets", "a-run-tls"]
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == "uid-of-a-run"
+    assert "PRIVATE KEY" not in str(cluster.objects["jobs", "a-run"]) + out
+    assert cluster.objects["services", "a-run"]["spec"]["clusterIP"] == "None"
+
+
+def test_a_running_job_is_followed_and_a_strangers_is_left_alone(cluster: FakeKubernetes, launched: Launched) -> None:
+    process = launched.start(["wait"])
+    wait_until(lambda: any("the run is up" in line for pod in cluster.pods for _, line in pod.lines))
+    process.send_signal(2)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "kubectl delete job a-run --namespace rl ends it" in out
+    again = launched.start([])
+    assert again.stdout is not None
+    assert "Kubernetes job a-run runs this already" in again.stdout.readline()
+    del cluster.objects["jobs", "a-run"]
+    cluster.end()
+    out, _ = again.communicate(timeout=60)
+    assert again.returncode == 1
+    assert "was deleted" in out
+    cluster.objects["jobs", "a-run"] = {"metadata": {"name": "a-run", "labels": {}}, "status": {}}
+    code, out = launched.finish([0])
+    assert code == 1
+    assert "launch.name: expected a name that no other Job has in rl, found a-run" in " ".join(out.split())
+
+
+def test_the_words_of_a_server_that_refuses_are_shown(cluster: FakeKubernetes, launched: Launched) -> None:
+    code, out = launched.finish([0], "--launch.namespace=other")
+    assert code == 1
+    assert 'namespaces "other" is forbidden' in " ".join(out.split())
+
+
+def test_manifests_are_printed_and_nothing_is_asked(
+    cluster: FakeKubernetes, launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--hosts.count=2", "--hosts.slots=8", "--launch.secrets=keys", "--launch.minutes=60"]
+    mounts = f"--launch.mounts={launched.folder}:{launched.folder},pvc/data:/data:ro,secret/x:/x"
+    assert main(launched.flags("--print", *flags, mounts, "--fault.stop_grace_seconds=100")) == 0
+    job, service, config = yaml.safe_load_all(capsys.readouterr().out)
+    assert not cluster.asked
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert spec["activeDeadlineSeconds"] == 3600
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert pod["terminationGracePeriodSeconds"] == 130
+    assert pod["subdomain"] == service["metadata"]["name"] == "a-run"
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["mount1"]["persistentVolumeClaim"] == {"claimName": "data"}
+    assert volumes["mount2"]["secret"] == {"secretName": "x"}
+    assert {"name": "mount1", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
+    assert list(config["data"]) == ["grpo_llama.toml"]
+    parsed = subprocess.run(["bash", "-n"], input=container["command"][2], capture_output=True, text=True)
+    assert (parsed.returncode, parsed.stderr) == (0, "")
+
+
+def test_what_kubernetes_needs_is_refused_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--on", "kubernetes", f"--job.dump_folder={tmp_path}/run", "--launch.name=My_Run", "--job.fresh"]
+    with pytest.raises(SystemExit) as stop:
+        main(["--config", "grpo_llama", *flags])
+    assert stop.value.code == 2
+    found = capsys.readouterr().err
+    for expected in (
+        "launch.image: expected a container image with --on kubernetes, found none",
+        "launch.name: expected lowercase letters, digits and dashes, at most 52, with --on kubernetes, found",
+        "job.dump_folder: expected a folder below one of launch.mounts (none), which outlives the pods, found",
+        "job.fresh: expected false with --on kubernetes",
+    ):
+        assert expected in found
+
+
+def test_folders_that_only_the_pods_have_are_not_looked_for_here(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--job.dump_folder=/proc/runs/a", "--launch.mounts=pvc/runs:/proc/runs", "--launch.image=rl:1"]
+    assert main(["--config", "grpo_llama", "--on", "kubernetes", "--print", "--eval.size=16", *flags]) == 0
+    assert "/proc" in capsys.readouterr().err  # a warning
+
+
+def test_a_missing_kubeconfig_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(ApiRefused, match="expected a kubeconfig"):
+        find_cluster()
+    (tmp_path / "none").write_text("{}")
+    with pytest.raises(ApiRefused, match="current context"):
+        find_cluster()
