@@ -62,6 +62,9 @@ def sbatch(argv: Sequence[str]) -> None:
         sys.exit(
             "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
         )
+    (CLUSTER / "submitting").touch()
+    while (CLUSTER / "slow").exists():
+        time.sleep(0.02)
     script = Path(argv[-1]).read_text()
     given = options(re.findall(r"^#SBATCH (\S+)$", script, re.M))
     job = str(os.getpid())

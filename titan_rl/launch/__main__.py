@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
         terminal.warn(warning)
     try:
         on = on_slurm if options.on == "slurm" else on_kubernetes
-        return follow(on(job, terminal, fresh=invocation.config.job.fresh), terminal, options.poll)
+        submit = partial(on, job, terminal, fresh=invocation.config.job.fresh)
+        return follow(submit, terminal, options.poll)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
     except SubmissionFailed as error:

@@ -1,7 +1,10 @@
 """Waits for a submitted job: shows where it is in the queue and why, and prints its log as it grows."""
 
+import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from titan_rl.record.terminal import Terminal
@@ -47,10 +50,25 @@ class Submitted(Protocol):
         ...
 
 
-def follow(job: Submitted, terminal: Terminal, poll_seconds: float) -> int:
-    """Return the exit code of the run. Ctrl-C ends the following, not the job."""
-    shown = None
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block, not within it."""
+    pressed = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def follow(submit: Callable[[], Submitted], terminal: Terminal, poll_seconds: float) -> int:
+    """Return the exit code of the run. Ctrl-C ends the following, not the job: one that was submitted is recorded."""
+    shown, job = None, None
+    try:
+        with interrupts_wait():
+            job = submit()
         while True:
             look = job.look()
             if look not in (shown, ENDED):
@@ -64,5 +82,7 @@ def follow(job: Submitted, terminal: Terminal, poll_seconds: float) -> int:
                 return code
             time.sleep(poll_seconds)
     except KeyboardInterrupt:
+        if job is None:
+            raise
         terminal.note(f"{job.name} continues; the same command follows it again, {job.ends_it} ends it")
         return STOPPED

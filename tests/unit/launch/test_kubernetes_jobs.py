@@ -25,9 +25,9 @@ if [ "$2" = titan_rl.worker ]; then
 fi
 until [[ "$*" != *=attach* || -e "$here/up-0" && -e "$here/up-1" ]]; do sleep 0.05; done
 code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
+[ "$code" != wait ] || trap 'echo stopped; exit 130' TERM
 echo "the run is up"
 if [ "$code" = wait ]; then
-    trap 'echo stopped; exit 130' TERM
     while :; do sleep 0.05; done
 fi
 exit "$code"

@@ -1,5 +1,6 @@
 """Scripts of Slurm jobs, really run: `launch.python` is a stand-in for Python that does as a test says."""
 
+import json
 import os
 import signal
 import subprocess
@@ -25,9 +26,9 @@ titan_rl.worker*)
 *)
     code=$(head -1 "$here/codes"); sed -i 1d "$here/codes"
     until [[ "$*" != *=attach* || -e "$here/up-127.0.0.3" && -e "$here/up-127.0.0.2" ]]; do sleep 0.05; done
+    [ "$code" != wait ] || trap 'echo stopped; exit 130' TERM
     echo "the run is up"
     if [ "$code" = wait ]; then
-        trap 'echo stopped; exit 130' TERM
         while :; do sleep 0.05; done
     fi
     exit "$code" ;;
@@ -197,3 +198,17 @@ def test_an_old_run_is_moved_once_and_not_when_the_job_starts_again(slurm: FakeS
     assert sorted(path.name for path in launched.folder.glob("run*")) == ["run", "run.1"]
     assert (launched.folder / "run.1/old").exists()
     assert "fresh" not in (launched.run / "launch/grpo_llama.toml").read_text()
+
+
+def test_ctrl_c_while_a_job_is_submitted_is_heard_once_it_is_recorded(slurm: FakeSlurm, launched: Launched) -> None:
+    """Or else the same command would submit it again."""
+    (slurm.folder / "slow").touch()
+    process = launched.start(["wait"])
+    wait_until((slurm.folder / "submitting").exists)
+    process.send_signal(signal.SIGINT)
+    (slurm.folder / "slow").unlink()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    (job,) = slurm.jobs()
+    assert f"Slurm job {job} continues" in out
+    assert str(json.loads((launched.run / "launch/job.json").read_text())["slurm"]) == job
