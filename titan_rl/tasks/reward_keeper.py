@@ -17,6 +17,8 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 FORWARDED = {signal.SIGTERM: signal.SIGKILL, signal.SIGUSR2: signal.SIGUSR2}
+AWAITED = {*FORWARDED, signal.SIGCHLD}
+"""Blocked in the keeper: the handler of a signal that comes just before a call that blocks would run after that."""
 
 
 def fork_worker(controller: int, workers: Sequence[int]) -> None:
@@ -27,7 +29,7 @@ def fork_worker(controller: int, workers: Sequence[int]) -> None:
     if os.getppid() != controller:
         os._exit(0)
     keeper = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if worker := os.fork():
         for descriptor in workers:
             os.close(descriptor)
@@ -36,23 +38,19 @@ def fork_worker(controller: int, workers: Sequence[int]) -> None:
     if os.getppid() != keeper:
         os._exit(0)
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
 def _keep(worker: int) -> NoReturn:
     """Forward signals until the worker ends. Then end all of its descendants, and end as it did."""
     status: int | None = None
-
-    def forward(number: int, frame: object) -> None:
-        if status is None:
-            os.kill(worker, FORWARDED[signal.Signals(number)])
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     while status is None:
-        ended, found = os.waitpid(-1, 0)  # orphans too
-        status = found if ended == worker else None
+        number = signal.sigwait(AWAITED)
+        if number in FORWARDED:
+            os.kill(worker, FORWARDED[signal.Signals(number)])
+            continue
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans too
+            status = ended[1] if ended[0] == worker else None
     with suppress(ChildProcessError):
         while True:
             for child in _children():
@@ -63,6 +61,7 @@ def _keep(worker: int) -> NoReturn:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # one core, the worker's, is enough
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code)
 
