@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -66,7 +67,9 @@ class RewardProcess:
         given = (theirs.fileno(), lines, stack)
         program = PROGRAM.format(path=sys.path, controller=os.getpid(), given=given)
 
-        def spawn() -> "subprocess.Popen[bytes]":
+        def spawn() -> "subprocess.Popen[bytes] | None":
+            if abandoned.is_set():
+                return None
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", program],
                 stdin=subprocess.DEVNULL,
@@ -75,16 +78,26 @@ class RewardProcess:
                 env={**os.environ, "TITAN_RL_PROC": f"reward{number}"},
             )
 
+        abandoned, process = threading.Event(), None
+        spawning = asyncio.ensure_future(spawner.run(spawn, None))
         try:
-            self = cls(await spawner.run(spawn, None), lines, stack)
-        except BaseException:
+            process = await asyncio.shield(spawning)
+            assert process is not None
+            self = cls(process, lines, stack)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException as error:
+            abandoned.set()
+            if isinstance(error, asyncio.CancelledError) and process is None:
+                process = await spawning  # what has begun cannot be recalled
+            if process is not None:
+                process.kill()
+                await asyncio.to_thread(process.wait)
             os.close(lines)
             os.close(stack)
             ours.close()
             raise
         finally:
             theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         return self
 
     async def imported(self, rubric: Rubric) -> bool:

@@ -197,6 +197,18 @@ def test_what_left_the_session_ends_with_its_process(then: str) -> None:
         assert psutil.Process(pid).name() != "sleep"
 
 
+@pytest.mark.parametrize("ticks", [0, 1, 2, 5, 20])
+def test_a_process_that_is_being_started_when_the_pool_closes_does_not_outlive_it(ticks: int) -> None:
+    async def body(pool: RewardPool) -> None:
+        asked = asyncio.ensure_future(judge(pool, ["ok 1"]))
+        for _ in range(ticks):
+            await asyncio.sleep(0.001)
+        asked.cancel()
+
+    for _ in range(5):
+        pooled(PoolLimits(8, 60), body)
+
+
 def test_many_fast_answers_wake_the_controller_once() -> None:
     """Each still has its own verdict, and the one that dies is named, whatever was not told yet."""
 
