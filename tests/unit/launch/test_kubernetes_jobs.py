@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from support.fake_kubernetes import FakeKubernetes
-from support.fake_slurm import wait_until
+from support.fake_slurm import hears_ctrl_c, wait_until
 from titan_rl.launch.__main__ import main
 from titan_rl.launch.cluster_api import ApiRefused, find_cluster
 
@@ -49,7 +49,14 @@ class Launched:
     def start(self, codes: Sequence[object], *more: str) -> subprocess.Popen[str]:
         (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         command = [sys.executable, "-m", "titan_rl.launch", *self.flags(*more)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            preexec_fn=hears_ctrl_c,
+        )
 
     def finish(self, codes: Sequence[object], *more: str) -> tuple[int, str]:
         process = self.start(codes, *more)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_slurm import FakeSlurm, wait_until
+from support.fake_slurm import FakeSlurm, hears_ctrl_c, wait_until
 
 # What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
 STAND_IN = """#!/bin/bash
@@ -50,7 +50,12 @@ class Launched:
         command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.05"]
         own = [f"--job.dump_folder={self.run}", f"--launch.python={self.python}", "--eval.size=16"]
         return subprocess.Popen(
-            [*command, *own, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder
+            [*command, *own, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            preexec_fn=hears_ctrl_c,
         )
 
     def finish(self, codes: Sequence[object], *flags: str) -> tuple[int, str]:
