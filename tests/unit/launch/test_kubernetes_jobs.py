@@ -37,6 +37,7 @@ exit "$code"
 class Launched:
     def __init__(self, folder: Path) -> None:
         self.folder, self.run = folder, folder / "a_Run"
+        self.started: list[subprocess.Popen[str]] = []
         self.python = folder / "python"
         self.python.write_text(STAND_IN)
         self.python.chmod(0o755)
@@ -49,7 +50,7 @@ class Launched:
     def start(self, codes: Sequence[object], *more: str) -> subprocess.Popen[str]:
         (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         command = [sys.executable, "-m", "titan_rl.launch", *self.flags(*more)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -57,6 +58,8 @@ class Launched:
             cwd=self.folder,
             preexec_fn=hears_ctrl_c,
         )
+        self.started.append(process)
+        return process
 
     def finish(self, codes: Sequence[object], *more: str) -> tuple[int, str]:
         process = self.start(codes, *more)
@@ -77,8 +80,12 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKub
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Launched:
-    return Launched(tmp_path)
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    launched = Launched(tmp_path)
+    yield launched
+    for process in launched.started:
+        process.kill()  # a test that failed left it
+        process.communicate()
 
 
 def test_a_job_is_followed_from_pending_to_the_runs_exit_code(cluster: FakeKubernetes, launched: Launched) -> None:
