@@ -62,11 +62,6 @@ class FakeSlurm:
                         os.killpg(group, signal.SIGKILL)
 
 
-def hears_ctrl_c() -> None:
-    """In a new process: undo that a shell ignores SIGINT for what runs in its background, such as these tests."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def wait_until(happened: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not happened():

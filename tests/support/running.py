@@ -11,6 +11,8 @@ from typing import Any
 
 import psutil
 
+from support.ctrl_c import hears_ctrl_c
+
 SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
     "model.dim": 64,
     "model.n_layers": 2,
@@ -111,6 +113,7 @@ class Runs:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "TITAN_RL_TEST_RUN": str(folder), "PYTHONPATH": str(Path(__file__).parent)},
+            preexec_fn=hears_ctrl_c,
         )
         self.started.append(Run(folder, process))
         return self.started[-1]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support.ctrl_c import hears_ctrl_c
 from support.fake_kubernetes import FakeKubernetes
-from support.fake_slurm import hears_ctrl_c, wait_until
+from support.fake_slurm import wait_until
 from titan_rl.launch.__main__ import main
 from titan_rl.launch.cluster_api import ApiRefused, find_cluster
 

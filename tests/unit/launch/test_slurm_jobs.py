@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_slurm import FakeSlurm, hears_ctrl_c, wait_until
+from support.ctrl_c import hears_ctrl_c
+from support.fake_slurm import FakeSlurm, wait_until
 
 # What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
 STAND_IN = """#!/bin/bash
