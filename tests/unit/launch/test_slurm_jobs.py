@@ -225,3 +225,6 @@ def test_ctrl_c_while_a_job_is_submitted_is_heard_once_it_is_recorded(slurm: Fak
     (job,) = slurm.jobs()
     assert f"Slurm job {job} continues" in out
     assert str(json.loads((launched.run / "launch/job.json").read_text())["slurm"]) == job
+    wait_until(
+        lambda: any("up" in path.read_text() for path in launched.run.glob("launch/job-*.log"))
+    )  # it can be ended
