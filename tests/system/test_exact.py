@@ -1,10 +1,7 @@
 """Exact mode: log-probs of sampling and training that are equal to the last bit, in engines, ranks and whole runs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 
 from support.running import Run, Runs
 from support.tiny import perturbed, tiny_model
+from support.told_programs import told
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.failpoints import FOLDER, FaultOrder, give
@@ -106,21 +104,6 @@ with torch.no_grad():
 trainer.reshard()
 print("FOUND", json.dumps({**found, "planted": compared(False)}))
 """
-
-
-def told(program: str, *arguments: object, given: str = "", env: dict[str, str] | None = None) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        input=given,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
 
 
 LLAMA3 = {

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 
 from support.running import Runs
 from support.tiny import tiny_llama
+from support.told_programs import told
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.kept_sets import size_of
@@ -120,21 +118,6 @@ print("FOUND", json.dumps({
     "of_norm": float((norms - plain.model.norm.weight.grad).abs().max() / norms.abs().max()),
 }))
 """
-
-
-def told(program: str, *arguments: object, given: str = "", env: dict[str, str] | None = None) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        input=given,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
 
 
 @pytest.fixture(scope="module")

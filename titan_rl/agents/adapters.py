@@ -210,18 +210,6 @@ MAKERS: dict[str, Callable[[str, Mapping[str, Any]], Callable[..., Any]]] = {
 """What makes an environment of "PREFIX:REST", by prefix."""
 
 
-def load_user_environment(name: str, args: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """Return what makes an environment: of a package for "PREFIX:REST", else the user's "module:name". Raise ValueError
-    if there is none."""
-    prefix, _, rest = name.partition(":")
-    if prefix not in MAKERS:
-        return load(name, key)
-    try:
-        return MAKERS[prefix](rest, args)
-    except Exception as error:
-        raise ValueError(f"{key} = {name!r}: {type(error).__name__}: {error}") from error
-
-
 def action_of(text: str, space: Any) -> Any:
     """Return the action that a text means in an action space: the last integer of it for a Discrete one, JSON for
     others, the text itself without a space or for a Text one. Raise ValueError if it means none."""

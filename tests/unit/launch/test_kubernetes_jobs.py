@@ -2,16 +2,15 @@
 
 import os
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from support.ctrl_c import hears_ctrl_c
 from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import wait_until
+from support.launched import Launched
 from titan_rl.launch.__main__ import main
 from titan_rl.launch.cluster_api import ApiRefused, find_cluster
 
@@ -35,43 +34,6 @@ exit "$code"
 """
 
 
-class Launched:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, folder / "a_Run"
-        self.started: list[subprocess.Popen[str]] = []
-        self.python = folder / "python"
-        self.python.write_text(STAND_IN)
-        self.python.chmod(0o755)
-
-    def flags(self, *more: str) -> list[str]:
-        own = [f"--job.dump_folder={self.run}", f"--launch.mounts={self.folder}:{self.folder}"]
-        own += [f"--launch.python={self.python}", "--launch.image=rl:1", "--eval.size=16"]
-        return ["--config", "grpo_llama", "--on", "kubernetes", "--poll", "0.05", *own, *more]
-
-    def start(self, codes: Sequence[object], *more: str) -> subprocess.Popen[str]:
-        (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
-        command = [sys.executable, "-m", "titan_rl.launch", *self.flags(*more)]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.folder,
-            preexec_fn=hears_ctrl_c,
-        )
-        self.started.append(process)
-        return process
-
-    def finish(self, codes: Sequence[object], *more: str) -> tuple[int, str]:
-        process = self.start(codes, *more)
-        out, _ = process.communicate(timeout=120)
-        return process.returncode, out
-
-    def calls(self) -> list[str]:
-        path = self.folder / "calls"
-        return path.read_text().splitlines() if path.exists() else []
-
-
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
@@ -82,11 +44,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKub
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Launched]:
-    launched = Launched(tmp_path)
+    mounts = f"--launch.mounts={tmp_path}:{tmp_path}"
+    launched = Launched(tmp_path, "a_Run", STAND_IN, "--on=kubernetes", mounts, "--launch.image=rl:1")
     yield launched
-    for process in launched.started:
-        process.kill()  # a test that failed left it
-        process.communicate()
+    launched.end()
 
 
 def test_a_job_is_followed_from_pending_to_the_runs_exit_code(cluster: FakeKubernetes, launched: Launched) -> None:

@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.ctrl_c import hears_ctrl_c
 from support.fake_slurm import FakeSlurm, wait_until
+from support.launched import Launched
 
 # What runs instead of titan_rl.run and titan_rl.worker: exits with the next code of `codes`; "wait" waits for SIGTERM.
 STAND_IN = """#!/bin/bash
@@ -37,41 +36,6 @@ esac
 """
 
 
-class Launched:
-    """Launches jobs whose Python is the stand-in."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, folder / "run"
-        self.started: list[subprocess.Popen[str]] = []
-        self.python = folder / "python"
-        self.python.write_text(STAND_IN)
-        self.python.chmod(0o755)
-
-    def start(self, codes: Sequence[object], *flags: str) -> subprocess.Popen[str]:
-        (self.folder / "codes").write_text("".join(f"{code}\n" for code in codes))
-        command = [sys.executable, "-m", "titan_rl.launch", "--config", "grpo_llama", "--on", "slurm", "--poll", "0.05"]
-        own = [f"--job.dump_folder={self.run}", f"--launch.python={self.python}", "--eval.size=16"]
-        process = subprocess.Popen(
-            [*command, *own, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=self.folder,
-            preexec_fn=hears_ctrl_c,
-        )
-        self.started.append(process)
-        return process
-
-    def finish(self, codes: Sequence[object], *flags: str) -> tuple[int, str]:
-        process = self.start(codes, *flags)
-        out, _ = process.communicate(timeout=120)
-        return process.returncode, out
-
-    def calls(self) -> list[str]:
-        path = self.folder / "calls"
-        return path.read_text().splitlines() if path.exists() else []
-
-
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
@@ -82,11 +46,9 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm
 
 @pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Launched]:
-    launched = Launched(tmp_path)
+    launched = Launched(tmp_path, "run", STAND_IN, "--on=slurm")
     yield launched
-    for process in launched.started:
-        process.kill()  # a test that failed left it
-        process.communicate()
+    launched.end()
 
 
 def test_a_job_is_followed_from_the_queue_to_the_runs_exit_code(slurm: FakeSlurm, launched: Launched) -> None:
