@@ -1,7 +1,8 @@
 """Lets the processes of a group find each other without a port that every interface offers.
 
     on one host       a file of the run
-    on several        a TCP port of rank 0's host, bound to the one address by which the hosts reach each other
+    on several        a TCP port of rank 0's host, bound to the one address by which the hosts reach each other, and
+                      one of its worker's --ports, if it has them
 
 torch.distributed's default, env://, makes the first process listen on every interface, and whoever connects may read
 and write the keys from which the group is built. Engines ask for env:// by name, so the others are put in its place.
@@ -12,8 +13,11 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from titan_rl.wire.front_door import listener, port_range
+
 MEETING = "TITAN_RL_MEETING"  # the file's path
 HOST = "TITAN_RL_HOST"  # name or address by which other hosts reach this one; its worker sets it
+PORTS = "TITAN_RL_PORTS"  # at which a host listens, "26700-26799"; its worker sets it. Empty: any free ones
 
 _listener: socket.socket | None = None  # of rank 0
 
@@ -28,9 +32,9 @@ def meet_in_file() -> None:
 
 
 def listen() -> str:
-    """Listen at a free port of this host's address, for the ranks that `meet_at` it."""
+    """Listen at a free port of this host's address, one of its worker's --ports, for the ranks that `meet_at` it."""
     global _listener
-    _listener = socket.create_server((socket.gethostbyname(os.environ[HOST]), 0))
+    _listener = listener(socket.gethostbyname(os.environ[HOST]), port_range(os.environ.get(PORTS, "")))
     address, port = _listener.getsockname()
     return f"{address}:{port}"
 

@@ -88,8 +88,10 @@ class Cast(Mapping[str, Tensor]):
 
 
 def window(tensor: Tensor, copy: Copy, row0: int, col0: int) -> Tensor:
-    """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [rows, cols]"""
-    table = tensor if tensor.dim() == 2 else tensor[:, None]
+    """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [rows, cols]
+
+    The rows of stacked matrices are counted through."""
+    table = tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor[:, None]
     return table[row0 : row0 + copy.rows, col0 : col0 + copy.cols]
 
 

@@ -67,10 +67,22 @@ def follows(name: str) -> bool:
         return name in _lives
 
 
+def ended(name: str) -> str | None:
+    """Return how the newest process under this name ended. None: it has not, as far as is known here."""
+    with _lock:
+        return _ends.get(name)
+
+
 def alive() -> dict[str, int]:
     """Return the pids of this host's live ranks, by name."""
     with _lock:
         return {name: pid for pid, name in _followed.items()}
+
+
+def away() -> dict[str, tuple[str, int]]:
+    """Return the host and the pid there of each live rank of other hosts, by name."""
+    with _lock:
+        return {name: (shim.host, shim.pid) for name, shim in _away.items()}
 
 
 def living() -> list[str]:
@@ -82,16 +94,18 @@ def living() -> list[str]:
 async def kill(names: Collection[str]) -> list[str]:
     """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive after
     `kill_seconds`; the other names may be used again."""
+    names = frozenset(names)
     with _lock:
         _meant.update(names)
     deadline = time.monotonic() + kill_seconds
     while (left := [name for name in living() if name in names]) and time.monotonic() < deadline:
+        here = alive()
         for name in left:
             with suppress(ProcessLookupError, KeyError):
                 if (shim := _away.get(name)) is not None:
                     shim.kill(shim.pid)
                 else:
-                    os.kill(alive()[name], signal.SIGKILL)
+                    os.kill(here[name], signal.SIGKILL)
         await asyncio.sleep(0.01)
     return left
 
@@ -135,6 +149,7 @@ class Shim:
     life: int = 0
     pid: int = 0  # of the rank
     ended: bool = False
+    host: str = ""  # another one, whose agent reports
 
     def read(self) -> bool:
         """Take note of what the shim reports. Return False if it is gone."""

@@ -91,7 +91,7 @@ class EnvironmentProcess:
         self.open: dict[int, Episode] = {}
         self.error: str = ""  # final once set
         self.retired = ""  # why it gets no more rollouts
-        self.state, self.since = "starting", time.time()
+        self.state, self.since = "starting", time.monotonic()
         self._procs, self._settings, self._hang_seconds = procs, settings, hang_seconds
         self.rank = label(name, {"env": 0})
         actors: Any = procs.spawn(name, EnvironmentRank, settings)
@@ -142,7 +142,7 @@ class EnvironmentProcess:
             episode.lose(self.error)
 
     def set_state(self, state: str) -> None:
-        self.state, self.since = state, time.time()
+        self.state, self.since = state, time.monotonic()
 
     async def spans(self) -> Recorded:
         return await self._ask("spans")

@@ -7,8 +7,10 @@ all of them have fetched it, and none serves it before it has passed the check t
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import HostMesh
@@ -48,6 +50,7 @@ class GeneratorMesh:
         self._dispatch = Dispatch(self.replicas, slots)
         self._fleet = Fleet(self.replicas, self._dispatch, policy, make)
         self.coming, self.tend, self.scale = self._fleet.coming, self._fleet.tend, self._fleet.scale
+        self.regrow, self.settled = self._fleet.regrow, self._fleet.settled
         self._policy = policy
 
     @classmethod
@@ -82,6 +85,7 @@ class GeneratorMesh:
                 hang_seconds=policy.hang_seconds,
                 seconds=policy.seconds,
                 init_seconds=policy.init_seconds,
+                host=berth.host.name,
             )
 
         made = await asyncio.gather(*map(make, range(replicas)))
@@ -101,9 +105,35 @@ class GeneratorMesh:
 
     async def connect(self, sources: Sequence[list[Source]], sync: WeightSyncSection = SYNC) -> list[str]:
         """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
-        replica. Returns the transport of every run that is read."""
-        names = await self._fleet.each(lambda r: r.scatter("connect", sources, sync, seconds=self._policy.init_seconds))
-        return [name for ranks in names.values() for names in ranks for name in names]
+        replica. Replicas of one host share what they read from others: one of them connects first, and makes the
+        memory. Returns the transport of every run that is read."""
+        seconds = self._policy.init_seconds
+        await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
+        while waiting := [replica for replica in self.replicas.values() if not replica.connected]:
+            done = {replica.home: [replica] for replica in self.replicas.values() if replica.connected}
+            first = {replica.home: replica for replica in reversed(waiting)}
+            turn = {r: done.get(r.home, []) for r in waiting if r.home in done or first[r.home] is r}
+
+            async def connect(replica: Replica, turn: Mapping[Replica, list[Replica]] = turn) -> None:
+                if replica in turn:
+                    await replica.connect(sources, sync, turn[replica], seconds)
+
+            await self._fleet.each(connect)
+        return [name for replica in self.replicas.values() for name in replica.transports]
+
+    async def connect_late(
+        self, replica: Replica, sources: Sequence[list[Source]], sync: WeightSyncSection, seconds: float
+    ) -> None:
+        """Connect a replica that joins the others later, and let it share what they read."""
+        await replica.locate(sync.transport, seconds)
+        others = (other for other in self.replicas.values() if other is not replica and other.connected)
+        siblings = [other for other in others if other.home == replica.home]
+        await replica.connect(sources, sync, siblings, seconds)
+
+    @property
+    def sharers(self) -> list[int]:
+        """Return how many replicas share the reads of each memory that is filled from other hosts."""
+        return list(Counter(r.memory for r in self.replicas.values() if r.memory is not None).values())
 
     async def generate(self, request: Request) -> list[Completion]:
         self._fleet.check()
@@ -120,24 +150,34 @@ class GeneratorMesh:
         """Fetch the weights on every rank while sampling continues; then write, check and serve them as `version`.
 
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
-        lost meanwhile is not waited for. With `forgives`, one that refuses its weights is not lost: it is reported in
-        `refused`, and serves nothing for now. A single rank fetches and switches in one call."""
+        lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first; the others then
+        fetch what is missing, which is nothing unless it failed. With `forgives`, one that refuses its weights is not
+        lost: it is reported in `refused`, and serves nothing for now. A single rank fetches and switches in one
+        call."""
         self._fleet.check()
         alone = sum(len(replica.ranks) for replica in self.replicas.values()) == 1
         reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
         names = {index: replica.name for index, replica in self.replicas.items()}  # one may be lost by the end
+        memories = {index: replica.memory for index, replica in self.replicas.items() if replica.memory is not None}
+        first = {memory: index for index, memory in reversed(memories.items())}
+        fetched_first = {memory: asyncio.Event() for memory in first}
         seconds = self._policy.seconds
 
         async def pulled(replica: Replica) -> tuple[list[ReaderCost], ReaderCost]:
             with lease(replica.name):
                 if alone:
                     return await replica.take_weights(manifests, version, seconds)
+                memory = memories.get(replica.index)
                 try:
+                    if memory is not None and first[memory] != replica.index:
+                        await fetched_first[memory].wait()
                     fetched = await replica.fetch_weights(manifests, seconds)
                 except RunError as error:
                     failed.append(error)
                     raise
                 finally:
+                    if memory is not None:
+                        fetched_first[memory].set()
                     reading.discard(replica.index)
                     if not reading:
                         all_read.set()
@@ -151,7 +191,12 @@ class GeneratorMesh:
         found = await self._fleet.each(pulled, refused if forgives else None)
         self._dispatch.resume_moves()  # even after a refusal: a replica that serves nothing can take nothing over
         ranks = [rank for fetched, _ in found.values() for rank in fetched]
-        return _cost(version, ranks, {names[i]: switched for i, (_, switched) in found.items()}, refused)
+        arrived = Counter[tuple[str, int]]()
+        for index in found.keys() & memories.keys():
+            fetched, switched = found[index]
+            arrived[memories[index]] += sum(cost.remote for cost in (*fetched, switched))
+        cost = _cost(version, ranks, {names[i]: switched for i, (_, switched) in found.items()}, refused)
+        return replace(cost, into_host=max(arrived.values(), default=0))
 
     async def sleep(self) -> None:
         """Stop every engine until the next pull, whatever is unfinished."""

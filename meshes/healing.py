@@ -50,6 +50,7 @@ class Fleet:
     ) -> None:
         self.replicas = replicas
         self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
+        self._missing: set[int] = set()  # given up, until there is room again
         self.error: Exception | None = None  # final once set: too few replicas are left
         self._dispatch, self._make = dispatch, make
         self._policy, self._incidents = policy, policy.incidents
@@ -97,6 +98,7 @@ class Fleet:
         if self._make is None:
             raise RunError("these generators cannot be scaled")
         async with self._scaling:
+            self._missing.clear()
             while len(self.replicas) + len(self.coming) < replicas:
                 index = next(i for i in count() if i not in self.replicas and i not in self.coming)
                 self.coming[index] = None
@@ -106,10 +108,21 @@ class Fleet:
                 if index in self.coming:
                     raise RunError(f"generator{index} is being spawned: try again once it serves")
                 await self._let_go(self.replicas[index])
-            while self.coming and self.error is None:
-                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            self.check()
+            await self.settled()
             return len(self.replicas)
+
+    async def settled(self) -> None:
+        """Return when no replica is being started. Each start has its deadline, and the budget limits their number."""
+        while self.coming and self.error is None:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        self.check()
+
+    def regrow(self) -> None:
+        """Spawn the replicas again that were given up: there is room for them, as a host is back."""
+        for index in sorted(self._missing - self.replicas.keys() - self.coming.keys()):
+            self.coming[index] = None
+            self._in_background(self._grow(index))
+        self._missing.clear()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -143,6 +156,7 @@ class Fleet:
         while True:
             if not incidents.may_respawn(name):
                 del self.coming[index]
+                self._missing.add(index)
                 left = len(self.replicas) + len(self.coming)
                 incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
                 if left < self._policy.min_replicas:

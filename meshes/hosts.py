@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,15 @@ from pathlib import Path
 from monarch.actor import HostMesh, attach_to_workers, this_host
 
 from titan_rl.meshes.host_agent import HostFacts
-from titan_rl.wire.cores import machine
+from titan_rl.wire.cores import here
 from titan_rl.wire.errors import RunError
 
 POLL_SECONDS = 0.02  # while a worker starts
 LINES = 5  # of a worker's log, shown when it fails
+
+
+async def already() -> None:
+    """Wait for nothing: the ranks of a host on this machine die with its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ class Host:
     parent: int = 0  # process that ranks are children of; 0: this one
     facts: HostFacts | None = None  # of a host that has an agent
     lost: Callable[[], bool] = lambda: False  # no rank can be spawned there any more
+    silenced: Callable[[], Awaitable[None]] = already  # wait until no rank of a lost host runs any more
+    joined: float = field(default_factory=time.monotonic, compare=False)  # since when it is in its place
 
     @property
     def near(self) -> bool:
         """Return True if its ranks can open the files of this process through /proc."""
-        return self.facts is None or self.facts.machine == machine()
+        return self.facts is None or self.facts.place == here()
 
 
 @dataclass(frozen=True, slots=True)

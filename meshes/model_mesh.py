@@ -45,13 +45,13 @@ class ModelMesh:
         env: Mapping[str, str],
     ) -> None:
         """`host`: one for all ranks, or a function that returns several, each with whole dp rows in rank order. It is
-        called at each start, because a host may be lost."""
+        called at each start, because a host may be lost; with fewer ranks than the config has, there are fewer rows."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
         self._berths_of = host if callable(host) else lambda: [Berth(Host(host), self.dp * self.tp)]
         self._berths: Sequence[Berth] = ()
-        self._env, self._given = env, (role, config, shape, parallelism)
+        self._env, self._given, self._planned = env, (role, config, shape), parallelism
         self._procs: list[ProcMesh] = []  # by berth
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
@@ -64,6 +64,8 @@ class ModelMesh:
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
         self._berths = self._berths_of()
+        self.dp = sum(berth.ranks for berth in self._berths) // self.tp
+        parallelism = self._planned.of_rows(self.dp)
         members = process_group(*(berth.ranks for berth in self._berths))
         first_host = self._berths[0].host
         apart = len(self._berths) > 1 and first_host.facts is not None  # else a file of one machine
@@ -80,7 +82,7 @@ class ModelMesh:
                 env={**self._env, **berth.env, **meeting},
                 members=members[len(self._ranks) :],
             )
-            actors: Any = procs.spawn(self.name, ModelRank, *self._given)
+            actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism)
             self._procs.append(procs)
             for dp in range(rows):
                 for tp in range(self.tp):
@@ -93,14 +95,33 @@ class ModelMesh:
         return await self._all("start", address, seconds=self._init_seconds)
 
     @property
+    def size(self) -> str:
+        """Return how many dp rows are left, or "" if all are."""
+        return f" with {self.dp} of {self._planned.dp} dp rows" if self.dp < self._planned.dp else ""
+
+    @property
     def near(self) -> bool:
         """Return True if all ranks can open the files of this process."""
         return all(berth.host.near for berth in self._berths)
 
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """Return the host of each rank, by the rank's name, in rank order."""
+        each = [berth.host for berth in self._berths for _ in range(berth.ranks)]
+        return dict(zip(self._ranks, each, strict=True))
+
+    async def kill(self) -> None:
+        """End these processes, dead or alive; `respawn` starts others."""
+        procs, self._procs = self._procs, []
+        await end(list(self._ranks), *procs)
+
     async def respawn(self) -> None:
-        """Replace these processes, dead or alive, by new ones in the state after `start`."""
-        await end(list(self._ranks), *self._procs)
+        """Replace these processes, dead or alive, by new ones in the state after `start`. Ranks of a host that was cut
+        off may live on, and finish a checkpoint: this returns when they have ended."""
+        await self.kill()
+        lost = [berth.host for berth in self._berths if berth.host.lost()]
         await self.start()
+        await asyncio.gather(*(host.silenced() for host in lost))
 
     async def load_weights(self, folder: str, lent: str = "") -> None:
         """Read a Hugging Face folder into the model; or lend the mesh a second set of weights under the name `lent`."""

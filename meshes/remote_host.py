@@ -1,14 +1,15 @@
 """A host of the run whose worker was started elsewhere: joined at its address, followed by its agent.
 
-controller ── attach ──> worker ──> HostAgent (host_agent.py)
+controller ── ask, attach ──> worker ──> HostAgent (host_agent.py)
     <── take: what the shims of the host report, or nothing for fault.detect_seconds: the host is lost
+    ── ask ──> the worker of a lost host: it serves anew, at another port, and the host is back
 """
 
 import asyncio
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,17 @@ from typing import Any
 from monarch.actor import HostMesh, attach_to_workers
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.host_agent import HostAgent, HostFacts, own_versions
+from titan_rl.meshes.faults import the_only
+from titan_rl.meshes.host_agent import WATCHES, HostAgent, HostFacts, Refusal, own_versions
 from titan_rl.meshes.hosts import Host
-from titan_rl.wire.dial import takes_connections, why_silent
+from titan_rl.wire.dial import refuses_connections, takes_connections, why_silent
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.front_door import NoDoor, ask_door
 
 LEAVE_SECONDS = 0.5
+ASK_SECONDS = 0.2  # between two questions at a worker's door
+ENDING_SECONDS = 1.0  # from SIGKILL to the end of a process
+CLAIM_SECONDS = 2.0  # between two answers of a host that another run has
 SILENT_SECONDS = 60.0  # of an agent whose host is reached
 
 
@@ -34,13 +40,20 @@ class Joining:
     orphan_seconds: float
     detect_seconds: float
     tls: str = ""
+    run: str = ""  # what a host that it has tells others
 
 
 @asynccontextmanager
-async def attached(addresses: Sequence[str], joining: Joining) -> AsyncIterator[list[Host]]:
-    """Join the workers at these addresses, and leave them as they were: ready for the next run."""
+async def attached(
+    addresses: Sequence[str],
+    joining: Joining,
+    say: Callable[[str], None] = lambda _: None,
+    back: Callable[[], None] = lambda: None,
+) -> AsyncIterator[list[Host]]:
+    """Join the workers at these addresses, and leave them as they were: ready for the next run. A host that was lost
+    and answers again takes its place in the list again; then `back` is called. `say` shows what happens."""
     async with AsyncExitStack() as stack:
-        joins = [asyncio.create_task(_joined(address, joining)) for address in addresses]
+        joins = [asyncio.create_task(_joined(address, joining, say)) for address in addresses]
         found = await asyncio.gather(*joins, return_exceptions=True)
         for remote in found:
             if isinstance(remote, Remote):
@@ -54,28 +67,108 @@ async def attached(addresses: Sequence[str], joining: Joining) -> AsyncIterator[
                 f"{len(failures)} of {len(addresses)} hosts did not join: {'; '.join(map(str, failures))}",
                 "\n".join(failure.details for failure in failures if isinstance(failure, RunError) and failure.details),
             )
-        yield [remote.host for remote in found if isinstance(remote, Remote)]
+        remotes = [remote for remote in found if isinstance(remote, Remote)]
+        hosts = [remote.host for remote in remotes]
+
+        async def keep(number: int, remote: Remote) -> None:
+            while True:
+                await remote.lost.wait()
+                remote = await _rejoined(remote, joining, say)
+                stack.push_async_callback(remote.leave)
+                hosts[number] = remote.host
+                say(f"{remote.address} is back: its slots are free")
+                back()
+
+        keeping = [asyncio.create_task(keep(number, remote)) for number, remote in enumerate(remotes)]
+        try:
+            yield hosts
+        finally:
+            for task in keeping:
+                task.cancel()
+            await asyncio.wait(keeping)
 
 
-async def _joined(address: str, joining: Joining) -> "Remote":
-    """Join one worker, or raise why not: what was tried, and what a plain connection to it says."""
+async def _joined(address: str, joining: Joining, say: Callable[[str], None]) -> "Remote":
+    """Join one worker, or raise why not: what was tried, and what a plain connection to it says. `say` shows for which
+    run a busy host is waited."""
+    served, busy, began = "", "", time.monotonic()
     try:
         async with asyncio.timeout(joining.join_seconds):
-            mesh = attach_to_workers(ca="trust_all_connections", workers=[address], name="host")
-            agents: Any = mesh.spawn_procs(per_host={"agent": 1}, name="agent")
-            agent: Any = agents.spawn("agent", HostAgent, joining.orphan_seconds)
-            facts: HostFacts = await agent.facts.call_one().as_asyncio()
+            while True:
+                served = await _served(address)
+                mesh = attach_to_workers(ca="trust_all_connections", workers=[served], name="host")
+                try:
+                    agents: Any = mesh.spawn_procs(per_host={"agent": 1}, name="agent")
+                    agent: Any = agents.spawn("agent", HostAgent, joining.orphan_seconds)
+                    facts: HostFacts = await agent.facts.call_one().as_asyncio()
+                    final = mismatch(facts)
+                    while not final and (refused := await _claim(agent, joining)) is not None:
+                        if not busy and not refused.final:
+                            say(_awaiting(address, refused, joining.join_seconds, time.monotonic() - began))
+                        final, busy = (refused.why, "") if refused.final else ("", refused.why)
+                    break
+                except Exception:
+                    if await _served(address) == served:
+                        raise  # else what it served there has ended meanwhile, as after a killed controller
+    except NoDoor as error:
+        raise RunError(f"{address} cannot be joined: {error}") from None
     except TimeoutError:
-        why = await asyncio.to_thread(why_silent, address, joining.tls)
+        why = busy or await asyncio.to_thread(why_silent, served or address, joining.tls)
         raise RunError(
             f"{address} did not answer within hosts.join_seconds = {joining.join_seconds:g}: {why}"
         ) from None
     except Exception as error:
-        why = await asyncio.to_thread(why_silent, address, joining.tls)
+        why = await asyncio.to_thread(why_silent, served or address, joining.tls)
         raise RunError(f"{address} cannot be joined: {why}", str(error)) from None
-    if why := mismatch(facts):
-        raise RunError(f"{address}: {why}")
-    return Remote(address, mesh, agent, facts, joining.detect_seconds)
+    if final:
+        with suppress(Exception):  # it ends without an answer
+            await asyncio.wait_for(agent.quit.call_one().as_asyncio(), LEAVE_SECONDS)
+        raise RunError(f"{address}: {final}")
+    return Remote(address, served, mesh, agent, facts, joining)
+
+
+def _awaiting(address: str, refused: Refusal, join_seconds: float, waited: float) -> str:
+    """Return what a run says when it begins to wait for a busy host."""
+    until = f"; its processes there end in about {refused.seconds:.0f} s" if refused.seconds else ""
+    left = max(0.0, join_seconds - waited)
+    return (
+        f"waiting for {address}, for at most {left:.0f} s (hosts.join_seconds = {join_seconds:g}): {refused.why}{until}"
+    )
+
+
+async def _served(address: str) -> str:
+    """Wait until a worker says where it serves, and return that."""
+    while True:
+        try:
+            if served := await asyncio.to_thread(ask_door, address):
+                return served
+        except NoDoor:
+            raise
+        except OSError:  # it may be started later than the run
+            pass
+        await asyncio.sleep(ASK_SECONDS)
+
+
+async def _rejoined(lost: "Remote", joining: Joining, say: Callable[[str], None]) -> "Remote":
+    """Wait until the worker of a lost host serves anew, and join it again."""
+    refused, served = "", lost.served
+    while True:
+        await asyncio.sleep(joining.detect_seconds)
+        with suppress(OSError):  # still unreachable
+            served = await asyncio.to_thread(ask_door, lost.address) or served
+        if served in (lost.served, refused):
+            continue
+        lost.ended.set()
+        try:
+            return await _joined(lost.address, joining, say)
+        except RunError as error:
+            refused = served
+            say(f"{error}; it stays out of this run")
+
+
+async def _claim(agent: Any, joining: Joining) -> Refusal | None:
+    within = min(CLAIM_SECONDS, joining.orphan_seconds / 4)
+    return await agent.claim.call_one(joining.run, within).as_asyncio()
 
 
 def mismatch(facts: HostFacts) -> str:
@@ -90,40 +183,58 @@ def mismatch(facts: HostFacts) -> str:
 class Remote:
     """The controller's end of an agent."""
 
-    def __init__(self, address: str, mesh: HostMesh, agent: Any, facts: HostFacts, detect_seconds: float) -> None:
-        self._address, self._agent, self._detect_seconds = address, agent, detect_seconds
+    def __init__(
+        self, address: str, served: str, mesh: HostMesh, agent: Any, facts: HostFacts, joining: Joining
+    ) -> None:
+        self.address, self.served = address, served  # its worker's front door, and where that serves this run
+        self._agent, self._detect_seconds, self._orphan_seconds = agent, joining.detect_seconds, joining.orphan_seconds
         self._loop = asyncio.get_running_loop()
-        self._shims: defaultdict[int, deaths.Shim] = defaultdict(lambda: deaths.Shim(kill=self._kill))
+        self._shims: defaultdict[int, deaths.Shim] = defaultdict(lambda: deaths.Shim(kill=self._kill, host=address))
         self._kills: set[asyncio.Task[None]] = set()
-        self.lost = asyncio.Event()
-        self.host = Host(mesh, address, facts.parent, facts, self.lost.is_set)
+        self._heard = time.monotonic()  # the agent's last answer
+        self.lost, self.ended = asyncio.Event(), asyncio.Event()
+        self.host = Host(mesh, address, facts.parent, facts, self.lost.is_set, self._silenced)
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         while (news := await self._next()) is not None:
+            self._heard = time.monotonic()
             for connection, line in news:
                 if not self._shims[connection].hear(line):
                     del self._shims[connection]
         self.lost.set()
+        silent = time.monotonic() - self._heard
         for shim in list(self._shims.values()):
             if not shim.ended:
-                shim.end(f"is gone: its host {self._address} does not answer")
+                shim.end(f"is gone: its host {self.address} does not answer, for {silent:.2f} s")
 
     async def _next(self) -> list[tuple[int, bytes]] | None:
         """Wait for the agent's answer. None: the host is lost. One that is only slow still takes a connection, because
         its kernel does."""
         quarter = self._detect_seconds / 4
-        answer = asyncio.ensure_future(self._agent.take.call_one(quarter).as_asyncio())
+        within = min(quarter, self._orphan_seconds / 4)
+        answer = asyncio.ensure_future(self._agent.take.call_one(within).as_asyncio())
         began, patience = time.monotonic(), 2 * quarter
         while not (await asyncio.wait({answer}, timeout=patience))[0]:
-            reached = await asyncio.to_thread(takes_connections, self._address, quarter)
+            reached = await asyncio.to_thread(takes_connections, self.served, quarter)
             if not reached or time.monotonic() - began > SILENT_SECONDS:
                 answer.cancel()
                 return None
         try:
-            return answer.result()
+            return the_only(answer.result())
         except Exception:  # the agent has ended
             return None
+
+    async def _silenced(self) -> None:
+        """Return once no rank of this lost host can run any more. Its agent ends them when its last answer that was
+        received here is hosts.orphan_seconds old; they have ended already if the worker serves anew, or if its kernel
+        says that it does not."""
+        latest = self._heard + self._orphan_seconds * (1 + 1 / WATCHES) + ENDING_SECONDS
+        while not self.ended.is_set() and time.monotonic() < latest:
+            if await asyncio.to_thread(refuses_connections, self.served, self._detect_seconds):
+                self.ended.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), ASK_SECONDS)
 
     def _kill(self, pid: int) -> None:
         self._loop.call_soon_threadsafe(partial(self._ask_to_kill, pid))

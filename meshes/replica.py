@@ -14,13 +14,15 @@ from monarch.actor import ProcMesh
 
 from titan_rl.actors.vllm.engine import EngineReport, EngineSettings, Withdrawn
 from titan_rl.actors.vllm.generator import Generator, News, drain
-from titan_rl.meshes.faults import ask, ask_all, label
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.meshes.faults import ask, ask_all, death_behind, label
 from titan_rl.meshes.routing import Move
 from titan_rl.meshes.spawn import end
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request
+from titan_rl.wire.weight_source import Connection, Source
 
 BEATS = 10  # signs of life that an idle engine gives before it counts as hung
 GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says what it was reading
@@ -39,16 +41,20 @@ class Replica:
         hang_seconds: float = 60.0,
         seconds: float = 600.0,
         init_seconds: float = 300.0,
+        host: str = "",
     ) -> None:
-        """`hang_seconds` bounds the silence of a warm engine, one that has served weights. Until then every call has at
-        least `init_seconds`: a fresh process still imports modules and reads them from disk."""
+        """`host` is the name of its host. `hang_seconds` bounds the silence of a warm engine, one that has served
+        weights. Until then every call has at least `init_seconds`: a fresh process still imports modules and reads them
+        from disk."""
         self.index, self.name = index, name
         self.error: Exception | None = None  # final once set: another replica may take this one's index
         self.state = "starting"
-        self.since = time.time()
+        self.since = time.monotonic()
         self._procs = procs
         self._hang_seconds, self._seconds, self._init_seconds = hang_seconds, seconds, init_seconds
         self._warm = False
+        self._host, self._connections = host, list[Connection]()
+        self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
@@ -59,6 +65,10 @@ class Replica:
         self._repaid = asyncio.Event()  # set whenever none is owed
         self._serving: asyncio.Task[None] | None = None
         self._lost: Callable[[Exception], None] = lambda _: None
+
+    @property
+    def tp(self) -> int:
+        return len(self._ranks)
 
     @property
     def ranks(self) -> list[str]:
@@ -93,6 +103,37 @@ class Replica:
         calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
         return await ask_all(calls, verb=verb, seconds=self.patience(seconds))
 
+    async def locate(self, how: str, seconds: float) -> None:
+        """Find out where its ranks are, which are all on one host. Under "rdma", workers count as hosts."""
+        place = await self.head("place", seconds=seconds)
+        self.home, self._connections = f"{place} {self._host}" if how == "rdma" else place, []
+
+    async def connect(
+        self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
+    ) -> None:
+        """Tell each rank where to read weights, and with which ranks of the `siblings` it shares what it reads."""
+        given = [[c.copy for each in siblings for c in each._connections[r : r + 1] if c.copy] for r in range(self.tp)]
+        calls = {
+            name: rank.connect.call_one(own, sync, copies)
+            for (name, rank), own, copies in zip(self._ranks.items(), sources, given, strict=True)
+        }
+        self._connections = await ask_all(calls, verb="connect", seconds=self.patience(seconds))
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._connections)
+
+    @property
+    def transports(self) -> list[str]:
+        """Return the transport of every run that its ranks read."""
+        return [transport for connection in self._connections for transport in connection.transports]
+
+    @property
+    def memory(self) -> tuple[str, int] | None:
+        """Return what names the memory of its first rank that reads from other hosts: equal for replicas that share
+        their reads. None: it reads nothing from other hosts."""
+        return next((connection.copy.memory for connection in self._connections if connection.copy), None)
+
     async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
         """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""
         each, seconds = manifests or [[]] * len(self._ranks), self.patience(seconds)
@@ -126,7 +167,8 @@ class Replica:
         open request. With `within`, its reports have the lengths of unfinished samples."""
         lengths, within = within is not None, min(self._hang_seconds / BEATS, within or self._hang_seconds)
 
-        async def run() -> None:
+        async def carry() -> Exception:
+            first: Exception = RunError(f"{self.name} ended")
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
@@ -134,7 +176,12 @@ class Replica:
                     tasks.create_task(self._take_answers(heard, within, lengths=lengths))
                     tasks.create_task(self._withdraw_samples(gave))
             except* Exception as errors:
-                self.give_up(errors.exceptions[0])
+                first = errors.exceptions[0]
+            return first
+
+        async def run() -> None:
+            try:
+                self.give_up(await death_behind(await carry(), self.ranks))
             finally:  # no one waits for samples that are never given
                 while not self._moves.empty():
                     self._give(self._moves.get_nowait(), [], gave)
@@ -206,7 +253,7 @@ class Replica:
         self._lost(error)
 
     def _set_state(self, state: str) -> None:
-        self.state, self.since = state, time.time()
+        self.state, self.since = state, time.monotonic()
 
     async def _submit_requests(self) -> None:
         """Send all requests of an event-loop tick in one message: they enter the engine together, run after run."""

@@ -18,14 +18,19 @@ Replicas come and go. What a lost one had not answered begins again, with the sa
 continues where it stopped. Either is sent before any new request, and at once, even without room: a step waits for it.
 With no live replica everything waits. Each part of a request has an id of its own, so that late messages about parts
 that a replica held before it was lost match no part that it holds now.
+
+There may be thousands of replicas, each of which reports several times a second. So no request and no report looks at
+all of them: only the moves of thieves do, which are decided a few times a second (Dispatch).
 """
 
+import heapq
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from titan_rl.actors.vllm.engine import EngineReport, SampleId, Withdrawn
+from titan_rl.meshes.least_loaded import LeastLoaded
 from titan_rl.meshes.stealing import SILENT_SECONDS, PartialRequest, ReplicaLoad, samples_worth_moving
 from titan_rl.wire.types import Completion, Request
 
@@ -62,8 +67,10 @@ class Whole:
     """A request as it was added."""
 
     request: Request
+    number: int  # of requests that were added before
     completions: dict[int, Completion] = field(default_factory=dict)
     parts: int = 0  # made so far
+    homes: dict[str, int] = field(default_factory=dict)  # id of an unanswered part -> the replica that has it
 
 
 class Unsent(NamedTuple):
@@ -78,13 +85,21 @@ class Unsent(NamedTuple):
 class Routing:
     def __init__(self, replicas: int, slots: int | None = None) -> None:
         """`slots`: how many samples an engine advances in one step. With it, requests may wait and samples move."""
-        self._held = {replica: ReplicaLoad() for replica in range(replicas)}
+        self._held: dict[int, ReplicaLoad] = {}
         self._slots = slots
         self._wholes: dict[str, Whole] = {}  # the oldest first
-        self._waiting: list[Request] = []  # never sent
+        self._added = 0
+        self._waiting: list[tuple[int, int, Request]] = []  # never sent: a heap, by expected length and then by age
         self._again: list[Unsent] = []  # what a replica had before
-        self._moves: list[Move] = []  # of thieves; asked for, not answered
+        self._moves: dict[int, Move] = {}  # of thieves, by victim; asked for, not answered
         self._homes: OrderedDict[str, int] = OrderedDict()  # name in an affinity -> the replica that served it last
+        self._least = LeastLoaded()  # the live replicas
+        self._heard = 0.0  # when any of them last reported
+        self._uncounted: set[int] = set()  # replicas whose work has changed since it was counted
+        self._no_room: int | None = None  # samples for which no replica has room but those that have changed since
+        self._changed = LeastLoaded()
+        for replica in range(replicas):
+            self.join(replica, 0.0)
 
     @property
     def live(self) -> list[int]:
@@ -96,17 +111,22 @@ class Routing:
         if replica in self._held:
             raise ValueError(f"replica {replica}: expected a new or a lost one to join, found it here")
         self._held[replica] = ReplicaLoad(heard=now)
+        self._least.put(replica, 0)
+        self._heard = max(self._heard, now)
+        self._uncounted.add(replica)
 
     def lose(self, replica: int) -> int:
         """Drop a replica with all that it had. Return how many samples begin again, from the tokens that they were sent
         with. Samples that had finished are among them where their part was not done."""
-        lost, parts = 0, self._held.pop(replica, ReplicaLoad()).parts.values()
-        for part in parts:
+        lost, parts = 0, self._held.pop(replica, ReplicaLoad()).parts
+        for id, part in parts.items():
+            self._wholes[part.whole].homes.pop(id)
             indices, begun = sorted(part.unanswered), part.request.begun
             places = [part.places[i] for i in indices]
             self._again.append(Unsent(part.whole, places, [begun[i] for i in indices] if begun else []))
             lost += len(indices)
-        self._moves = [move for move in self._moves if replica not in (move.thief, move.victim)]
+        self._leave(replica)
+        self._moves = {victim: move for victim, move in self._moves.items() if replica not in (move.thief, victim)}
         self._homes = OrderedDict((name, home) for name, home in self._homes.items() if home != replica)
         return lost
 
@@ -115,87 +135,73 @@ class Routing:
         if (held := self._held.get(replica)) is None:
             return []
         held.retired = True
+        self._leave(replica)
         return [sample for part in held.parts.values() for sample in part.unfinished]
 
     def add(self, request: Request) -> None:
         if request.id in self._wholes:
             raise ValueError(f"request {request.id}: its id is that of an unfinished request")
-        self._wholes[request.id] = Whole(request)
-        self._waiting.append(request)
+        self._wholes[request.id] = Whole(request, self._added)
+        longest = 0 if self._slots is None else request.expected or request.sampling.max_new_tokens
+        heapq.heappush(self._waiting, (-longest, self._added, request))
+        self._added += 1
 
     def forget(self, id: str) -> dict[int, list[SampleId]]:
         """Drop a request and ignore later messages about it. Return, by live replica, the samples of it to withdraw;
         from a retired replica everything is withdrawn anyway."""
-        if self._wholes.pop(id, None) is None:
+        if (whole := self._wholes.pop(id, None)) is None:
             return {}
-        if self._waiting:
-            self._waiting = [request for request in self._waiting if request.id != id]
         if self._again:
             self._again = [unsent for unsent in self._again if unsent.whole != id]
         left: dict[int, list[SampleId]] = {}
-        for replica, held in self._held.items():
-            for part in [part for part in held.parts.values() if part.whole == id]:
-                del held.parts[part.request.id]
-                if part.lengths and not held.retired:
-                    left.setdefault(replica, []).extend(part.unfinished)
+        for part_id, replica in sorted(whole.homes.items(), key=lambda home: home[1]):
+            held = self._held[replica]
+            part = held.parts.pop(part_id)
+            self._uncounted.add(replica)
+            if part.lengths and not held.retired:
+                left.setdefault(replica, []).extend(part.unfinished)
         return left
 
     def send(self, now: float) -> list[Sent]:
         """Decide what to send where: first what a replica had before, the oldest request's first; then whole requests,
         as far as there is room."""
-        awake = self._awake(now)
-        if not awake or not (self._again or self._waiting):
+        if not (self._again or self._waits) or not self._least:
             return []
-        if self._slots is not None:
-            self._waiting.sort(key=lambda request: request.expected or request.sampling.max_new_tokens, reverse=True)
-        outstanding = dict.fromkeys(awake, 0)
-        if len(awake) > 1:  # else there is nothing to choose. Counted once: a burst holds many requests
-            outstanding = {i: self._held[i].outstanding for i in awake}
-        slots = self._slots
-        unfinished = {i: 0 if slots is None else len(self._held[i].unfinished) for i in awake}
+        self._count()
         sent: list[Sent] = []
-
-        def put(replica: int, unsent: Unsent) -> None:
-            part = self._put(replica, unsent)
-            if len(awake) > 1:
-                outstanding[replica] += part.outstanding
-            unfinished[replica] += len(part.places)
-            sent.append(Sent(replica, part.request, part.whole))
-
-        if self._again:
-            age = {id: n for n, id in enumerate(self._wholes)}
-            for unsent in sorted(self._again, key=lambda unsent: age[unsent.whole]):
-                put(unsent.thief if unsent.thief in awake else min(awake, key=outstanding.__getitem__), unsent)
-            self._again = []
-        waiting = deque(self._waiting)
-        while waiting:
-            request = waiting[0]
-            samples = len(request.seeds)
-            candidates = awake
-            if slots is not None:
-                candidates = [i for i in awake if unfinished[i] == 0 or unfinished[i] + samples <= slots]
-            if not candidates:
+        again, self._again = sorted(self._again, key=lambda unsent: self._wholes[unsent.whole].number), []
+        for unsent in again:
+            home = unsent.thief
+            if home is None or not self._awake(home, now):
+                home = self._least.first(lambda replica: self._awake(replica, now))
+            assert home is not None, "a replica is live, so one counts as awake"
+            sent.append(self._put(home, unsent))
+        while self._waits:
+            request = self._waiting[0][-1]
+            if (home := self._home(request, now)) is None:
                 break
-            put(self._best(request, candidates, outstanding), Unsent(request.id, range(samples), request.begun))
-            waiting.popleft()
-        self._waiting = list(waiting)
+            heapq.heappop(self._waiting)
+            sent.append(self._put(home, Unsent(request.id, range(len(request.seeds)), request.begun)))
         return sent
 
     def report(self, replica: int, report: EngineReport, now: float) -> None:
         if (held := self._held.get(replica)) is None:
             return
         held.heard, held.sampled = now, report.tokens
+        self._heard = now if not held.retired else self._heard
         if self._slots is None:  # progress depends on timing: it must not decide
             return
         held.pace.measure(report)
         for id, lengths in report.lengths.items():
             if (part := held.parts.get(id)) is not None:
                 part.lengths = {i: length for i, length in lengths.items() if i in part.unanswered}
+        self._uncounted.add(replica)
 
     def resume(self, now: float) -> None:
         """Count every replica as heard now: none could sample until now, so silence says nothing."""
         for held in self._held.values():
             held.heard = now
+        self._heard, self._no_room = now, None
 
     def done(self, replica: int, id: str, completions: Sequence[Completion]) -> list[Completion] | None:
         """Record a finished part. Return the whole request if that was the last of it. Samples that were withdrawn from
@@ -208,32 +214,37 @@ class Routing:
             whole.completions[part.places[i]] = completions[i]
             part.unanswered.remove(i)
         self._drop_if_answered(replica, part)
+        self._uncounted.add(replica)
         if len(whole.completions) < len(whole.request.seeds):
             return None
         del self._wholes[part.whole]
         return [whole.completions[place] for place in range(len(whole.request.seeds))]
 
-    def steal(self, now: float) -> Move | None:
-        """Return the next move to ask a victim for; None if nothing is worth moving."""
-        if self._slots is None or self._waiting or self._again:
-            return None
-        asked = {move.victim for move in self._moves}
-        busy = asked | {move.thief for move in self._moves if now - move.since < SILENT_SECONDS}
-        for thief in self._awake(now):
-            if thief in busy or self._held[thief].unfinished:
-                continue
-            for victim in sorted(self.live, key=lambda i: -self._held[i].seconds_left(now)):
-                if victim == thief or victim in asked:
-                    continue
-                if k := samples_worth_moving(self._held[thief], self._held[victim], now, self._slots):
-                    samples = [SampleId(part.request.id, i) for part, i in self._held[victim].by_worth()[:k]]
-                    self._moves.append(Move(thief, victim, samples, now))
-                    return self._moves[-1]
-        return None
+    def steal(self, now: float) -> list[Move]:
+        """Return the moves to ask victims for: the fastest idle replica takes from the one that would finish last, and
+        so on. A victim that is not worth its move is not offered to slower thieves."""
+        if self._slots is None or self._waits or self._again:
+            return []
+        self._count()
+        held, live = self._held, self.live
+        busy = {move.thief for move in self._moves.values() if now - move.since < SILENT_SECONDS} | self._moves.keys()
+        thieves = [i for i in live if held[i].samples == 0 and i not in busy and self._awake(i, now)]
+        if not thieves:
+            return []
+        thieves = deque(sorted(thieves, key=lambda i: held[i].pace.line or (0.0, 0.0)))
+        victims = [i for i in live if held[i].samples > 0 and i not in self._moves]
+        found: list[Move] = []
+        for victim in sorted(victims, key=lambda i: -held[i].seconds_left(now)):
+            if thieves and (k := samples_worth_moving(held[thieves[0]], held[victim], now, self._slots)):
+                samples = [SampleId(part.request.id, i) for part, i in held[victim].by_worth()[:k]]
+                found.append(Move(thieves.popleft(), victim, samples, now))
+        self._moves |= {move.victim: move for move in found}
+        return found
 
     def moved(self, move: Move, withdrawn: Iterable[Withdrawn]) -> None:
         """Record which samples of a move the victim gave up; the others have finished meanwhile."""
-        self._moves = [other for other in self._moves if other is not move]
+        if self._moves.get(move.victim) is move:
+            del self._moves[move.victim]
         begun: dict[str, dict[int, Completion]] = {}
         for (id, index), completion in withdrawn:
             begun.setdefault(id, {})[index] = completion
@@ -244,29 +255,66 @@ class Routing:
                 part.unanswered -= samples.keys()
                 part.lengths = {i: length for i, length in part.lengths.items() if i not in samples}
                 self._drop_if_answered(move.victim, part)
+        self._uncounted.add(move.victim)
 
     def loads(self) -> dict[int, Load]:
+        self._count()
         held = {replica: self._held[replica] for replica in self.live}
         return {i: Load(len(each.parts), each.outstanding, each.sampled, each.stolen) for i, each in held.items()}
 
-    def _awake(self, now: float) -> list[int]:
-        """Return the live replicas that have reported lately; all of them if none has, as when all switch weights."""
-        live = self.live
-        if self._slots is None:
-            return live
-        return [i for i in live if now - self._held[i].heard < SILENT_SECONDS] or live
+    @property
+    def _waits(self) -> bool:
+        """True if a request waits. Forgotten ones are dropped."""
+        while self._waiting:
+            _, number, request = self._waiting[0]
+            if (whole := self._wholes.get(request.id)) is not None and whole.number == number:
+                return True
+            heapq.heappop(self._waiting)
+        return False
 
-    def _best(self, request: Request, candidates: Sequence[int], outstanding: Mapping[int, int]) -> int:
+    def _awake(self, replica: int, now: float) -> bool:
+        """Return True if a live replica has reported lately; all of them count if none has, as when all switch
+        weights."""
+        if (held := self._held.get(replica)) is None or held.retired:
+            return False
+        return self._slots is None or now - held.heard < SILENT_SECONDS or now - self._heard >= SILENT_SECONDS
+
+    def _home(self, request: Request, now: float) -> int | None:
         """Return the replica with the least to do, or one that knows the context and has little more to do: no more
-        tokens than the context has, or a quarter more."""
-        if len(candidates) == 1:
-            return candidates[0]
-        least = min(candidates, key=outstanding.__getitem__)
-        most = outstanding[least] + max(len(request.tokens), outstanding[least] // 4)
-        homes = (self._homes[name] for name in request.affinity if name in self._homes)
-        return next((home for home in homes if home in candidates and outstanding[home] <= most), least)
+        tokens than the context has, or a quarter more. None if no replica has room."""
+        slots, samples = self._slots, len(request.seeds)
 
-    def _put(self, replica: int, unsent: Unsent) -> PartialRequest:
+        def has_room(replica: int) -> bool:
+            if slots is None:
+                return True
+            held = self._held[replica]
+            return self._awake(replica, now) and (held.samples == 0 or held.samples + samples <= slots)
+
+        known_full = samples == self._no_room and now - self._heard < SILENT_SECONDS
+        least = self._changed.first(has_room, keeps=False) if known_full else self._least.first(has_room)
+        if least is None:
+            if not known_full:
+                self._no_room, self._changed = samples, LeastLoaded()
+            return None
+        most = self._least[least] + max(len(request.tokens), self._least[least] // 4)
+        known = (self._homes[name] for name in request.affinity if name in self._homes)
+        return next((i for i in known if self._awake(i, now) and has_room(i) and self._least[i] <= most), least)
+
+    def _count(self) -> None:
+        """Count the work of the replicas that have changed, or that report again."""
+        for replica in self._uncounted:
+            if (held := self._held.get(replica)) is not None and not held.retired:
+                self._least.put(replica, held.count())
+                if self._no_room is not None:
+                    self._changed.put(replica, held.outstanding)
+        self._uncounted.clear()
+
+    def _leave(self, replica: int) -> None:
+        self._least.drop(replica)
+        self._changed.drop(replica)
+        self._heard = max((held.heard for held in self._held.values() if not held.retired), default=0.0)
+
+    def _put(self, replica: int, unsent: Unsent) -> Sent:
         id, places, begun, thief = unsent
         held, whole = self._held[replica], self._wholes[id]
         request = whole.request
@@ -276,7 +324,13 @@ class Routing:
         whole.parts += 1
         lengths = dict.fromkeys(range(len(places)), 0) | {i: len(s.tokens) for i, s in enumerate(begun)}
         held.parts[request.id] = part = PartialRequest(request, id, places, set(lengths), lengths)
+        whole.homes[request.id] = replica
         held.stolen += len(places) if thief is not None else 0
+        held.outstanding += part.outstanding
+        held.samples += len(places)
+        self._least.put(replica, held.outstanding)
+        if replica in self._changed:
+            self._changed.put(replica, held.outstanding)
         for name in request.affinity[:1]:
             self._homes[name] = replica
             self._homes.move_to_end(name)
@@ -284,7 +338,7 @@ class Routing:
             self._homes.setdefault(name, replica)
         while len(self._homes) > MOST_NAMES:
             self._homes.popitem(last=False)
-        return part
+        return Sent(replica, request, id)
 
     def _part(self, replica: int, id: str) -> PartialRequest | None:
         return held.parts.get(id) if (held := self._held.get(replica)) else None
@@ -292,3 +346,4 @@ class Routing:
     def _drop_if_answered(self, replica: int, part: PartialRequest) -> None:
         if not part.unanswered:
             del self._held[replica].parts[part.request.id]
+            del self._wholes[part.whole].homes[part.request.id]

@@ -4,8 +4,8 @@
     newest  <── stamps: the newest snapshot whose parts are whole on every rank
 
 A part is an anonymous file (memfd) that this process holds open: it survives the death of any rank, and is freed when
-this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine:
-with ranks on another one there are no snapshots, and a lost mesh costs the steps since the last checkpoint.
+this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine.
+Those of ranks on other machines are in peer_snapshots.py.
 
 A snapshot is restored only if each of its parts carries its serial number, which a rank writes last. So a torn snapshot
 is never restored, and the parts of all meshes belong to one step. A take never writes parts of the newest whole
@@ -15,7 +15,9 @@ dies and whenever.
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.snapshot import Snapshot, head
@@ -24,8 +26,25 @@ from titan_rl.wire.types import PhaseName
 Fds = dict[str, tuple[int, ...]]  # by mesh: the file descriptors of its ranks' parts
 
 
+class Taken(Protocol):
+    """A snapshot, and the memory of its parts."""
+
+    @property
+    def snapshot(self) -> Snapshot: ...
+
+    @property
+    def whole(self) -> bool:
+        """Return True if it can be restored."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of the memory. It is freed when the last rank that has mapped it unmaps it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenHere:
+    """Its parts are files of this process."""
+
     snapshot: Snapshot
     fds: Fds
 
@@ -34,15 +53,17 @@ class Taken:
         return all(head(fd)[0] == self.snapshot.serial for fds in self.fds.values() for fd in fds)
 
     def drop(self) -> None:
-        """Close the parts. Their memory is freed when the last rank that has mapped it unmaps it."""
         for fds in self.fds.values():
             for fd in fds:
                 os.close(fd)
 
 
 class Snapshots:
-    def __init__(self, trainers: ModelMesh, critic: ModelMesh | None) -> None:
-        self._trainers, self._critic = trainers, critic
+    """The snapshots of a run whose trainers find this process's memory."""
+
+    def __init__(self, trainers: ModelMesh, critic: ModelMesh | None, note: Callable[[str], None] = print) -> None:
+        """`note` prints what a user should know."""
+        self._trainers, self._critic, self._note = trainers, critic, note
         self._taken: list[Taken] = []  # at most two: the newest whole one, and the one begun after it
         self._serial = 0
         self.nbytes: dict[str, list[int]] = {}  # by mesh and rank, of one snapshot
@@ -50,18 +71,13 @@ class Snapshots:
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
         """Begin a snapshot of the meshes' current state; return once all ranks have begun. No rank changes its state
         before its copy is whole, so the next step may be started at once."""
-        meshes: list[ModelMesh] = [self._trainers]
-        if self._critic is not None and phase == "rl":  # before RL it has not learnt anything
-            meshes.append(self._critic)
-        if not all(mesh.near for mesh in meshes):  # they cannot reach this process's memory
+        meshes = self._meshes(phase)
+        if not all(mesh.near for mesh in meshes):  # they have moved to where they cannot reach this process's memory
             return
-        self._serial += 1
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}
-        snapshot = Snapshot(phase, step, controller, self._serial, paths)
-        self._taken.append(Taken(snapshot, fds))
-        sizes = await asyncio.gather(*(mesh.snapshot(snapshot) for mesh in meshes))
-        self.nbytes = {mesh.name: each for mesh, each in zip(meshes, sizes, strict=True)}
+        taken = TakenHere(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
+        await self._begin(taken, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
         """Return the newest whole snapshot, or the newest of those taken before a step."""
@@ -75,19 +91,51 @@ class Snapshots:
                 taken.drop()
         self._taken = [taken for taken in self._taken if taken.snapshot is but]
 
+    async def settle(self) -> None:
+        """Return once it is certain which snapshots are whole. The parts here are looked at whenever that is asked."""
+
+    async def bring(self) -> None:
+        """Let the ranks find the newest snapshot from the hosts where they are now. Drop what they cannot reach."""
+        if not all(mesh.near for mesh in self._meshes("rl")):
+            self._note(
+                "there are no snapshots from here on: the trainers have moved to where they cannot reach the memory of "
+                "this process, so the loss of a trainer costs the steps since the last checkpoint"
+            )
+            self.forget()
+
+    def _meshes(self, phase: PhaseName) -> list[ModelMesh]:
+        """Return the meshes whose state is a snapshot of this phase."""
+        critic = self._critic if phase == "rl" else None  # before RL it has not learnt anything
+        return [self._trainers] if critic is None else [self._trainers, critic]
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    async def _begin(self, taken: Taken, meshes: list[ModelMesh]) -> None:
+        """Let every rank begin to copy."""
+        self._taken.append(taken)
+        sizes = await asyncio.gather(*(mesh.snapshot(taken.snapshot) for mesh in meshes))
+        self.nbytes = {mesh.name: each for mesh, each in zip(meshes, sizes, strict=True)}
+
     def _newest(self, before: int | None = None) -> Taken | None:
         whole = (t for t in self._taken if (before is None or t.snapshot.step < before) and t.whole)
         return max(whole, key=lambda t: t.snapshot.serial, default=None)
 
+    def _spare(self) -> list[Taken]:
+        """Keep the newest whole snapshot only; return the others."""
+        kept = self._newest()
+        spare = [taken for taken in self._taken if taken is not kept]
+        self._taken = [kept] if kept else []
+        return spare
+
     def _free(self, ranks: dict[str, int]) -> Fds:
         """Return parts for N ranks per mesh: those of a snapshot that is no longer the newest, or new ones."""
-        kept = self._newest()
-        rest = [taken for taken in self._taken if taken is not kept]
-        self._taken = [kept] if kept else []
         free: Fds | None = None
-        for taken in rest:
-            if free is None and taken.whole and {name: len(fds) for name, fds in taken.fds.items()} == ranks:
-                free = taken.fds
+        for taken in self._spare():
+            fds = taken.fds if isinstance(taken, TakenHere) and taken.whole else {}
+            if free is None and {name: len(each) for name, each in fds.items()} == ranks:
+                free = fds
             else:
                 taken.drop()
         return free or {

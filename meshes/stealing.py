@@ -78,14 +78,18 @@ class ReplicaLoad:
     sampled: int = 0  # tokens
     stolen: int = 0  # samples
     retired: bool = False  # it takes no new work, but may still answer what it has
+    outstanding: int = 0  # tokens that it lacks, when last counted
+    samples: int = 0  # unfinished ones, when last counted
 
     @property
     def unfinished(self) -> list[tuple[PartialRequest, int]]:
         return [(part, index) for part in self.parts.values() for index in part.lengths]
 
-    @property
-    def outstanding(self) -> int:
-        return sum([part.outstanding for part in self.parts.values()])
+    def count(self) -> int:
+        """Count its work anew. Return the outstanding tokens."""
+        self.outstanding = sum([part.outstanding for part in self.parts.values()])
+        self.samples = sum([len(part.lengths) for part in self.parts.values()])
+        return self.outstanding
 
     def line(self, now: float) -> tuple[float, float]:
         """Return the pace as far as it is known. A step of a silent replica takes as long as it has been silent."""

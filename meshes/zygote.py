@@ -26,7 +26,7 @@ import socket
 import struct
 import sys
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +47,7 @@ PRELOAD = {
         vllm.distributed.elastic_ep.elastic_execute vllm.model_executor.layers.quantization.online.base
         vllm.model_executor.layers.quantization.compressed_tensors.utils vllm.lora.resolver
         vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
+        vllm.v1.core.sched.scheduler vllm.v1.pool.flash_maxsim
         """,
 }
 """Modules of other projects by kind of rank. None of them starts a thread or touches CUDA when imported on a CPU."""
@@ -143,7 +144,10 @@ def preload(kind: str) -> None:
     actors = Path(__file__).resolve().parents[1] / "actors"
     if kind == "model":
         runpy.run_path(str(actors / "titan" / "__init__.py"))  # TorchTitan imports without triton after it
-    with runpy.run_path(str(actors / "imports.py"))["compile_deferred"]() if kind == "model" else nullcontext():
+        imported = runpy.run_path(str(actors / "imports.py"))["compile_deferred"]
+    else:
+        imported = runpy.run_path(str(actors / "vllm" / "fewer_imports.py"))["fewer_imports"]
+    with imported():
         for name in PRELOAD[kind].split():
             try:
                 importlib.import_module(name)

@@ -4,7 +4,8 @@
 
     controller <── "name LIFE NAME", "cold KIND REASON", "pid N", "end STATUS" ── shim ──> zygote, or a child: COMMAND
 
-The shim dies with the controller, and the rank dies with the shim. It imports as little as it can: 10 ms of CPU a rank.
+The shim dies with the controller (on another host: with the agent that it reports to), and the rank dies with the shim.
+It imports as little as it can: 10 ms of CPU a rank.
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
@@ -12,6 +13,7 @@ import _socket
 import array
 import ctypes
 import posix
+import select
 import sys
 
 SHIM, REPORT, CONTROLLER = b"TITAN_RL_SHIM", b"TITAN_RL_REPORT", b"TITAN_RL_CONTROLLER"
@@ -73,6 +75,7 @@ def forked(reports: _socket.socket, zygote: bytes, deadline: float, environment:
         return None
     reports.sendall(b"pid " + rest + b"\n")
     connection.settimeout(None)
+    await_or_end(connection.fileno(), reports)
     try:
         word, _, rest = line(connection).partition(b" ")
     except OSError:
@@ -90,7 +93,25 @@ def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:
     posix.close(writer)
     posix.read(executed, 1)  # returns once the rank's /proc/PID/environ is its own
     reports.sendall(b"pid %d\n" % pid)
+    try:
+        ended = posix.pidfd_open(pid)
+    except OSError:  # a kernel before 5.3: ranks that start cold then outlive their host's agent
+        return posix.waitpid(pid, 0)[1]
+    await_or_end(ended, reports)
     return posix.waitpid(pid, 0)[1]
+
+
+def await_or_end(descriptor: int, reports: _socket.socket) -> None:
+    """Wait until a descriptor can be read. End, and the rank too, if nobody hears reports any more."""
+    watched = select.poll()
+    watched.register(descriptor, select.POLLIN)
+    watched.register(reports, select.POLLIN)
+    while True:
+        ready = [number for number, _ in watched.poll()]
+        if descriptor in ready:
+            return
+        if not reports.recv(1):
+            posix.kill(posix.getpid(), _signal.SIGKILL)
 
 
 def line(connection: _socket.socket) -> bytes:

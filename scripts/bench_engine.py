@@ -93,6 +93,8 @@ def rows_of(case: str, found: dict[str, list[dict[str, Any]]]) -> Iterator[Row]:
         "forward, ms": lambda f: f["forward"] * 1e3,
         "host, ms": lambda f: (f["wall"] - f["forward"]) * 1e3,
         "host share": lambda f: 1 - f["forward"] / f["wall"],
+        "host CPU, ms": lambda f: (f["cpu"] - f["forward_cpu"]) * 1e3,
+        "host share of CPU": lambda f: 1 - f["forward_cpu"] / f["cpu"],
     }
     for measure, of in measures.items():
         values = {way: [of(figures) for figures in rounds] for way, rounds in found.items()}

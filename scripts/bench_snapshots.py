@@ -10,6 +10,11 @@ step     real trainer meshes: wall seconds of a step that starts right after a s
          ranks' CPU seconds, which a busy machine changes less. Here step follows step directly. In a run, sampling
          comes between them, which leaves the copy more time.
 restore  the same meshes: resume from a snapshot, and from a checkpoint on disk (`ratio`: over the checkpoint)
+peers    a trainer mesh on one of two workers on this machine, with a keeper each: a step that starts right after a
+         snapshot was begun that is copied to the other keeper, and one without, in turn (`ratio`: over those without).
+         Trainers and both keepers share this machine's cores here, and the "network" between them is its memory.
+copies   one part from the keeper of one worker to that of another, in turn by messages, as it went before, by one-sided
+         reads, and by one-sided reads without digests, which are the floor (`ratio`: minimum over its minimum)
 """
 
 import argparse
@@ -27,13 +32,17 @@ from typing import Any
 import torch
 from monarch.actor import this_host
 
+from bench.peer_copies import copying
 from bench.rows import BENCHMARKS, FIGURES, RAN_ON, Row, in_turn, report
 from titan_rl.actors.titan.state_copy import StateCopy
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
+from titan_rl.meshes.hosts import Berth, Host, worker_processes
+from titan_rl.meshes.keepers import Keepers
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.snapshot import SnapshotPart
@@ -44,6 +53,7 @@ TINY = c.ModelSection(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=12
 LARGE = c.ModelSection(dim=512, n_layers=2, n_heads=8, n_kv_heads=8, hidden_dim=2048)
 LENGTH = 64  # of a sample
 WARM_UP = 2  # pairs of steps
+PARTS = ["copy", "mesh", "peers", "copies"]
 
 
 def copies(megabytes: int, repeats: int) -> Iterator[Row]:
@@ -75,7 +85,7 @@ def copies(megabytes: int, repeats: int) -> Iterator[Row]:
     yield row("until the copy has begun, ms", [each * 1e3 for each in begun[2:]])
 
 
-async def start_mesh(model: c.ModelSection, ranks: int, folder: str) -> ModelMesh:
+async def start_mesh(model: c.ModelSection, ranks: int, folder: str, host: Host | None = None) -> ModelMesh:
     config = c.Config(
         job=c.JobSection(dump_folder=folder),
         model=model,
@@ -83,7 +93,8 @@ async def start_mesh(model: c.ModelSection, ranks: int, folder: str) -> ModelMes
         training=c.TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
         cold_start=c.ColdStartSection(steps=10_000),
     )
-    mesh = ModelMesh(this_host(), "trainer", config, shape_of(model), {})
+    berth = Berth(host or Host(this_host()), ranks)
+    mesh = ModelMesh(lambda: [berth], "trainer", config, shape_of(model), {})
     await mesh.start()
     await mesh.begin_phase("cold_start", 0)
     return mesh
@@ -133,6 +144,46 @@ async def steps(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
     ]
 
 
+async def peers(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: int) -> list[Row]:
+    """Train on `rows` of 256 tokens per step, with a copy of every second step's snapshot on another host."""
+    seconds, worked = ({True: list[float](), False: list[float]()} for _ in range(2))  # by: with a snapshot
+    taking, copying = list[float](), list[float]()
+    with tempfile.TemporaryDirectory() as folder:
+        sockets = Path(folder) / "sockets"
+        sockets.mkdir()
+        async with worker_processes(2, sockets, Path(folder) / "logs", 60.0) as hosts:
+            mesh = await start_mesh(model, ranks, folder, hosts[0])
+            snapshots = PeerSnapshots(mesh, None, Keepers(hosts, 300.0, 300.0), print)
+            await snapshots.start()
+            for at, (pair, taken) in enumerate(in_turn((True, False), WARM_UP + pairs)):
+                packed, before, began = [batches(at, rows, mesh)], cpu_seconds(), time.perf_counter()
+                begun = await timed(snapshots.take("cold_start", at, "{}")) if taken else 0.0
+                whole = begun + await timed(mesh.step(packed))
+                await snapshots.settle()  # the step without is not to pay for the rest of the copy
+                if pair >= WARM_UP:
+                    seconds[taken].append(whole)
+                    worked[taken].append(cpu_seconds() - before)
+                    taking += [begun] if taken else []
+                    copying += [time.perf_counter() - began] if taken else []
+            newest = snapshots.newest()
+            assert newest is not None
+            assert newest.step >= 2 * (WARM_UP + pairs) - 2
+            nbytes = sum(snapshots.nbytes["trainer"])
+            await mesh.close()
+            await deaths.kill(deaths.living())
+    case = f"{name}, {ranks} ranks, {rows * 4 * LENGTH} tokens a step"
+    row = partial(Row, "peers", case)
+    return [
+        row("bytes of one snapshot, MB", [nbytes / 1e6]),
+        row("step without, s", seconds[False]),
+        row("step with, s", seconds[True], ratio=ratio(seconds[True], seconds[False])),
+        row("CPU of ranks and keepers without, s", worked[False]),
+        row("CPU of ranks and keepers with, s", worked[True], ratio=ratio(worked[True], worked[False])),
+        row("until all ranks have begun, s", taking, ratio=ratio(taking, seconds[False])),
+        row("step with, until the copy is whole, s", copying, ratio=ratio(copying, seconds[False])),
+    ]
+
+
 def ratio(values: list[float], base: list[float]) -> float:
     """Return the median ratio, pair by pair if both have the same number of values."""
     if len(values) == len(base):
@@ -159,10 +210,13 @@ def batches(step: int, rows: int, mesh: ModelMesh) -> list[Batch]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["copy", "mesh"], metavar="copy | mesh")
+    parser.add_argument("parts", nargs="*", default=PARTS, metavar=" | ".join(PARTS))
     parser.add_argument("--pairs", type=int, default=20, help="steps with a snapshot, and as many without")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[50, 250, 1000], help="of a part, for `copies`")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "snapshots.csv")
     a = parser.parse_args()
+    if unknown := set(a.parts) - {*PARTS}:
+        parser.error(f"expected {', '.join(PARTS)}, found {', '.join(sorted(unknown))}")
     prepare_environment()
     torch.set_num_threads(1)
     if "copy" in a.parts:
@@ -172,6 +226,12 @@ def main() -> None:
         for name, model, rows in (("tiny", TINY, (16, 16)), ("8M parameters", LARGE, (4, 8))):
             for ranks in (1, 2):
                 report(a.csv, COLUMNS, asyncio.run(steps(name, model, ranks, rows[ranks - 1], a.pairs)))
+    if "peers" in a.parts:
+        for name, model, rows in (("tiny", TINY, 16), ("8M parameters", LARGE, 8)):
+            report(a.csv, COLUMNS, asyncio.run(peers(name, model, 2, rows, a.pairs)))
+    if "copies" in a.parts:
+        for megabytes in a.megabytes:
+            report(a.csv, COLUMNS, asyncio.run(copying(megabytes, a.pairs)))
 
 
 if __name__ == "__main__":

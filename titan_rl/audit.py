@@ -2,9 +2,10 @@
 
 `--rewards RUN` looks for rewards that were won without the task instead: an audit with named samples, and no proof.
 
-Exit codes: 0 no problem, or a report on rewards, 1 problems, which are printed, 2 bad usage.
+Exit codes: 0 no problem, or a report on rewards, 1 problems, which are printed, 2 bad usage, 130 stopped.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,21 +14,41 @@ from titan_rl.record.history import audit
 from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import ROLLOUTS, SUSPECT, reward_report
+from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 
 SHOWN = 20
 
 
 def main(argv: Sequence[str]) -> int:
-    if "--rewards" in argv:
-        return audit_rewards([each for each in argv if each != "--rewards"])
-    if len(argv) != 1 or not (Path(argv[0]) / NAME).exists():
-        found = f'found "{argv[0]}"' if len(argv) == 1 else f"found {len(argv)} arguments"
+    options = parser().parse_args(argv)
+    needed = ROLLOUTS if options.rewards else NAME
+    if not (options.run / needed).exists():
+        found = f"found none in {options.run}" if options.run.is_dir() else f"found no folder {options.run}"
         print(
-            f"usage: python -m titan_rl.audit RUN: expected the folder of an RL run ({NAME} in it), {found}",
-            file=sys.stderr,
+            f"titan_rl.audit: RUN: expected the dump folder of an RL run, with its {needed}, {found}", file=sys.stderr
         )
-        return 2
-    with frozen(Path(argv[0])) as (folder, note):
+        return USAGE
+    return audit_rewards(options.run) if options.rewards else audit_ledger(options.run)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan_rl.audit",
+        description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics, "
+        "config and checkpoints agree. Nothing is changed, and the run may be active.",
+        epilog="Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
+        "docs/operations.md says what is compared, docs/rewards.md what --rewards looks for.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
+    rewards = "report rewards that may have been won without the task, with samples to read, instead"
+    parser.add_argument("--rewards", action="store_true", help=rewards)
+    return parser
+
+
+def audit_ledger(run: Path) -> int:
+    """Print what the run's files prove, or what is wrong with them."""
+    with frozen(run) as (folder, note):
         problems, checked = audit(folder)
     if note:
         print(note)
@@ -35,26 +56,21 @@ def main(argv: Sequence[str]) -> int:
         print(problem)
     if problems:
         print(f"{len(problems)} problems" + (f", the first {SHOWN} shown" if len(problems) > SHOWN else ""))
-        return 1
+        return FAILED
     print(f"nothing lost, nothing twice, nothing stale: {checked}")
-    return 0
+    return DONE
 
 
-def audit_rewards(argv: Sequence[str]) -> int:
+def audit_rewards(run: Path) -> int:
     """Print what the run's rewards were won by."""
-    if len(argv) != 1 or not (Path(argv[0]) / ROLLOUTS).exists():
-        found = f'found "{argv[0]}"' if len(argv) == 1 else f"found {len(argv)} arguments"
-        expected = f"expected the folder of an RL run ({ROLLOUTS} in it)"
-        print(f"usage: python -m titan_rl.audit --rewards RUN: {expected}, {found}", file=sys.stderr)
-        return 2
-    with frozen(Path(argv[0])) as (folder, note):
+    with frozen(run) as (folder, note):
         lines = reward_report(folder)
     print("\n".join([*filter(None, [note]), *lines]))
     suspicions = sum(line.startswith(SUSPECT) for line in lines)
     count = f"{suspicions or 'no'} suspicion{'s' * (suspicions != 1)}"
     print(f"{count}; a suspicion is a reason to read the samples, no proof")
-    return 0
+    return DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    enter(lambda: main(sys.argv[1:]))

@@ -170,7 +170,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.sandbox.local import configure
     from titan_rl.tasks.prompts import PromptSource
-    from titan_rl.train.launch import launch_environments
+    from titan_rl.train.bring_up import launch_environments
 
     config = setup.config
     configure(config.sandbox)
@@ -262,6 +262,9 @@ def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
     yield f"repeats    {'yes' if found.repeats else 'no'}: the first rollout, played again, " + (
         "was the same" if found.repeats else "was another: after a lost process its turns are sampled again"
     )
+    if not any(rollout.valid or rollout.error for rollout in rollouts):
+        judge = ", ".join(config.task.rewards) or config.task.reward
+        yield f"reward     none from the environment: in a run, the task's reward ({judge}) judges the last turn"
     yield from (f"wrong: {line}" for line in wrong(setup, found))
 
 
@@ -277,9 +280,6 @@ def wrong(setup: "Setup", found: Rehearsal) -> Iterator[str]:
         yield f"model.hf_assets_path: {lost} of {len(read)} tokens that are read stand for characters without a token"
     if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
         yield f"{more} of {len(rollouts)} rollouts began branches: what was read before was changed, and is read again"
-    rewards = [rollout.reward for rollout in rollouts if rollout.valid]
-    if not rewards and not any(rollout.error for rollout in rollouts):
-        yield f'no rollout has a reward of its own: task.reward = "{setup.config.task.reward}" judges the last turn'
 
 
 if __name__ == "__main__":

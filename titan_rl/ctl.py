@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ COMMANDS = {
 AT_ONCE = ("status", "resume", "stop")
 ANSWER_SECONDS, WORK_SECONDS = 10.0, 600.0  # for an immediate answer; for one after a step, a save, a start or the end
 WIDTH = 200  # characters of a table cell
+MOST_ROWS = 32  # of a table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,7 +114,8 @@ def part(value: dict[str, Any] | list[Any]) -> RenderableType:
         return view(value)
     if not all(isinstance(row, dict) for row in value):
         return Text(", ".join(cell("", item) for item in value))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    value, more = shortened(value)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", caption=more or None, caption_justify="left")
     columns = list(dict.fromkeys(name for row in value for name in row))
     for name in columns:
         numbers = all(isinstance(row.get(name), int | float | None) for row in value)
@@ -120,6 +123,18 @@ def part(value: dict[str, Any] | list[Any]) -> RenderableType:
     for row in value:
         table.add_row(*(Text(cell(name, row.get(name))) for name in columns))
     return table
+
+
+def shortened(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of a long table that say most, and a line about the others: rows in rare states come first, then
+    those with the most seconds."""
+    if len(rows) <= MOST_ROWS:
+        return rows, ""
+    states = Counter(str(row.get("state")) for row in rows)
+    telling = sorted(rows, key=lambda row: (states[str(row.get("state"))], -row.get("seconds", 0)))
+    left = Counter(str(row["state"]) for row in telling[MOST_ROWS:] if "state" in row)
+    what = ", ".join(f"{count} {state}" for state, count in left.most_common())
+    return telling[:MOST_ROWS], f"and {len(rows) - MOST_ROWS} more{f': {what}' if what else ''}; --json shows all"
 
 
 def label(name: str) -> str:

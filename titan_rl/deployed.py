@@ -201,13 +201,13 @@ def in_own_network(prog: str, config: Config, work: Callable[[Path], int]) -> in
             raise Refused(f"hosts.isolation: expected a kernel that can isolate the processes, found: {exposed}")
         if exposed:
             print(f"{prog}: {isolation.warning(exposed)}", file=sys.stderr)
-        prepare_environment(config.fault.detect_seconds)
+        prepare_environment(config.fault.detect_seconds, meshes=config.generator.replicas)
         return work(folder)
 
 
 def drive(work: Callable[[], Awaitable[int]], terminal: "Terminal") -> int:
     """Run a deployment to its end, or until a signal, and end its processes."""
-    from titan_rl.train.launch import shutdown
+    from titan_rl.train.bring_up import shutdown
     from titan_rl.wire.errors import RunError
 
     async def driven() -> int:

@@ -128,7 +128,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
     from titan_rl.rollout.player import Player, SingleTurn
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.sandbox.local import configure
-    from titan_rl.train.launch import launch_loaded
+    from titan_rl.train.bring_up import launch_loaded
 
     config, found = setup.config, []
     configure(config.sandbox)  # of code that rewards execute

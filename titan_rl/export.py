@@ -18,15 +18,16 @@ from pathlib import Path
 from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
+from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.setup import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import damage
+from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 from titan_rl.wire.seeds import derive
 
-DONE, FAILED, USAGE = 0, 1, 2
 COLD_START = "cold_start/"
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -66,7 +67,12 @@ def main(argv: Sequence[str]) -> int:
             final = options.out or options.run / name
             if final.exists():
                 raise ExportRefused(f"--out: expected a folder that does not exist yet, found {final}")
-            print(write_proven(source, final.absolute(), dtype, Path(scratch)))
+            if why := unwritable(final.absolute().parent):
+                raise ExportRefused(f"--out: expected a folder that can be written, found {why}")
+            try:
+                print(write_proven(source, final.absolute(), dtype, Path(scratch)))
+            except OSError as error:  # a full disk
+                raise ExportRefused(f"nothing was written to {final}: {error}", FAILED) from error
     except ExportRefused as error:
         print(f"titan_rl.export: {error}", file=sys.stderr)
         return error.code
@@ -170,4 +176,4 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    enter(lambda: main(sys.argv[1:]))

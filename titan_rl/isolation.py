@@ -27,6 +27,8 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 CAP_SYS_ADMIN = 21
 
+ALLOW = "Allow unprivileged user namespaces, or use a machine or container of your own"
+
 T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -129,9 +131,9 @@ def _unshare(flags: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def warning(why: str) -> str:
+def warning(why: str, remedy: str = ALLOW) -> str:
     """Return what a user must know about a run that is not isolated."""
     return (
         f"the run is not isolated: {why}. While it lasts, any local user can execute code as you through Monarch's "
-        "sockets. Allow unprivileged user namespaces, or use a machine or container of your own. docs/security.md"
+        f"sockets. {remedy}. docs/security.md"
     )

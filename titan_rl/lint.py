@@ -20,6 +20,7 @@ from titan_rl.preflight.cli import read
 from titan_rl.preflight.refusal import printable, refuse, refusing
 from titan_rl.record.token_view import shown
 from titan_rl.text.inspection import Finding, sample_turns, verdict
+from titan_rl.wire.program import enter
 
 SOUND, UNSOUND = 0, 1
 
@@ -65,4 +66,4 @@ def report(findings: Sequence[Finding]) -> list[Text]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    enter(main)

@@ -25,12 +25,13 @@ if TYPE_CHECKING:  # imported while the zygotes import too
 
 OPTED_OUT = 'hosts.isolation is "off"'
 ATTACHED = "a run across hosts needs the network of this one"
+REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts without other users"}
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if {"--dry-run", "--help", "-h"} & set(argv):
+    if not argv or {"--dry-run", "--help", "-h"} & set(argv):
         return check_and_run(argv, None)
     with socket_folder() as folder, serving(folder) as zygotes:
         if not NVIDIA.exists():
@@ -54,7 +55,7 @@ def refusal_of(argv: Sequence[str]) -> str:
 
 
 def opted_out(hosts: "HostsSection") -> str:
-    if hosts.kind == "attach":
+    if hosts.at_addresses:
         return ATTACHED
     return OPTED_OUT if hosts.isolation == "off" else ""
 
@@ -77,7 +78,10 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
         expected = "hosts.isolation: expected a kernel that can isolate the run"
         refuse(invocation.config_name, [f"{expected}, found: {exposed}"])
     if exposed:
-        invocation = replace(invocation, warnings=(*invocation.warnings, isolation.warning(exposed)))
+        invocation = replace(
+            invocation,
+            warnings=(*invocation.warnings, isolation.warning(exposed, REMEDIES.get(exposed, isolation.ALLOW))),
+        )
     try:
         return check_folder_and_run(invocation, terminal, zygotes)
     except FolderRefused as error:
@@ -124,7 +128,9 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
 
 
 def run(setup: "Setup", terminal: "Terminal") -> int:
-    prepare_environment(setup.config.fault.detect_seconds, setup.config.hosts.tls)
+    config = setup.config
+    meshes = config.generator.replicas + (config.environment.processes if config.rollout_code else 0)
+    prepare_environment(config.fault.detect_seconds, config.hosts.tls, meshes)
     import asyncio  # late: a Ctrl-C during the first imports prints a traceback
 
     from titan_rl.session import session

@@ -109,7 +109,7 @@ async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Ter
     from titan_rl.agents.conversation import ChatText, PlainText
     from titan_rl.agents.policy_endpoint import PolicyEndpoint
     from titan_rl.rollout.session import SessionLimits
-    from titan_rl.train.launch import launch_loaded
+    from titan_rl.train.bring_up import launch_loaded
 
     config, tokenizer = setup.config, setup.tokenizer
     chat = config.task.template == "chat"

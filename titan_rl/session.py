@@ -10,7 +10,6 @@ from pathlib import Path
 from titan_rl.config.sections import BYTES
 from titan_rl.control.server import Control
 from titan_rl.controller import Controller
-from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
@@ -18,9 +17,10 @@ from titan_rl.record.run_folder import Resume
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.terminal import Terminal
 from titan_rl.record.timeline import timeline
-from titan_rl.train.launch import launch, shutdown
+from titan_rl.train.bring_up import Launch, launch, shutdown, start_snapshots
 from titan_rl.train.learner import Learner
 from titan_rl.train.recovery import Recovery
+from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.status import Scale, Status
 from titan_rl.train.stop import Stop
@@ -40,8 +40,9 @@ def settle_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def session(setup: Setup, terminal: Terminal) -> bool:
-    """Return True when the run is finished, False when it was asked to stop and has saved itself."""
+async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -> bool:
+    """Return True when the run is finished, False when it was asked to stop and has saved itself. `launched` starts the
+    meshes, and stops them."""
     task = asyncio.current_task()
     assert task is not None
     config, folder, clock = setup.config, setup.folder, Clock()
@@ -56,14 +57,11 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
     try:
         async with (
             control,
-            launch(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
+            launched(setup, terminal, incidents, lambda: stop.given_up) as (meshes, watch),
             timeline(folder / "timeline.json", meshes.all, terminal.note) if config.metrics.timeline else nullcontext(),
         ):
             status.meshes = meshes
-            if config.fault.snapshot_interval and not meshes.trainers.near:
-                terminal.note(
-                    "no in-memory snapshots: trainers are on other machines; a loss costs the steps since a save"
-                )
+            snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None
             if meshes.generators is not None:
                 weights = WeightSync(meshes.trainers, meshes.generators, clock)
@@ -84,8 +82,10 @@ async def session(setup: Setup, terminal: Terminal) -> bool:
                 ) as log,
                 Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,
             ):
-                snapshots = Snapshots(meshes.trainers, meshes.critic)
-                run = RunParts(setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report)
+                regrowth = Regrowth(meshes.trainers, meshes.berths, config, incidents)
+                run = RunParts(
+                    setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth
+                )
                 learner, recovery = Learner(run), Recovery(run)
 
                 async def attempt(resume: Resume) -> None:

@@ -3,32 +3,41 @@
     python -m titan_rl.worker --init-tls FOLDER --hosts head,node1,node2       once: a CA, and certificates to copy
     python -m titan_rl.worker --address tls://node1:26600 --tls FOLDER/node1   on node1, in the folder of the runs
 
-Its host or IP is the only address that it listens at. It serves one run after the other, until Ctrl-C.
+Its host or IP is the only address that it listens at: at this port, which tells runs at which free one, of --ports if
+they are given, it serves them. It serves one run after the other, until Ctrl-C.
 """
 
 import argparse
 import ctypes
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titan_rl.actors.meeting import HOST
+import psutil
+
+from titan_rl.actors.meeting import HOST, PORTS
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.zygotes import KINDS, VARIABLE, serving
 from titan_rl.wire.certificates import certificate_problems, make_certificates
-from titan_rl.wire.dial import split_address
+from titan_rl.wire.dial import address_of, split_address, takes_connections
+from titan_rl.wire.front_door import SECONDS, answer, free_port, open_door, port_range
 from titan_rl.wire.gpus import visible_gpus
+from titan_rl.wire.host_holder import Holder, holder_in
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 
 PR_SET_PDEATHSIG = 1
 READY_SECONDS = 120.0
 SHORTEST_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address
+LEAVING_SECONDS = 10.0  # for a worker that nothing needs any more to end
+LOOK_SECONDS = 0.2  # between two tries to listen at an address that another worker has
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", help="where runs reach this worker: tls://NAME:PORT")
     parser.add_argument("--tls", default="", help="folder with ca.pem, cert.pem and key.pem of this host")
     parser.add_argument("--insecure", action="store_true", help="allow tcp://: whoever reaches it executes code as you")
+    parser.add_argument("--ports", default="", help="serve runs at ports LOW-HIGH only (docs/scaling.md); default: any")
     parser.add_argument("--init-tls", metavar="FOLDER", help="make a CA there, unless it has one, and certificates")
     parser.add_argument("--hosts", default="", help="with --init-tls: names or IPs, as addresses have them")
     parser.add_argument("--days", type=float, default=365, help="with --init-tls: how long certificates are valid")
+    parser.add_argument("--until-eof", action="store_true", help="end when standard input ends, as through ssh")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.parent:  # a run, or serve_runs
@@ -50,25 +61,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_certificates(Path(given.init_tls), hosts, given.days)
         print(f"made certificates for {', '.join(hosts) or 'no host'} in {given.init_tls}; ca.key is for no host")
         return DONE
-    if problems := refusals(given.address, given.tls, insecure=given.insecure):
+    if problems := refusals(given.address, given.tls, given.ports, insecure=given.insecure):
         print("\n".join(f"titan_rl.worker: {problem}" for problem in problems), file=sys.stderr)
         return USAGE
-    with socket_folder() as folder, serving(folder) as zygotes:
+    if given.until_eof:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+        threading.Thread(target=interrupt_at_eof, daemon=True).start()
+    try:
+        door = door_of(given.address, waits=given.until_eof)
+    except OSError as error:
+        complain(f"expected to listen at {given.address}, found: {error.strerror or error}")
+        return FAILED
+    with door, socket_folder() as folder, serving(folder) as zygotes:
         if not visible_gpus():
             zygotes.keep(KINDS)
             wait_for_zygotes()
-        return serve_runs(given.address, given.tls)
+        return serve_runs(door, given.address, given.tls, given.ports)
 
 
-def refusals(address: str | None, tls: str, *, insecure: bool) -> list[str]:
+def complain(what: str) -> None:
+    print(f"titan_rl.worker: {what}", file=sys.stderr, flush=True)
+
+
+def refusals(address: str | None, tls: str, ports: str = "", *, insecure: bool) -> list[str]:
     try:
         scheme, host, _ = split_address(address or "")
     except ValueError:
-        return [f"--address: expected tls://NAME:PORT, found {address}"]
+        return [f"--address: expected tls://NAME:PORT, found {address or 'none'}"]
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
         return [f"--address: expected a name or an address of this host, found {host} ({error})"]
+    try:
+        port_range(ports)
+    except ValueError as error:
+        return [f"--ports: {error}"]
     if scheme == "tcp" and not insecure:
         return [f"--address: expected tls://, or --insecure on a network that is yours alone, found {address}"]
     if scheme == "tls" and not tls:
@@ -76,17 +103,80 @@ def refusals(address: str | None, tls: str, *, insecure: bool) -> list[str]:
     return [f"--tls: {problem}" for problem in certificate_problems(Path(tls))] if scheme == "tls" else []
 
 
-def serve_runs(address: str, tls: str) -> int:
-    """Serve one run after the other, each in a new process: what Monarch keeps of a run ends with it."""
-    _, os.environ[HOST], _ = split_address(address)
+def interrupt_at_eof() -> None:
+    """End this process as Ctrl-C does when nothing can come from its standard input any more."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def door_of(address: str, *, waits: bool) -> socket.socket:
+    """Listen at a worker's address. With `waits`, wait while another worker of this user has it for a run whose
+    controller is silent: that worker ends with its run."""
+    began, again, whose = time.monotonic(), 0.0, ""
+    while True:
+        try:
+            return open_door(address)
+        except OSError as error:
+            if not waits or error.errno != errno.EADDRINUSE:
+                raise
+        worker = worker_at(address)
+        found = holder_of(worker)
+        again = again or found.again
+        if found.again > again or time.monotonic() - max(began, found.ends) > LEAVING_SECONDS:
+            whose = f"another worker, process {worker}, has it for {found.run}" if worker else "another process has it"
+            raise OSError(errno.EADDRINUSE, f"{whose}: wait for its end, stop it, or use another address")
+        if worker and not whose:
+            whose = f"another worker, process {worker}, has it for {found.run}"
+            print(f"waiting for {address}: {whose}, whose controller {found.how_silent}", flush=True)
+        time.sleep(LOOK_SECONDS)
+
+
+def worker_at(address: str) -> int:
+    """Return the process of this user's worker that listens at an address; 0: there is none."""
+    _, host, port = split_address(address)
+    place = (socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0], port)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if "titan_rl.worker" not in process.cmdline():
+                continue
+            connections = process.net_connections("tcp")  # those of this network
+            if any(each.status == psutil.CONN_LISTEN and each.laddr == place for each in connections):
+                return process.pid
+    return 0
+
+
+def holder_of(worker: int) -> Holder:
+    """Return which run has the host of another worker; 0: it is not known."""
+    with suppress(psutil.Error):  # it has ended
+        for child in psutil.Process(worker).children() if worker else ():
+            if "--parent" in child.cmdline():
+                return holder_in(Path(child.environ().get("TMPDIR", "")))
+    return Holder("another run", 0.0, 0.0)
+
+
+def serve_runs(door: socket.socket, address: str, tls: str, ports: str) -> int:
+    """Serve one run after the other, each in a new process and at a new port, which the door at `address` tells: what
+    Monarch keeps of a run ends with it."""
+    scheme, host, _ = split_address(address)
+    os.environ |= {HOST: host, PORTS: ports}
     prepare_environment(tls=tls)
-    command = [sys.executable, "-m", "titan_rl.worker", "--address", address, "--parent", str(os.getpid())]
+    serving, served = "", list[int]()
+    answer(door, lambda: serving if serving and takes_connections(serving, SECONDS) else "", complain)
     print(f"worker at {address}; Ctrl-C ends it", flush=True)
     while True:
-        began = time.monotonic()
+        began, within = time.monotonic(), port_range(ports)
+        try:
+            port = free_port(host, within, served)
+        except OSError as error:
+            complain(f"--ports: expected a free port for a run, found: {error.strerror}")
+            return FAILED
+        served = [*(each for each in served if each in within and each != port), port]
+        serving = address_of(scheme, host, port)
+        command = [sys.executable, "-m", "titan_rl.worker", "--address", serving, "--parent", str(os.getpid())]
         code = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0).wait()
         if time.monotonic() - began < SHORTEST_SECONDS:
-            print(f"titan_rl.worker: expected to serve {address}, found exit code {code}", file=sys.stderr)
+            complain(f"expected to serve runs at {serving}, found exit code {code}")
             return FAILED
 
 

@@ -36,17 +36,35 @@ def shards_of(
     coordinates: Coordinates = own_coordinates,
 ) -> list[Shard]:
     """Return the rectangle of each Hugging Face tensor that a rank holds, by default this one. `hf_names` is keyed by
-    TorchTitan's names; `coordinates` returns the rank's place in a mesh."""
+    TorchTitan's names; `coordinates` returns the rank's place in a mesh. A stack of experts' matrices is a tensor of
+    each of its experts."""
     shards = []
     for name, param in named_parameters:
         if name not in hf_names:
             raise ValueError(f"{name}: expected a Hugging Face name for every parameter of the trainer, found none")
-        if param.dim() not in (1, 2):
-            raise ValueError(f"{name}: expected a vector or a matrix, found shape {tuple(param.shape)}")
+        stacked = "{}" in hf_names[name]
+        if param.dim() not in ((3,) if stacked else (1, 2)):
+            expected = "a stack of matrices" if stacked else "a vector or a matrix"
+            raise ValueError(f"{name}: expected {expected}, found shape {tuple(param.shape)}")
         extents = [_extent(name, param, dim, coordinates) for dim in range(param.dim())]
+        first, count = extents.pop(0) if stacked else (0, 1)
         (row0, rows), (col0, cols) = [*extents, (0, 1)][:2]
-        shards.append(Shard(hf_names[name], row0, rows, col0, cols))
+        shards += [Shard(hf_names[name].format(i), row0, rows, col0, cols) for i in range(first, first + count)]
     return shards
+
+
+def local_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of each Hugging Face tensor, which shares memory with the parameters. `params` is keyed
+    by Hugging Face's names, with {} for the number of an expert in that of a stack."""
+    found = dict[str, Tensor]()
+    for name, param in params.items():
+        part = param.to_local() if isinstance(param, DTensor) else param
+        if "{}" in name:
+            first, _ = _extent(name, param, 0, own_coordinates)
+            found |= {name.format(first + i): matrix for i, matrix in enumerate(part)}
+        else:
+            found[name] = part
+    return found
 
 
 def _extent(name: str, param: Tensor, dim: int, coordinates: Coordinates) -> tuple[int, int]:

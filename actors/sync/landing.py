@@ -13,10 +13,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
-from titan_rl.actors.sync.transport import choose
+from titan_rl.actors.sync.host_memory import HeldRun, HostMemory
+from titan_rl.actors.sync.remote_reads import Remote
+from titan_rl.actors.sync.transport import Shared, is_remote
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import window
 from titan_rl.wire import failpoints
@@ -24,7 +27,7 @@ from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.weight_plan import Copy
-from titan_rl.wire.weight_source import Source
+from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
 WRITE_BYTES = 64 << 20  # at most, of one copy into the parameters: a strided one takes as much of a GPU for a moment
 
@@ -39,22 +42,38 @@ class Landing:
         sources: Sequence[Source],
         sync: WeightSyncSection | None = None,
         reader: str = "reader",
+        siblings: Sequence[HostCopy] = (),
     ) -> None:
-        """`reader` names this rank in errors."""
+        """`reader` names this rank in errors. `siblings` are ranks of other replicas that read the same, with which it
+        shares remote reads if they are on its host."""
         self._sync = sync or WeightSyncSection()
         self._reader = reader
-        self._runs = [_Run(params, source, self._sync) for source in sources]
+        self._runs = [_Run(params, source) for source in sources]
+        far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
+        self._memory = _host_memory(far, siblings) if far else None
+        held = iter(self._memory.runs if self._memory else ())
+        for run in self._runs:
+            run.connect(params, next(held) if run in far else None, self._sync)
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
 
     @property
-    def transports(self) -> list[str]:
-        return [run.transport.name for run in self._runs]
+    def connection(self) -> Connection:
+        return Connection([run.transport.name for run in self._runs], self._memory and self._memory.copy)
+
+    def leave(self) -> None:
+        """Let no fetch in progress wait for the other readers of this host: another landing takes over."""
+        if self._memory is not None:
+            self._memory.leave()
+
+    @property
+    def _received(self) -> int:
+        return sum(run.transport.received for run in self._runs if isinstance(run.transport, Remote))
 
     async def fetch_weights(self, manifests: Sequence[Manifest], timeout: float) -> ReaderCost:
         """Fetch every run. Fails within `timeout` seconds if a source is gone."""
-        began, self._announced = time.perf_counter(), None
+        began, before, self._announced = time.perf_counter(), self._received, None
         await failpoints.reached("read")
         if len(manifests) != len(self._runs):
             raise WeightsRefused(f"expected manifests of {len(self._runs)} runs, found {len(manifests)}")
@@ -70,6 +89,7 @@ class Landing:
             bytes=sum(run.nbytes(wanted) for run, wanted in zip(self._runs, self._wanted, strict=True)),
             changed=sum(map(len, self._wanted)),
             blocks=sum(len(run.blocks) for run in self._runs),
+            remote=self._received - before,
         )
 
     async def write_weights(self, timeout: float) -> ReaderCost:
@@ -77,15 +97,16 @@ class Landing:
         if self._announced is None:
             raise RuntimeError("expected a completed fetch_weights() before write_weights(), found none")
         manifests, self._announced, self._held = self._announced, None, None
-        began = time.perf_counter()
+        began, before = time.perf_counter(), self._received
         self._put(manifests, self._wanted)
         written = time.perf_counter()
         if self._sync.verify == "live" and any(wrong := self._strange(manifests)):
-            await self._fetch(manifests, wrong, timeout)
+            await self._fetch(manifests, wrong, timeout, again=True)
             self._put(manifests, wrong)
             self._refuse(manifests, self._strange(manifests), "in the live parameters")
         self._held = [manifest.checksums for manifest in manifests]
-        return ReaderCost(write=written - began, verify=time.perf_counter() - written)
+        verify = time.perf_counter() - written
+        return ReaderCost(write=written - began, verify=verify, remote=self._received - before)
 
     def forget(self) -> None:
         """Take note that the parameters hold nothing: the next fetch must be a whole one, and a fetch made before is
@@ -96,7 +117,7 @@ class Landing:
         """Return the seconds it took. Hashes on another thread: hashing releases the GIL, so sampling continues."""
         began = time.perf_counter()
         if any(wrong := await asyncio.to_thread(self._damaged, manifests, self._wanted)):
-            await self._fetch(manifests, wrong, timeout)
+            await self._fetch(manifests, wrong, timeout, again=True)
             self._refuse(manifests, await asyncio.to_thread(self._damaged, manifests, wrong), "as transferred")
         return time.perf_counter() - began
 
@@ -111,9 +132,21 @@ class Landing:
         ]
         return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
 
-    async def _fetch(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]], timeout: float) -> None:
-        runs = zip(self._runs, manifests, wanted, strict=True)
-        await asyncio.gather(*(run.fetch(manifest, indices, timeout) for run, manifest, indices in runs if indices))
+    async def _fetch(
+        self, manifests: Sequence[Manifest], wanted: Sequence[list[int]], timeout: float, *, again: bool = False
+    ) -> None:
+        """Fetch blocks that are not mapped and that no other reader of this host has fetched; with `again`, also those
+        that one has."""
+        far = [
+            (run.transport, manifest, indices)
+            for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
+            if isinstance(run.transport, Remote) and indices
+        ]
+        if far and self._memory is not None:
+            async with self._memory.writing(self._reader, timeout) as left:
+                await asyncio.gather(
+                    *(remote.fetch_blocks(manifest, indices, left, again=again) for remote, manifest, indices in far)
+                )
         self._check_stamps(manifests, wanted)
 
     @torch.no_grad()
@@ -165,7 +198,9 @@ class Landing:
 class _Run:
     """One source's run, its transport, and the places in the live parameters that it fills."""
 
-    def __init__(self, params: Mapping[str, Tensor], source: Source, sync: WeightSyncSection) -> None:
+    transport: Shared | Remote  # once connected
+
+    def __init__(self, params: Mapping[str, Tensor], source: Source) -> None:
         _check_fit(params, source)
         self.source = source
         self.gpu = gpu_of(params.values())
@@ -182,13 +217,22 @@ class _Run:
                 f"trainer rank {source.trainer_rank}: expected layout {self._layout:016x}, as planned for this reader, "
                 f"found {source.offer.layout:016x}"
             )
-        self.transport = choose(source.offer, sync.transport, pinned=self.gpu is not None)
-        self._itemsize = dtype.itemsize
-        runs = [self.transport.run(slot).view(dtype) for slot in range(len(source.offer.starts))]
+        self._dtype, self._itemsize = dtype, dtype.itemsize
+
+    def connect(self, params: Mapping[str, Tensor], held: HeldRun | None, sync: WeightSyncSection) -> None:
+        """Prepare to read. `held` is where the memory of this host has the run of a remote source."""
+        offer, copies = self.source.offer, self.source.copies
+        if held is None:
+            self.transport = Shared(offer, pinned=self.gpu is not None)
+        else:
+            assert offer.registered is not None
+            spans = [self._span(i) for i in range(len(self.blocks))]
+            self.transport = Remote(offer.registered, held, spans, delta=sync.delta)
+        runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
         # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
         self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot
         self._places = [_windows(params, block.copies) for block in self.blocks]
-        pieces = blocks(source.copies, WRITE_BYTES // dtype.itemsize)
+        pieces = blocks(copies, WRITE_BYTES // self._itemsize)
         places = [place for piece in pieces for place in _windows(params, piece.copies)]
         self._whole = [
             list(zip(places, (part for piece in pieces for part in parts_of(run, piece)), strict=True)) for run in runs
@@ -206,10 +250,6 @@ class _Run:
             raise WeightsRefused(
                 f"{where}: expected checksums of {len(self.blocks)} blocks, found {len(manifest.checksums)}"
             )
-
-    async def fetch(self, manifest: Manifest, wanted: Sequence[int], timeout: float) -> None:
-        spans = None if len(wanted) == len(self.blocks) else [self._span(i) for i in wanted]
-        await self.transport.fetch_bytes(manifest.slot, spans, timeout)
 
     def put(self, slot: int, wanted: Sequence[int]) -> None:
         """Write blocks into the parameters. A GPU may not have read them yet when this returns."""
@@ -244,6 +284,18 @@ class _Run:
         return start, start + self.nbytes([block])
 
 
+def _host_memory(runs: Sequence[_Run], siblings: Sequence[HostCopy]) -> HostMemory:
+    """Return the memory of this host for what is read from remote sources."""
+    sizes, hashed = list[tuple[int, int]](), xxhash.xxh3_64()
+    for offer in (run.source.offer for run in runs):
+        if offer.registered is None:
+            raise RuntimeError(f"expected registered slices from the trainer process {offer.pid}, found none")
+        sizes.append((offer.nbytes, len(offer.registered.slices[0])))
+        hashed.update(repr((offer.place, offer.pid, offer.fd, offer.starts, offer.nbytes, offer.layout)).encode())
+    pinned = any(run.gpu is not None for run in runs)
+    return HostMemory(sizes, hashed.intdigest(), siblings, pinned=pinned)
+
+
 def _windows(params: Mapping[str, Tensor], copies: Iterable[Copy]) -> list[Tensor]:
     return [window(params[copy.param], copy, copy.dst_row0, copy.dst_col0) for copy in copies]
 
@@ -261,7 +313,7 @@ def _check_fit(params: Mapping[str, Tensor], source: Source) -> None:
         param = params[copy.param]
         rows = copy.dst_row0 + copy.rows
         cols = copy.dst_col0 + copy.cols
-        height, width = param.shape if param.dim() == 2 else (*param.shape, 1)
+        height, width = (param.shape[:-1].numel(), param.shape[-1]) if param.dim() > 1 else (*param.shape, 1)
         if rows > height or cols > width:
             raise ValueError(f"{copy.param}: expected at least {rows} x {cols}, found shape {tuple(param.shape)}")
         if param.dtype != dtype:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from monarch.rdma import RDMABuffer
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
+from titan_rl.actors.sync.held_shards import local_tensors
 from titan_rl.actors.sync.transport import PACKING, Memory, octets
 from titan_rl.kernels.pack_weights import Cast, broken, pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
@@ -25,8 +25,8 @@ from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 class Staging:
     """Host memory with a contiguous run for every reader in each of two slots, rewritten by pack().
 
-    Parameters are keyed by Hugging Face names. Sharded ones are looked up again at every pack, because FSDP may swap
-    their storage.
+    Parameters are keyed by Hugging Face names (held_shards.local_tensors). Sharded ones are looked up again at every
+    pack, because FSDP may swap their storage.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Staging:
         for key, nbytes in {"slice_bytes": slice_bytes, "block_bytes": block_bytes}.items():
             if nbytes < dtype.itemsize:
                 raise ValueError(f"{key}: expected at least one element of {dtype}, found {nbytes} bytes")
-        if absent := sorted({copy.name for run in copies.values() for copy in run} - set(params)):
+        local = local_tensors(params)
+        if absent := sorted({copy.name for run in copies.values() for copy in run} - set(local)):
             raise ValueError(f"expected parameters for every planned copy, found none for {', '.join(absent)}")
         self._params = params
         self._copies = copies
@@ -62,7 +63,7 @@ class Staging:
             }
             for slot in range(SLOTS)
         ]
-        local, every = self._local(), [copy for run in copies.values() for copy in run]
+        every = [copy for run in copies.values() for copy in run]
         self._broken = broken(local, every, dtype) if self._gpu is None else set()
         most = max((local[name].numel() for name in self._broken), default=0)
         self._casts = [torch.empty(most, dtype=dtype) for _ in range(2)]  # a block may begin in one and end in another
@@ -93,7 +94,7 @@ class Staging:
 
     def _pack_blocks(self, slot: int) -> dict[int, list[int]]:
         """Pack block by block. Return the checksums of each run."""
-        local, runs = self._local(), self.runs[slot]
+        local, runs = local_tensors(self._params), self.runs[slot]
         checksums = {reader: [0] * len(found) * self._checksums for reader, found in self._blocks.items()}
         cast = Cast(local, self._broken, self._casts)
         for reader, i, block in self._order:
@@ -105,15 +106,12 @@ class Staging:
     def _pack_runs(self, slot: int) -> dict[int, list[int]]:
         """Pack each run in one launch, which is waited for, and hash it in another, which reads what readers will map.
         Return the checksums of each run."""
-        local = self._local()
+        local = local_tensors(self._params)
         for reader, run in self.runs[slot].items():
             pack(local, self._copies[reader], run)
         if not self._checksums:
             return {reader: [] for reader in self._blocks}
         return {reader: hashed(range(len(self._blocks[reader]))) for reader, hashed in self._hashes[slot].items()}
-
-    def _local(self) -> dict[str, Tensor]:
-        return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self._params.items()}
 
     def offer(self, *, remote: bool) -> dict[int, Offer]:
         """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is

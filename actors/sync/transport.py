@@ -1,7 +1,7 @@
 """How the bytes that a trainer rank packed reach a reader, chosen for each pair of them.
 
     same host                Shared: the reader maps the trainer's memory, and writes from there into its parameters
-    anywhere else            Remote: one-sided RDMABuffer reads into the reader's own memory
+    anywhere else            Remote: one-sided RDMABuffer reads into memory of the reader's host (remote_reads.py)
 
 A trainer rank's memory holds two slots, so that a version can be packed while its predecessor is read:
 
@@ -12,7 +12,6 @@ read belong to a publication if the slot has its stamp afterwards. The memory is
 through /proc, nothing has a name in /dev/shm, and nothing is left behind however a process ends.
 """
 
-import math
 import mmap
 import os
 import sys
@@ -23,9 +22,9 @@ from typing import Any, Literal
 from weakref import finalize
 
 import torch
-from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
+from titan_rl.wire.cores import here
 from titan_rl.wire.manifest import Block
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 
@@ -33,13 +32,6 @@ How = Literal["auto", "shm", "rdma"]
 
 PACKING = 0  # serial numbers count from 1
 PAGE = 4096  # runs are aligned to it; the stamps have a page of their own
-
-
-def here() -> str:
-    """Return a string that is equal for processes that can map each other's memory: it names the boot of the host and
-    the PID namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Memory:
@@ -98,53 +90,8 @@ class Shared:
     def run(self, slot: int) -> Tensor:
         return self._runs[slot]
 
-    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
-        pass
-
     def stamp(self, slot: int) -> int:
         return int(self._stamps[slot])
-
-
-class Remote:
-    """Slices of the run, all in flight together, into memory allocated here, once."""
-
-    def __init__(self, registered: Registered, nbytes: int, pinned: bool) -> None:
-        backend = registered.stamps.backend
-        self.name = f"RDMABuffer ({'TCP fallback' if backend == 'tcp' else backend})"
-        self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._stamps = torch.empty(SLOTS, dtype=torch.int64)
-        self._parts = [
-            list(zip(slices, self._bytes.split([s.size() for s in slices]), strict=True))
-            for slices in registered.slices
-        ]
-        self._whole = [_reads(parts) for parts in self._parts]  # resubmitted: addresses never change
-        self._stamp = _reads([(registered.stamps, self._stamps.view(torch.uint8))])
-
-    def run(self, slot: int) -> Tensor:
-        """Return the run's bytes, as the last fetch_bytes() left them.  # [nbytes]"""
-        return self._bytes
-
-    async def fetch_bytes(self, slot: int, wanted: Sequence[tuple[int, int]] | None, timeout: float) -> None:
-        """Fetch the bytes, or at least the `wanted` spans [start, end)."""
-        reads = self._whole[slot] if wanted is None else _reads(self._touching(slot, wanted))
-        await reads.submit(timeout=math.ceil(timeout))
-        await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
-
-    def stamp(self, slot: int) -> int:
-        """Return the slot's stamp right after fetch_bytes(); Shared returns the current one."""
-        return int(self._stamps[slot])
-
-    def _touching(self, slot: int, wanted: Sequence[tuple[int, int]]) -> list[tuple[RDMABuffer, Tensor]]:
-        """Return the slices that hold any of these bytes. Both are sorted."""
-        found, start, left = [], 0, list(reversed(wanted))
-        for slice, part in self._parts[slot]:
-            end = start + len(part)
-            while left and left[-1][1] <= start:
-                left.pop()
-            if left and left[-1][0] < end:
-                found.append((slice, part))
-            start = end
-        return found
 
 
 def is_remote(place: str, how: How) -> bool:
@@ -152,21 +99,6 @@ def is_remote(place: str, how: How) -> bool:
     if how == "shm" and place != here():
         raise ValueError('weight_sync.transport: expected "auto" or "rdma" for meshes on different hosts, found "shm"')
     return how == "rdma" or place != here()
-
-
-def choose(offer: Offer, how: How, pinned: bool) -> Shared | Remote:
-    if not is_remote(offer.place, how):
-        return Shared(offer, pinned)
-    if offer.registered is None:
-        raise RuntimeError(f"expected registered slices from the trainer process {offer.pid}, found none")
-    return Remote(offer.registered, offer.nbytes, pinned)
-
-
-def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
-    action = RDMAAction()
-    for source, target in parts:
-        action.read_remote(target, source)
-    return action
 
 
 class MappedFile(mmap.mmap):

@@ -108,7 +108,7 @@ def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:
     copies = np.full((len(shared), counts.max(initial=0)), -1)
     copies[np.repeat(np.arange(len(shared)), counts), _ranges(np.zeros_like(counts), counts)] = copied
     if 1 in copies.shape:  # torch.compile takes a size of 1 for a constant: let there be 2, without copies
-        shared = np.append(shared, np.setdiff1d([0, 1], shared)[: 2 - len(shared)])
+        shared = np.append(shared, np.setdiff1d([0, 1], shared)[: max(2 - len(shared), 0)])
         copies = np.pad(copies, [(0, max(2 - n, 0)) for n in copies.shape], constant_values=-1)
     return Gather(*(_to(x, device) for x in (index, back, shared, copies)))
 

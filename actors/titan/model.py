@@ -4,6 +4,7 @@ TitanModel needs torchrun's environment variables, but not Monarch. Every role i
 together with an optimizer (phase.py); the reference, the teacher and the reward model alone.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import document_attention, exact_parts, flash_attention, heads, private, titan_cpu
+from titan_rl.actors.titan import document_attention, exact_parts, experts, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
@@ -88,7 +89,8 @@ def overridden_spec(
         spec.model.update_from_config(config=titan)  # fills sharding configs, which overrides copy
     attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
     own = exact_parts.exact_overrides(shape.head) if exact else [heads.OVERRIDES[shape.head], *attention]
-    apply_overrides(OverrideConfig(imports=[*own, *config.override.imports]), spec.model)
+    routed = experts.OVERRIDES if shape.experts else []
+    apply_overrides(OverrideConfig(imports=[*own, *routed, *config.override.imports]), spec.model)
     return spec
 
 
@@ -185,6 +187,8 @@ class TitanModel:
             return self._forward(rows)
 
     def _forward(self, rows: "DeviceRows") -> Any:
+        if self.shape.experts:  # of trained tokens, and only where they are trained
+            experts.count_routes(self.model, rows.mask if torch.is_grad_enabled() else None)
         masks = document_attention.masks_of(self.model, rows.segments, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
@@ -247,9 +251,11 @@ class TitanModel:
             state = self._to_hf(adapter(self.spec, None))
             if dtype is not None:
                 state = {name: value.to(dtype) for name, value in state.items()}
+            each = (dtype or getattr(torch, self.config.training.dtype)).itemsize
+            sizes = {name: each * math.prod(size) for name, size in self.shape.hf_tensors().items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
-                fqn_to_index_mapping=file_numbers(state, file_bytes),
+                fqn_to_index_mapping=file_numbers(sizes, file_bytes),
                 save_distributed=True,
                 enable_consolidation=True,
             )
@@ -319,14 +325,15 @@ class DeviceRows:
         return cls(**placed, count=len(rows.samples), columns=columns, segments=rows.segments, kept=kept)
 
 
-def file_numbers(state: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
-    """Return the number of the file that each tensor is written to, from 1 on."""
+def file_numbers(sizes: dict[str, int], file_bytes: int) -> dict[str, int]:
+    """Return the number of the file that each tensor is written to, from 1 on. `sizes`: bytes of all tensors, because
+    a rank may hold none of some experts."""
     numbers, number, filled = dict[str, int](), 1, 0
-    for name, value in state.items():
-        if filled and filled + value.nbytes > file_bytes:
+    for name, nbytes in sizes.items():
+        if filled and filled + nbytes > file_bytes:
             number, filled = number + 1, 0
         numbers[name] = number
-        filled += value.nbytes
+        filled += nbytes
     return numbers
 
 

@@ -23,6 +23,7 @@ from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.distributed import utils as dist_utils
 
 from titan_rl.actors.endpoint import busy_seconds
+from titan_rl.actors.titan.experts import take_routed
 from titan_rl.actors.titan.instruments import Instruments
 from titan_rl.actors.titan.model import DeviceRows, TitanModel
 from titan_rl.actors.titan.reduction import Reduction, finish
@@ -180,6 +181,7 @@ class Phase:
                 mesh = self._model.dims.get_optional_mesh("loss")
                 reduction = Reduction.of(self._statistics, batch, mesh, scale)
                 self._statistics = []
+                routed = take_routed(self._model.model, self._model.dims)
                 grad_norm = float(
                     dist_utils.clip_grad_norm_(
                         list(self._model.model.parameters()),
@@ -194,7 +196,7 @@ class Phase:
                 if math.isfinite(grad_norm):  # it is the mesh's, so all ranks agree; else the weights would be spoilt
                     self._optimizers.step()
                 self._optimizers.zero_grad()
-        return replace(reduction, grad_norm=grad_norm)
+        return replace(reduction, grad_norm=grad_norm, routed=routed)
 
     def save(self, step: int, controller: str, *, on_disk: bool = False) -> None:
         """Write a checkpoint. It is atomic: one without DCP's .metadata, which is written last, does not count. An

@@ -13,6 +13,8 @@ forget_shardings
 FlexAttention._compiled_flex_attn, _compiled_create_block_mask
     TorchTitan compiles them when it is imported. While a rank imports it, actors/imports.py puts that off to their
     first call.
+MoEStateDictAdapter._caculate_indices_from_placements
+    TorchTitan's does not know replicated experts; spec.py's Adapter extends it.
 FileWriter
     DCP's writer of files. The public FileSystemWriter is also a stager, which async_save would then use for its copies.
 torchtitan.trainer
@@ -21,6 +23,7 @@ torchtitan.trainer
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -76,4 +79,7 @@ def group_sizes(model: torch.nn.Module) -> dict[str, int]:
         for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []:
             names[id(group)] = f"{names.get(id(group), '')} {name}".strip()
             sizes[id(group)] = sum(parameter._orig_size.numel() for parameter in group.fsdp_params)
-    return {names[group]: size for group, size in sizes.items()}
+    summed = Counter[str]()
+    for group, size in sizes.items():  # experts that are dealt to ranks are a group of their own in their block
+        summed[names[group]] += size
+    return dict(summed)

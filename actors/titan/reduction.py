@@ -25,6 +25,7 @@ class Reduction:
     loss: float
     tokens: int
     grad_norm: float = 0.0
+    routed: torch.Tensor | None = None  # tokens of each expert of each layer, [N, E]
 
     @classmethod
     def of(
@@ -74,6 +75,9 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
     metrics |= {name: _finite(min(u.minima[name] for u in updates)) for name in first.minima}
     gap = {name: value for name, value in {**first.means, **first.maxima}.items() if name.startswith("logprob_gap/")}
     metrics |= {name: _finite(value) for name, value in gap.items()}
+    routed = [u.routed for u in updates if u.routed is not None]
+    if routed:
+        metrics |= router_metrics(torch.stack(routed).sum(0))
     difference = None
     if "exact" in first.records:
         difference, found = exact_metrics(first)
@@ -93,6 +97,16 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
             for name in first.histograms
         },
     )
+
+
+def router_metrics(routed_NE: torch.Tensor) -> dict[str, float]:
+    """Return how unevenly tokens are routed to the experts of each layer."""
+    imbalance_N = routed_NE.amax(1) / routed_NE.mean(1).clamp(min=1e-9)  # 0 if no token was trained
+    return {
+        "router/imbalance": float(imbalance_N.mean()),
+        "router/imbalance_max": float(imbalance_N.max()),
+        "router/idle": float((routed_NE == 0).float().mean()),
+    }
 
 
 def exact_metrics(first: Reduction) -> tuple[Difference | None, dict[str, float]]:

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 from torchtitan.models import qwen3
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention
@@ -22,20 +24,31 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_rl.actors.titan import private
+from titan_rl.actors.titan.experts import moe_config
 from titan_rl.actors.titan.rope import ScaledRoPE
 from titan_rl.wire.model_shape import ModelShape
 
+NO_DIMENSION = -1
 Init = dict[str, Callable[..., Any]]
 
 
 class Adapter(Qwen3StateDictAdapter):
-    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v."""
+    """TorchTitan's translation to and from Hugging Face tensors, with the biases of q, k and v, and with experts that
+    are replicated."""
 
     def __init__(self, model_config: Qwen3Model.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, hf_assets_path)
         layer = "layers.{}"
         for x in "qkv":
             self.from_hf_map[f"model.{layer}.self_attn.{x}_proj.bias"] = f"{layer}.attention.qkv_linear.w{x}.bias"
+
+    def _caculate_indices_from_placements(
+        self, dim: int, dim_size: int, dtensor_placements: tuple[Placement, ...], device_mesh: DeviceMesh
+    ) -> tuple[int, int]:
+        """Return the first of a rank's experts and the one behind its last. TorchTitan's asks each placement which
+        dimension it cuts, and a replicated one cuts none."""
+        cuts = tuple(Shard(NO_DIMENSION) if p.is_replicate() else p for p in dtensor_placements)
+        return super()._caculate_indices_from_placements(dim, dim_size, cuts, device_mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +125,18 @@ def _layer(shape: ModelShape, init: Initializers, layer: int, seq_len: int) -> Q
     )
     qkv: Any = attention.qkv_linear
     qkv.wq.bias = qkv.wkv.bias = parts.qkv_bias
+    feed_forward = make_ffn_config(
+        dim=shape.dim,
+        hidden_dim=shape.hidden_dim,
+        w1_param_init=init.linear,
+        w2w3_param_init=init.by_depth(layer),
+    )
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(shape, shape.dim),
         ffn_norm=_norm(shape, shape.dim),
         attention=attention,
-        feed_forward=make_ffn_config(
-            dim=shape.dim,
-            hidden_dim=shape.hidden_dim,
-            w1_param_init=init.linear,
-            w2w3_param_init=init.by_depth(layer),
-        ),
+        feed_forward=None if shape.experts else feed_forward,
+        moe=moe_config(shape, init.linear, init.by_depth(layer)) if shape.experts else None,
     )
 
 
@@ -141,7 +156,7 @@ def plain(name: str) -> str:
 
 
 def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
-    """TorchTitan's parameter names -> Hugging Face's."""
+    """TorchTitan's parameter names -> Hugging Face's. In that of a stack of all experts, {} is the expert's number."""
     back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:
@@ -149,6 +164,6 @@ def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
         generic = re.sub(r"\d+", "{}", plain(name), count=1)
         if generic not in back:
             raise ValueError(f"override.imports: expected overrides that keep the parameters' names, found {name}")
-        return back[generic].format(layer[0]) if layer else back[name]
+        return back[generic].replace("{}", layer[0], 1) if layer else back[name]
 
     return {name: hf(name) for name in names}

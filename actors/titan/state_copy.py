@@ -4,8 +4,8 @@
     wait      before anything changes a tensor
     restore   into the state that a new process has built, to the last bit
 
-The memory is an anonymous file of the controller, found through /proc. Tensors are copied as this rank shards them, so
-only a mesh of the same layout can restore them.
+The memory is an anonymous file of another process on this machine, found through /proc. Tensors are copied as this rank
+shards them, so only a mesh of the same layout can restore them.
 """
 
 import json
@@ -161,7 +161,7 @@ def _open(part: SnapshotPart) -> int:
         return os.open(part.path, os.O_RDWR)
     except OSError as error:
         raise RuntimeError(
-            f"expected the controller's memory for snapshots at {part.path}, found {error.strerror}; "
+            f"expected memory for snapshots at {part.path}, found {error.strerror}; "
             "fault.snapshot_interval = 0 turns snapshots off"
         ) from None
 

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from titan_rl.actors.imports import import_vllm_model, without_gc
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.fewer_imports import fewer_imports
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.vllm_args import engine_args, problem_of
+from titan_rl.actors.vllm.open_request import OpenRequest
+from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of
 from titan_rl.config.choices import HeadDtype
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
@@ -34,7 +36,7 @@ from titan_rl.wire.types import Completion, Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl.actors.vllm.step_scheduler import Prefill, Sampled
+    from titan_rl.actors.vllm.step_scheduler import Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +90,11 @@ class EngineReport(NamedTuple):
     lengths: Mapping[str, Mapping[int, int]] = {}  # tokens so far of unfinished samples, by request and index
 
 
-@dataclass(slots=True)
-class _Open:
-    """An unfinished request: its samples' lists grow with every step."""
-
-    request: Request
-    samples: list[Completion]
-    unfinished: dict[int, str]  # their ids in vLLM
-    fresh: set[int]  # samples without a token from this engine
-    prefills: "dict[int, Prefill]"  # of the other unfinished samples
-
-
 class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if not ENV.items() <= os.environ.items():
             raise RuntimeError("expected launch_env.ENV in this process's launch environment, found it missing")
-        with without_gc():
+        with without_gc(), fewer_imports():
             _quiet_logging()
             from vllm.exceptions import VLLMClientError
             from vllm.platforms import current_platform
@@ -123,8 +114,8 @@ class Engine:
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
-        args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps}
-        self._core = EngineCore(args)
+        args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps, **KEPT_LAYOUT}
+        self._core = EngineCore(args, records_kept=settings.records_kept)
         self._llm = self._core.llm
         config = self._llm.vllm_config
         if on_cpu:
@@ -133,8 +124,8 @@ class Engine:
         self._max_model_len: int = config.model_config.max_model_len
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
         self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
-        self._open: dict[str, _Open] = {}
-        self._in_vllm: dict[str, tuple[_Open, int]] = {}  # unfinished samples: request and index
+        self._open: dict[str, OpenRequest] = {}
+        self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # unfinished samples: request and index
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
@@ -181,12 +172,10 @@ class Engine:
         self._stats.seconds += time.perf_counter() - began
 
     def _add(self, request: Request) -> None:
-        samples = _begun(request)
-        unfinished = [i for i, sample in enumerate(samples) if sample.finish == "abort"]
-        self._open[request.id] = open = _Open(request, samples, {}, set(unfinished), {})
-        self._enqueue(open, unfinished)
+        self._open[request.id] = open = OpenRequest.of(request)
+        self._enqueue(open, sorted(open.fresh))
 
-    def _enqueue(self, open: _Open, samples: Iterable[int]) -> None:
+    def _enqueue(self, open: OpenRequest, samples: Iterable[int]) -> None:
         """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
         open.unfinished |= {i: str(next(self._ids)) for i in samples}
         self._in_vllm |= {open.unfinished[i]: (open, i) for i in samples}
@@ -204,19 +193,20 @@ class Engine:
         that were refused."""
         version = self._serving()
         began = time.perf_counter()
-        outputs = self._core.step() if self._open else []
+        tokens, read, samples = self._core.step() if self._open and not self.asleep else (0, 0, ())
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
-        self._stats.max_batch = max(self._stats.max_batch, len(outputs))
-        self._stats.tokens += len(outputs)
-        for output in outputs:
-            self._extend(output, version)
+        self._stats.max_batch = max(self._stats.max_batch, tokens)
+        self._stats.tokens += tokens
+        self._read += read
+        self._extend(samples, version)
         done, self._ended = self._ended, []
         return done
 
     def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
         """Remove unfinished samples and return them; finished ones are left alone. A request is done when its remaining
         samples are."""
+        self._settle()
         taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
         withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
         self._drop([self._open[id].unfinished.pop(i) for id, i in taken])
@@ -225,8 +215,8 @@ class Engine:
         return withdrawn
 
     def report(self, *, lengths: bool = True) -> EngineReport:
-        open = self._open.items() if lengths else ()
-        unfinished = {id: {i: len(r.samples[i].tokens) for i in r.unfinished} for id, r in open}
+        open, more = (self._open.items(), self._core.lengths()) if lengths else ((), {})
+        unfinished = {id: request.lengths(more) for id, request in open}
         return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, unfinished)
 
     @property
@@ -243,7 +233,7 @@ class Engine:
         self.asleep = True
         if self.offloads and self._buffers is None:
             self._buffers = _sums(self._model.named_buffers())
-        self._llm.sleep(level=2 if self.offloads else 0, mode="keep")
+        self._core.sleep(2 if self.offloads else 0)
 
     def wake(self) -> None:
         """Bring back the parameters' memory, to be written. Buffers must be as before, because no sync writes them."""
@@ -258,6 +248,7 @@ class Engine:
 
     def suspend(self) -> None:
         """Refuse to sample until set_version, because the parameters are about to change."""
+        self._settle()
         self.version = None
 
     def set_version(self, version: int, *, keep: bool = False) -> None:
@@ -265,6 +256,7 @@ class Engine:
 
         By default those of unfinished samples are dropped too, and recomputed by the next step. With `keep` samples
         continue on theirs, at no cost; only those without a token start again."""
+        self._settle()
         if keep:
             self._salt += 1
             fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]
@@ -272,8 +264,8 @@ class Engine:
             for open, samples in fresh:
                 self._enqueue(open, samples)
         else:
-            self._stats.recomputed += sum(_cached(open, self._block) for open in self._open.values())
-            self._llm.reset_prefix_cache(reset_running_requests=True)
+            self._stats.recomputed += sum(open.cached(self._block) for open in self._open.values())
+            self._core.reset_prefix_cache()
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
@@ -292,47 +284,33 @@ class Engine:
         if not self._open[id].unfinished:
             self._ended.append(Done(id, self._open.pop(id).samples))
 
-    def _extend(self, output: "Sampled", version: int) -> None:
-        """Append the token of one step to its sample."""
-        open, index = self._in_vllm[output.id]
-        if output.prefill is not None:
-            open.fresh.discard(index)
-            open.prefills[index] = output.prefill
-            self._read += output.prefill.tokens - output.prefill.cached
-        else:
-            self._read += 1
-        sample = open.samples[index]
-        sample.tokens.append(output.token)
-        sample.logprobs.append(output.logprob)
-        sample.versions.append(version)
-        if output.kept is not None:
-            sample.kept.append(output.kept)
-        sample.context.extend(output.context)
-        if output.finish is not None:
-            open.samples[index] = replace(sample, finish=output.finish)
-            del self._in_vllm[open.unfinished.pop(index)]
-            prefill = open.prefills.pop(index)
-            self._stats.prompt_tokens += prefill.tokens
-            self._stats.cached_tokens += prefill.cached
-            self._end(open.request.id)
+    def _settle(self) -> None:
+        """Append to the samples what the engine core has kept of theirs. Their version is about to change, or they are
+        about to leave."""
+        if self.version is not None:
+            self._extend(self._core.grown(), self.version)
 
-
-def _cached(open: _Open, block: int) -> int:
-    """Return how many tokens' keys and values an unfinished request has; its samples share the context's full blocks.
-    Those of a sample's last token are computed by the next step."""
-    begun, context = open.unfinished.keys() - open.fresh, len(open.request.tokens)
-    own = sum(context % block + len(open.samples[i].tokens) - 1 for i in begun)
-    return own + context // block * block if begun else 0
-
-
-def _begun(request: Request) -> list[Completion]:
-    """Return a request's samples so far, in lists that may grow."""
-    if not request.begun:
-        return [Completion([], [], [], "abort") for _ in request.seeds]
-    return [
-        Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context])
-        for s in request.begun
-    ]
+    def _extend(self, sampled: "Sequence[Sampled]", version: int) -> None:
+        """Append tokens of one version to their samples."""
+        for id, new, logprobs, finish, prefill, kept, context in sampled:
+            open, index = self._in_vllm[id]
+            sample = open.samples[index]
+            sample.tokens.extend(new)
+            sample.logprobs.extend(logprobs)
+            sample.versions.extend([version] * len(new))
+            if prefill is not None:
+                open.fresh.discard(index)
+                open.prefills[index] = prefill
+            sample.kept.extend(kept)
+            sample.context.extend(context)
+            if finish is not None:
+                tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
+                open.samples[index] = Completion(tokens, logprobs, versions, finish, "", sample.kept, sample.context)
+                del self._in_vllm[open.unfinished.pop(index)]
+                prefill = open.prefills.pop(index)
+                self._stats.prompt_tokens += prefill.tokens
+                self._stats.cached_tokens += prefill.cached
+                self._end(open.request.id)
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

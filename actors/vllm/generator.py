@@ -17,7 +17,7 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -27,12 +27,13 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineReport, EngineSettings, SampleId, Withdrawn
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.cores import here
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import EngineStats, ReaderCost
 from titan_rl.wire.spans import Recorded, Stretch, span
 from titan_rl.wire.types import Request
-from titan_rl.wire.weight_source import Source
+from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
 T = TypeVar("T")
 
@@ -115,23 +116,25 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def place(self) -> str:
-        from titan_rl.actors.sync.transport import here
-
         return here()
 
     @concurrent_endpoint
-    async def connect(self, sources: list[Source], sync: WeightSyncSection) -> list[str]:
-        """Connect this rank to the sources of its weights, and allocate any memory to read them into. Return the
-        transport of each source."""
+    async def connect(
+        self, sources: list[Source], sync: WeightSyncSection, siblings: Sequence[HostCopy] = ()
+    ) -> Connection:
+        """Connect this rank to the sources of its weights. What it reads from other hosts it shares with a sibling on
+        its own host, if there is one, or it allocates the memory for them."""
         from titan_rl.actors.endpoint import quiet_rdma
         from titan_rl.actors.sync.landing import Landing
 
-        with suppress(AttributeError):  # there is none before the first trainers
-            del self._landing  # unmaps and unpins the memory of trainers that are gone, before as much again is pinned
+        if getattr(self, "_landing", None) is not None:
+            self._landing.leave()
+            self._landing = None  # unmaps and unpins what lost trainers packed, before as much again is pinned
         with quiet_rdma():
-            self._landing = Landing(self._engine.params(), sources, sync, f"generator rank {self._rank}")
+            name = f"generator rank {self._rank}"
+            self._landing = Landing(self._engine.params(), sources, sync, name, siblings)
         self._in_flight = sync.in_flight
-        return self._landing.transports
+        return self._landing.connection
 
     @concurrent_endpoint
     async def fetch_weights(self, manifests: list[Manifest], timeout: float) -> ReaderCost:
@@ -282,8 +285,8 @@ class Generator(Actor):
         now = self._engine.stats()
         engine, self._reported = now.since(self._reported), now
         write, verify = max(each.write for each in costs), max(each.verify for each in costs)
-        pause = time.perf_counter() - began
-        self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, engine=engine))
+        pause, remote = time.perf_counter() - began, sum(each.remote for each in costs)
+        self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, remote=remote, engine=engine))
 
     def _gather(self, outcome: T) -> list[T]:
         """Return every rank's outcome, on every rank."""

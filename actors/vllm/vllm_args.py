@@ -11,6 +11,10 @@ VLLM_NAMES = {"model_dir": "model", "tensor_parallel_degree": "tensor_parallel_s
 """Keys of EngineSettings that vLLM calls something else. All other keys are passed on under their own name."""
 NOT_VLLMS = {"replicas", "kv_cache_memory_mb", "sleeps", "head_dtype", "exact", "records_kept"}
 
+KEPT_LAYOUT = {"moe_backend": "triton"}
+"""Arguments of an engine on a GPU that leave live parameters in the order of the weight plan. Other kernels of vLLM for
+experts reorder w13 after loading, in the same shape."""
+
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
@@ -32,12 +36,19 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     }
 
 
+def stream_seed(seed: int, begun: int) -> int:
+    """Return the seed of what a sample that has `begun` tokens draws from now on.
+
+    A resumed sample draws from a new random stream. With the first stream from its start, each new token would depend
+    on the noise that chose an earlier one.
+    """
+    return derive(seed, "go on", begun) % 2**31 if begun else seed
+
+
 def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
     """Return vLLM's parameters for the rest of a sample that has `begun` tokens.
 
     Only the request's own stop tokens stop it: `ignore_eos` switches off those that vLLM finds in the model's folder.
-    A resumed sample draws from a new random stream. With the first stream from its start, each new token would depend
-    on the noise that chose an earlier one.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -48,7 +59,7 @@ def sampling_params(sampling: Sampling, seed: int, *, begun: int) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        seed=derive(seed, "go on", begun) % 2**31 if begun else seed,
+        seed=stream_seed(seed, begun),
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         logprobs=0,  # the sampled token's only

@@ -1,14 +1,12 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from titan_rl.wire import failpoints
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Tensor
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
@@ -32,8 +30,9 @@ def patch() -> None:
 
     cpu_matmul.use_fastest()
     keep_linear_weights()
+    keep_expert_weights()
     reduce_over_gloo()
-    draw_seeds_in_blocks()
+    run_by_steps()
 
 
 def compute_exactly(model_dir: str, dtype: str) -> None:
@@ -82,6 +81,42 @@ def keep_linear_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
+def keep_expert_weights() -> None:
+    """Make experts read their parameters at every call, which vLLM otherwise packs into tensors of the same shape and
+    dtype: an in-place write would succeed and spoil them. Each expert computes the tokens that chose it.
+    """
+    import torch
+    from torch.nn.functional import linear, silu
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def apply(
+        self: Any,
+        output: "Tensor",
+        hidden_states: "Tensor",
+        w1: "Tensor",
+        w2: "Tensor",
+        topk_weights: "Tensor",
+        topk_ids: "Tensor",
+        activation: Any,
+        **_: Any,
+    ) -> None:
+        if activation != MoEActivation.SILU or self.w1_bias is not None:
+            raise ValueError(f"expected experts with silu and without biases, found {activation}, {self.w1_bias}")
+        summed = torch.zeros_like(output, dtype=torch.float32)
+        for expert in topk_ids.unique().tolist():
+            token, nth = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+            out = linear(silu(gate) * up, w2[expert])
+            summed.index_add_(0, token, out.float() * topk_weights[token, nth, None].float())
+        output.copy_(summed)
+
+    kept: Any = CPUUnquantizedExperts
+    kept.apply = apply
+    kept.process_weights_after_loading = lambda self, layer: None
+    kept._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
+
+
 def reduce_over_gloo() -> None:
     """Make tensor-parallel ranks reduce over gloo instead of vLLM's shared memory.
 
@@ -93,32 +128,10 @@ def reduce_over_gloo() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
-def draw_seeds_in_blocks(block: int = 16) -> None:
-    """Make the sampler draw many numbers of a sample's generator at once.
+def run_by_steps() -> None:
+    """Make vLLM's worker run its model by a StepRunner."""
+    from vllm.v1.worker import cpu_worker
 
-    vLLM's kernel derives the noise of a token from a number that the sample's generator draws: one call of torch for
-    each token of each sample. A generator draws the same numbers in blocks, and is used for nothing else.
-    """
-    import torch
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
+    from titan_rl.actors.vllm.step_runner import StepRunner
 
-    vllms = ops.TopKTopPSampler.forward_cpu
-    drawn: WeakKeyDictionary[Generator, Iterator[int]] = WeakKeyDictionary()
-
-    def draw(generator: "Generator") -> int:
-        if (number := next(drawn.get(generator, iter(())), None)) is None:
-            drawn[generator] = iter(torch.randint(0, 2**31, (block,), generator=generator).tolist())
-            number = next(drawn[generator])
-        return number
-
-    def forward_cpu(self: Any, logits: "Tensor", generators: "dict[int, Generator]", k: Any, p: Any) -> Any:
-        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
-            return vllms(self, logits, generators, k, p)
-        logits = ops.apply_top_k_top_p(logits, k, p).float()
-        seeds = [0] * len(logits)  # of a greedy sample: vLLM takes its token from the logits
-        for row, generator in generators.items():
-            seeds[row] = draw(generator)
-        logprobs = logits.log_softmax(dim=-1)
-        return torch.ops._C.fused_gumbel_argmax(logits, torch.tensor(seeds)), logprobs
-
-    ops.TopKTopPSampler.forward_cpu = forward_cpu
+    cpu_worker.CPUModelRunner = StepRunner  # pyright: ignore[reportPrivateImportUsage]

@@ -1,6 +1,5 @@
 """Our engine on the requests of bench_engine.py: scripts/bench/engine_ours.py SHAPE FOLDER SEQUENCES"""
 
-import hashlib
 import sys
 
 from bench.engine_requests import Forward, Group, answer, engine_shape
@@ -23,13 +22,12 @@ def main() -> None:
     engine.set_version(0)
     forward = Forward(engine._llm.model_executor.driver_worker.get_model())
 
-    def generate(groups: list[Group]) -> str:
+    def generate(groups: list[Group]) -> object:
         engine.add([Request(str(i), g.prompt, g.seeds, Sampling(g.length)) for i, g in enumerate(groups)])
         done: dict[str, list[Completion]] = {}
         while engine.busy:
             done |= {one.id: one.completions for one in engine.step()}
-        sampled = [(c.tokens, c.logprobs, c.finish) for i in range(len(groups)) for c in done[str(i)]]
-        return hashlib.sha256(repr(sampled).encode()).hexdigest()
+        return [(c.tokens, c.logprobs, c.finish) for i in range(len(groups)) for c in done[str(i)]]
 
     answer(shape, forward, generate)
 

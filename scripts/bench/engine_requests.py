@@ -1,5 +1,6 @@
 """The requests that bench_engine.py gives to every engine, and what its programs print about each generation."""
 
+import hashlib
 import json
 import random
 import sys
@@ -46,11 +47,12 @@ def groups_of(shape: Shape, nth: int) -> list[Group]:
 
 
 class Forward:
-    """Counts a model's calls, and the seconds in them and in its projection onto the vocabulary."""
+    """Counts a model's calls, and the seconds in them and in its projection onto the vocabulary: of the wall clock, and
+    of CPU in all threads."""
 
     def __init__(self, model: Any) -> None:
-        self.seconds, self.calls = 0.0, 0
-        self._began = 0.0
+        self.seconds, self.cpu, self.calls = 0.0, 0.0, 0
+        self._began, self._cpu_began = 0.0, 0.0
         model.register_forward_pre_hook(lambda *_: self._start())
         model.register_forward_hook(lambda *_: self._stop())
         if project := getattr(model, "compute_logits", None):  # vLLM calls it after the forward
@@ -58,28 +60,37 @@ class Forward:
             def timed(*args: Any) -> Any:
                 self._start()
                 logits = project(*args)
-                self.seconds += time.perf_counter() - self._began
+                self._count()
                 return logits
 
             model.compute_logits = timed
 
     def _start(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def _count(self) -> None:
+        self.cpu += time.process_time() - self._cpu_began
+        self.seconds += time.perf_counter() - self._began
 
     def _stop(self) -> None:
-        self.seconds += time.perf_counter() - self._began
+        self._count()
         self.calls += 1
 
 
-def answer(shape: Shape, forward: Forward, generate: Callable[[list[Group]], str]) -> None:
-    """Run generation N whenever a line says N, and print what it cost. `generate` returns a digest of what it sampled,
-    or nothing where engines are not expected to agree."""
+def answer(shape: Shape, forward: Forward, generate: Callable[[list[Group]], object]) -> None:
+    """Run generation N whenever a line says N, and print what it cost. `generate` returns what it sampled, or nothing
+    where engines are not expected to agree."""
     print("ready", flush=True)
     for line in sys.stdin:
         groups = groups_of(shape, int(line))
-        seconds, calls = forward.seconds, forward.calls
+        seconds, inner_cpu, calls = forward.seconds, forward.cpu, forward.calls
         began, cpu = time.perf_counter(), time.process_time()
-        digest = generate(groups)
+        sampled = generate(groups)
         wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-        inside = {"forward": forward.seconds - seconds, "calls": forward.calls - calls}
+        digest = hashlib.sha256(repr(sampled).encode()).hexdigest()
+        inside = {
+            "forward": forward.seconds - seconds,
+            "forward_cpu": forward.cpu - inner_cpu,
+            "calls": forward.calls - calls,
+        }
         print(json.dumps({"wall": wall, "cpu": cpu, **inside, "digest": digest}), flush=True)

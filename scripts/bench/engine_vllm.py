@@ -29,7 +29,7 @@ def main() -> None:
     engine = llm.llm_engine
     forward = Forward(engine.model_executor.driver_worker.get_model())  # pyright: ignore[reportAttributeAccessIssue]
 
-    def generate(groups: list[Group]) -> str:
+    def generate(groups: list[Group]) -> None:
         prompts = [{"prompt_token_ids": group.prompt} for group in groups for _ in group.seeds]
         sampling = [
             SamplingParams(
@@ -44,7 +44,6 @@ def main() -> None:
             for _ in group.seeds
         ]
         llm.generate(prompts, sampling, use_tqdm=False)  # pyright: ignore[reportArgumentType]
-        return ""
 
     answer(shape, forward, generate)
 

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders of every dense family, made by transformers itself. All parameters are random, norms
+"""Tiny random Hugging Face folders of every family, made by transformers itself. All parameters are random, norms
 and biases too, so that a forgotten one shows."""
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, keys)
     "Llama 2": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -35,6 +36,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of config, ke
     "Qwen3, yarn": ("Qwen3Config", {**WIDE, "rope_parameters": YARN}),
     "Mistral, window 16": ("MistralConfig", {"head_dim": 32, "sliding_window": 16}),
     "Mistral, no window": ("MistralConfig", {**WIDE, "sliding_window": None}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**WIDE, **EXPERTS}),
+    "Qwen3-MoE, tied, weights not normed": (
+        "Qwen3MoeConfig",
+        {**WIDE, **EXPERTS, "tie_word_embeddings": True, "norm_topk_prob": False, "num_experts_per_tok": 3},
+    ),
 }
 
 

@@ -28,5 +28,9 @@ class Ranks:
         calls = [getattr(actor, verb).call_one(*first, *arguments).as_asyncio() for actor, first in pairs]
         return list(await asyncio.wait_for(asyncio.gather(*calls), TIMEOUT))
 
+    async def one(self, rank: int, verb: str, *arguments: Any) -> Any:
+        """Call an endpoint of one rank."""
+        return await asyncio.wait_for(getattr(self._actors[rank], verb).call_one(*arguments).as_asyncio(), TIMEOUT)
+
     async def end(self) -> None:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 60)

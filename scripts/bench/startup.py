@@ -86,12 +86,7 @@ class Timed:
         self._process.wait()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of the run's processes so far, those that have ended included."""
-        total = 0.0
-        for process in self._family():
-            with suppress(psutil.Error):
-                total += sum(process.cpu_times()[:4])
-        return total
+        return cpu_seconds(self._process.pid)
 
     def memory(self) -> float:
         """Return the memory of all processes in MB; what several share is counted once."""
@@ -102,8 +97,7 @@ class Timed:
         return total / 1e6
 
     def _family(self) -> list[psutil.Process]:
-        controller = psutil.Process(self._process.pid)
-        return [controller, *controller.children(recursive=True)]
+        return family(self._process.pid)
 
     def _back(self) -> int:
         return sum(line["outcome"] == "back" for line in self._lines("faults.jsonl"))
@@ -112,6 +106,21 @@ class Timed:
         path = self.folder / name
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and all that descend from it."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process and its descendants so far, of those that it has waited for, too."""
+    total = 0.0
+    for process in family(pid):
+        with suppress(psutil.Error):
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 def rank_name(process: psutil.Process) -> str:

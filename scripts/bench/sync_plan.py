@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.rows import Row, in_turn
+from bench.sharded import shards
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.kernels.pack_weights import pack
 from titan_rl.wire.model_shape import ModelShape
@@ -41,27 +42,6 @@ def shape_of_size(megabytes: int) -> ModelShape:
     """SMALL with as many layers as make about `megabytes` in bfloat16."""
     layer = replace(SMALL, n_layers=2).parameters - SMALL.parameters
     return replace(SMALL, n_layers=max(1, round((megabytes * 5e5 - SMALL.vocab_size * 2048) / layer)))
-
-
-def shards(shape: ModelShape, rank: int, *, fsdp: int, tp: int = 1) -> list[Shard]:
-    """The shards that FSDP2 over tensor parallelism leaves on a rank. HSDP replicas hold the same shards."""
-    held = []
-    for p in pieces(shape, tp=1, rank=0):
-        row, col = (0, p.rows), (0, p.cols)
-        if any(name in p.name for name in ("o_proj", "down_proj")):
-            col = chunk(*col, tp, rank % tp)
-        elif p.cols > 1:
-            row = chunk(*row, tp, rank % tp)
-        row = chunk(*row, fsdp, rank // tp % fsdp)
-        held.append(Shard(p.name, *row, *col))
-    return held
-
-
-def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and size of one of torch.chunk's parts."""
-    each = -(-size // parts)
-    skip = min(index * each, size)
-    return start + skip, min(each, size - skip)
 
 
 def planning() -> Iterator[Row]:

@@ -17,7 +17,8 @@ from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from bench.ranks import TIMEOUT
-from bench.sync_plan import random_params, shards
+from bench.sharded import shards
+from bench.sync_plan import random_params
 from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
@@ -27,7 +28,7 @@ from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
-from titan_rl.wire.weight_source import Offer, Source
+from titan_rl.wire.weight_source import HostCopy, Offer, Source
 
 PLAIN = 64 << 20  # elements: a plain copy of more repeats over these, to save memory
 
@@ -178,7 +179,7 @@ class Reader(Rank):
     async def hold(self, copies: Mapping[int, Sequence[Copy]], shape: ModelShape, tp: int) -> int:
         """Return the bytes of the parameters."""
         self.shape, self.copies = shape, copies
-        self.pieces = pieces(shape, tp=tp, rank=self.rank)
+        self.pieces = pieces(shape, tp=tp, rank=self.rank % tp)
         sizes = param_shapes(shape, tp)
         self.params = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
         self.landings: dict[str, Landing] = {}
@@ -218,6 +219,25 @@ class Reader(Rank):
         pulled, began = time.perf_counter() - began - read.verify, time.thread_time()
         await self.landings[way].write_weights(TIMEOUT)
         return {"read, s": pulled, "write, CPU s": time.thread_time() - began, "verify what was read, s": read.verify}
+
+    @endpoint
+    async def share(self, offered: dict[int, Offer], siblings: list[HostCopy], way: str) -> HostCopy | None:
+        """Connect by remote reads, together with the siblings."""
+        sync = replace(WeightSyncSection(), transport="rdma")
+        block = sync.block_kb << 10
+        sources = [Source(t, offer, tuple(self.copies[t]), "bfloat16", block) for t, offer in offered.items()]
+        with quiet_rdma():
+            self.landings[way] = Landing(self.params, sources, sync, f"reader {self.rank}", siblings)
+        return self.landings[way].connection.copy
+
+    @endpoint
+    async def fetch(self, manifests: dict[int, Manifest], way: str) -> int:
+        """Return the bytes that crossed the link."""
+        return (await self.landings[way].fetch_weights(list(manifests.values()), TIMEOUT)).remote
+
+    @endpoint
+    async def write(self, way: str) -> None:
+        await self.landings[way].write_weights(TIMEOUT)
 
     @endpoint
     async def prepare_bare(self, offered: dict[int, Offer]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from bench.ranks import Ranks
 from bench.rows import Row, in_turn
-from bench.sync_plan import shape_of_size, shards
+from bench.sharded import shards
+from bench.sync_plan import shape_of_size
 from bench.sync_ranks import Reader, TrainerRank
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.vllm_params import pieces

@@ -63,13 +63,15 @@ class Budgets:
         report = yield
         now = cpu_seconds()
         report.cpu_seconds, self._before = max(0.0, now - self._before), now
-        if item.get_closest_marker("slow"):
-            self.slow.add(item.nodeid.partition("::")[0])
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.files[report.nodeid.partition("::")[0]].add(report)
+        """Count a report, which may come from another process: tests/unit runs in parallel."""
+        file = report.nodeid.partition("::")[0]
+        self.files[file].add(report)
         self.tests[report.nodeid].add(report)
+        if "slow" in report.keywords:
+            self.slow.add(file)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         write = terminalreporter.write_line

@@ -15,6 +15,7 @@ from titan_rl.meshes.replica import Replica
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request
+from titan_rl.wire.weight_source import Connection, HostCopy
 
 SETTINGS = EngineSettings(model_dir="none")
 
@@ -48,7 +49,7 @@ class FakeEngine:
     def __getattr__(self, verb: str) -> Any:
         class Endpoint:
             @staticmethod
-            def call_one(*arguments: Any) -> _Call:
+            def call(*arguments: Any) -> _Call:
                 return _Call(lambda: getattr(self, f"do_{verb}")(*arguments))
 
         if verb.startswith("do_"):
@@ -62,9 +63,12 @@ class FakeEngine:
 
     async def do_close(self) -> None: ...
 
-    async def do_connect(self, sources: Any, sync: Any) -> list[str]:
+    async def do_place(self) -> str:
+        return "here"
+
+    async def do_connect(self, sources: Any, sync: Any, siblings: Sequence[HostCopy]) -> Connection:
         self.connected.append(sources)
-        return ["shared memory"]
+        return Connection(["shared memory"], None)
 
     async def do_submit(self, requests: list[Request]) -> None:
         await self.steps.wait()

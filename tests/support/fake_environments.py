@@ -18,12 +18,27 @@ from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankDied
 
+CLOSE_SECONDS = 10.0
+_loops: list[EpisodeLoop] = []  # of ranks that were started since the last drive
+
+
+def drive(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the body, and then end the loops of its ranks: a rank would be killed."""
+    try:
+        asyncio.run(asyncio.wait_for(body(), 60))
+    finally:
+        for loop in _loops:
+            loop.close()
+        for loop in _loops:
+            loop.close(CLOSE_SECONDS)
+        _loops.clear()
+
 
 class Call:
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
 
-    def call_one(self, *arguments: Any) -> "Call":
+    def call(self, *arguments: Any) -> "Call":
         self._work = self._function(*arguments)
         return self
 
@@ -58,6 +73,7 @@ class FakeRank:
                 main.call_soon_threadsafe(self._wake.set)
 
         self._loop = EpisodeLoop(self._settings.loop, renderer, notify)
+        _loops.append(self._loop)
 
     async def _begin(self, begins: Any) -> None:
         self._loop.begin(begins)
@@ -91,7 +107,7 @@ class FakeProcs:
     def stop(self) -> Call:
         async def stopped() -> None: ...
 
-        return Call(stopped).call_one()
+        return Call(stopped).call()
 
 
 async def fake_environments(

@@ -46,7 +46,7 @@ class FakePod:
         script = spec["containers"][0]["command"][2].replace("/titan_rl/", f"{self.cluster.pods_folder}/")
         own = {"JOB_COMPLETION_INDEX": str(self.index), "HOSTNAME": self.name}
         self.process = subprocess.Popen(
-            ["bash", "-c", script],
+            [*self.cluster.with_names(self.job, spec), "bash", "-c", script],
             env={**os.environ, **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -57,8 +57,10 @@ class FakePod:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((now(), line))
-        self.code = self.process.wait()
-        return self.code
+        code = self.process.wait()
+        self.end(signal.SIGKILL)  # what its first process has started ends with the container
+        self.code = code
+        return code
 
     def _mount(self, volume: Mapping[str, Any]) -> None:
         if "configMap" in volume:
@@ -106,6 +108,7 @@ class FakeKubernetes:
         self.asked: list[str] = []
         self.free = threading.Event()
         self.free.set()
+        self.named = False  # pods have addresses of their own, by names that resolve for pods only
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         config = {
@@ -152,6 +155,17 @@ class FakeKubernetes:
             condition = {"type": how, "status": "True", "message": message}
             self.objects["jobs", job]["status"]["conditions"].append(condition)
         self.end(job)
+
+    def with_names(self, job: str, spec: Mapping[str, Any]) -> list[str]:
+        """Return a command that executes what follows it where the names of the job's pods resolve."""
+        if not self.named:
+            return []
+        completions = self.objects["jobs", job]["spec"]["completions"]
+        names = [f"127.{os.getpid() % 200 + 20}.0.{i + 2} {job}-{i}.{spec['subdomain']}" for i in range(completions)]
+        hosts = self.pods_folder / "hosts"
+        hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+        own = [] if os.getuid() == 0 else ["-Ur"]
+        return ["unshare", *own, "-m", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
 
     def disrupt(self, index: int) -> None:
         """Evict the pod of an index: another pod needs its place."""

@@ -14,10 +14,16 @@ def sampled(run: Run) -> list[tuple[int, int, list[int], list[float]]]:
     return [(r["step"], r["prompt_id"], r["tokens"], r["logprobs"]) for r in run.lines("rollouts.jsonl")]
 
 
+def same(run: Run, other: Run) -> bool:
+    """Return True if two runs have computed the same: losses and sampled tokens, to the last bit."""
+    kinds = ("cold_start", "rl")
+    return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)
+
+
 def shared_memory() -> set[Path]:
-    """Return the names in shared memory that no live process uses: another run's are not a leak of this one. Python's
-    own semaphores are left out, which its resource tracker removes."""
-    named = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+    """Return the names in shared memory that no live process uses: another run's are not a leak of this one. Left out
+    are folders, which other programs make there, and Python's own semaphores, which its resource tracker removes."""
+    named = {path for path in Path("/dev/shm").iterdir() if path.is_file() and not path.name.startswith("sem.")}
     for process in Path("/proc").glob("[0-9]*") if named else ():
         with suppress(OSError):  # it ended
             used = (process / "maps").read_text() + "".join(

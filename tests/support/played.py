@@ -19,6 +19,8 @@ from titan_rl.wire.sessions import Outcome
 from titan_rl.wire.types import Prompt
 
 BOS, EOS = VOCABULARY["<s>"], VOCABULARY["</s>"]
+CLOSE_SECONDS = 10.0
+"""For an environment's loop to end. Code that blocks it for longer is left behind."""
 PATIENCE = 30.0
 LIMITS = Limits(max_turns=8, max_tokens=0, turn_seconds=20.0, rollout_seconds=60.0)
 
@@ -98,4 +100,4 @@ def playing(
     try:
         yield Played(loop, wake, tokenizer)
     finally:
-        loop.close()
+        loop.close(CLOSE_SECONDS)

@@ -7,13 +7,15 @@ from typing import Any
 
 from support.rank_programs import MESHES
 from support.trainer_cases import samples
+from titan_rl.config.choices import Family
 from titan_rl.config.sections import Config, JobSection, ModelSection
 
 READERS = 2  # tensor-parallel ranks of the generators
 
 
 def config_of(layout: str, *, tied: bool) -> Config:
-    base = Config(parallelism=MESHES[layout], model=ModelSection(name="qwen3", enable_weight_tying=tied))
+    family: Family = "qwen3_moe" if "ep" in layout else "qwen3"
+    base = Config(parallelism=MESHES[layout], model=ModelSection(name=family, enable_weight_tying=tied))
     return replace(
         base,
         training=replace(base.training, seq_len=64, local_batch_size=1, gradient_sync="microbatch"),

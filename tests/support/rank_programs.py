@@ -12,6 +12,7 @@ import numpy as np
 
 from support.flash_on_cpu import flash_on_cpu
 from support.trainer_cases import LAYOUTS, config
+from titan_rl.config.choices import Family
 from titan_rl.config.sections import ActivationCheckpointSection, Config, Dtype, ParallelismSection
 from titan_rl.wire.types import Batch, Sample
 
@@ -33,17 +34,25 @@ class Case:
     parts: int = 1  # in which each update is accumulated
     reshard: Literal["default", "always"] = "default"
     share: bool | None = None  # the prompts of groups; None: each document has its own
+    family: Family = "llama3"
 
 
 MESHES = {
     "one": ParallelismSection(),
     **LAYOUTS,
     "hsdp_2x2": ParallelismSection(data_parallel_replicate_degree=2, data_parallel_shard_degree=2),
+    "hsdp_2x2_ep2": ParallelismSection(
+        data_parallel_replicate_degree=2, data_parallel_shard_degree=2, expert_parallel_degree=2
+    ),
+    "fsdp2_ep2": replace(LAYOUTS["fsdp2"], expert_parallel_degree=2),
+    "tp2_ep2": replace(LAYOUTS["tp2"], expert_parallel_degree=2),
+    "fsdp2_tp2_ep2": replace(LAYOUTS["fsdp2_tp2"], expert_parallel_degree=2),
+    "fsdp2_tp2_ep4": replace(LAYOUTS["fsdp2_tp2"], expert_parallel_degree=4),
 }
 
 
 def config_of(case: Case, folder: Path) -> Config:
-    base = config(folder, MESHES[case.layout])
+    base = config(folder, MESHES[case.layout], name=case.family)
     return replace(
         base,
         training=replace(
@@ -82,7 +91,8 @@ def groups(step: int) -> list[Sample]:
 
 
 def train_and_export(folder: Path, cases: Sequence[Case], exports: Sequence[Case]) -> tuple[list[Any], list[Any]]:
-    """Return loss and gradient norm of each step of each case; and the digest of each tensor of each export."""
+    """Return loss, gradient norm and router metrics of each step of each case; and the digest of each tensor of each
+    export."""
     losses = [trained(folder / f"trained-{number}", case) for number, case in enumerate(cases)]
     return losses, [exported(folder / f"exported-{number}", case) for number, case in enumerate(exports)]
 
@@ -117,7 +127,8 @@ def trained(folder: Path, case: Case) -> list[list[float]]:
             assert case.share is not None or len(batch.microbatches) == MICROBATCHES
             assert share == any(rows.segments[:, 3].any() for rows in batch.microbatches)
             stats = model.step([batch]) if case.parts == 1 else streamed(model, batch, case.parts)
-            found.append([stats.loss, stats.grad_norm])
+            routed = [value for name, value in stats.metrics.items() if name.startswith("router/")]
+            found.append([stats.loss, stats.grad_norm, *routed])
         model.close()
     torch._dynamo.reset()  # the next case is a program of its own: its compilations do not count with these
     titan_model.titan_config = real

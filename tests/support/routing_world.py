@@ -218,7 +218,7 @@ class World:
     def _heard(self, replica: int) -> None:
         self.routing.report(replica, self.engines[replica].report, self.now)
         self._send()
-        while self.steals and (move := self.routing.steal(self.now)):
+        for move in self.routing.steal(self.now) if self.steals else ():
             assert {move.thief, move.victim} <= self.takes
             self._wake(move.victim, lambda move=move: self._withdraw(move))
 

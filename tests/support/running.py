@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,10 @@ class Run:
 class Runs:
     """Starts runs. The fixture kills those that still run after the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: Sequence[str] = ()) -> None:
+        """`within`: a command that runs what follows it somewhere else."""
         self.started: list[Run] = []
+        self._within = within
 
     def start(self, folder: Path, config: str = "grpo_llama", small: bool = True, **overrides: object) -> Run:
         """Start a run. Overrides have a double underscore for the dot: training__steps=3."""
@@ -107,8 +110,9 @@ class Runs:
             for key, value in keys.items()
             for part in (f"--{key}", (str(value).lower() if isinstance(value, bool) else str(value)))
         ]
+        command = [sys.executable, "-m", "titan_rl.run"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "titan_rl.run", "--config", config, "--job.dump_folder", str(folder), *flags],
+            [*self._within, *command, "--config", config, "--job.dump_folder", str(folder), *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -32,4 +32,17 @@ QWEN_600M = replace(
     norm_eps=1e-6,
     tied=True,
 )
+QWEN_30B_A3B = replace(
+    QWEN_600M,
+    family="qwen3_moe",
+    dim=2048,
+    n_layers=48,
+    n_heads=32,
+    n_kv_heads=4,
+    hidden_dim=768,
+    experts=128,
+    experts_per_token=8,
+    norm_routes=True,
+    tied=False,
+)
 QWEN_32B = replace(QWEN_600M, dim=5120, n_layers=64, n_heads=64, hidden_dim=25600, norm_eps=1e-6, tied=False)

@@ -1,5 +1,7 @@
 """Model shapes, the shards of TorchTitan's layouts, and the execution of weight plans in numpy."""
 
+import re
+
 import numpy as np
 
 from titan_rl.wire.model_shape import ModelShape
@@ -34,13 +36,15 @@ def hf_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
             "self_attn.k_proj": (kv, dim),
             "self_attn.v_proj": (kv, dim),
             "self_attn.o_proj": (dim, q),
-            "mlp.gate_proj": (shape.hidden_dim, dim),
-            "mlp.up_proj": (shape.hidden_dim, dim),
-            "mlp.down_proj": (dim, shape.hidden_dim),
             "input_layernorm": (dim, 1),
             "post_attention_layernorm": (dim, 1),
         }
-        if shape.family == "qwen3":
+        if shape.experts:
+            layer["mlp.gate"] = (shape.experts, dim)
+        for mlp in [f"mlp.experts.{expert}" for expert in range(shape.experts)] or ["mlp"]:
+            layer |= {f"{mlp}.{half}_proj": (shape.hidden_dim, dim) for half in ("gate", "up")}
+            layer[f"{mlp}.down_proj"] = (dim, shape.hidden_dim)
+        if shape.family.startswith("qwen3"):
             layer |= {"self_attn.q_norm": (shape.head_dim, 1), "self_attn.k_norm": (shape.head_dim, 1)}
         sizes |= {f"model.layers.{i}.{name}.weight": size for name, size in layer.items()}
         if shape.family == "qwen2":
@@ -67,8 +71,11 @@ def chunk(start: int, size: int, parts: int, index: int) -> tuple[int, int]:
     return start + skip, min(each, size - skip)
 
 
-def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1) -> list[list[Shard]]:
-    """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards."""
+def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1, ep: int = 1) -> list[list[Shard]]:
+    """Return TorchTitan's shards by rank: tensor parallelism first, then FSDP2 on the rows of its shards.
+
+    FSDP2 cuts a stack of experts by experts, if they are as many as its ranks, and else their rows. Expert parallelism
+    deals the experts to consecutive ranks first, and leaves their matrices to FSDP2 over the others."""
     ranks = []
     for _ in range(replicate):
         for f in range(fsdp):
@@ -76,6 +83,10 @@ def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1)
                 shards = []
                 for name, (rows, cols) in hf_sizes(shape).items():
                     row, col = (0, rows), (0, cols)
+                    if found := re.search(r"experts\.(\d+)", name):
+                        if shard := expert_shard(shape, name, int(found[1]), (f, t), (fsdp, tp, ep)):
+                            shards.append(shard)
+                        continue
                     if any(part in name for part in BY_ROWS):
                         row = chunk(*row, tp, t)
                     if any(part in name for part in BY_COLS):
@@ -84,6 +95,29 @@ def layout(shape: ModelShape, *, replicate: int = 1, fsdp: int = 1, tp: int = 1)
                     shards.append(Shard(name, *row, *col))
                 ranks.append(shards)
     return ranks
+
+
+def expert_shard(
+    shape: ModelShape, name: str, expert: int, place: tuple[int, int], mesh: tuple[int, int, int]
+) -> Shard | None:
+    """Return what the rank at `place` (of FSDP2, of tensor parallelism) holds of an expert's matrix."""
+    (f, t), (fsdp, tp, ep) = place, mesh
+    rows, cols = hf_sizes(shape)[name]
+    row, col, own = (0, rows), (0, cols), (0, shape.experts)
+    parts, part = fsdp, f
+    if ep > 1:
+        rank = f * tp + t
+        own = chunk(*own, ep, rank % ep)
+        parts, part = fsdp * tp // ep, rank // ep
+    elif "down" in name:
+        col = chunk(*col, tp, t)
+    else:
+        row = chunk(*row, tp, t)
+    if parts * ep > shape.experts:
+        row = chunk(*row, parts, part)
+    else:
+        own = chunk(*own, parts, part)
+    return Shard(name, *row, *col) if own[0] <= expert < sum(own) else None
 
 
 def execute(plan: WeightPlan, held: list[dict[str, np.ndarray]], live: list[dict[str, np.ndarray]]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import document_attention, exact_parts, heads
+from titan_rl.actors.titan import document_attention, exact_parts, experts, heads
 from titan_rl.actors.titan.model import TitanModel
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, Dtype
@@ -18,7 +18,9 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     spec = build_spec(shape, seq_len=config.training.seq_len)
     attention = document_attention.overrides(device, compute)
     exact = exact_parts.exact_overrides(shape.head) if config.debug.exact else []
-    apply_overrides(OverrideConfig(imports=[*(exact or [heads.OVERRIDES[shape.head], *attention])]), spec.model)
+    routed = experts.OVERRIDES if shape.experts else []
+    own = exact or [heads.OVERRIDES[shape.head], *attention]
+    apply_overrides(OverrideConfig(imports=[*own, *routed]), spec.model)
     made = TitanModel.__new__(TitanModel)
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()
@@ -27,6 +29,6 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     with torch.no_grad():
         made.model.init_weights(buffer_device=made.device)
         for parameter in made.model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() > 1:
                 parameter.normal_(0, 0.1)
     return made

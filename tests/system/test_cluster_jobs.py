@@ -10,7 +10,7 @@ import pytest
 
 from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import FakeSlurm, wait_until
-from support.outputs import losses, sampled
+from support.outputs import same
 from support.running import SMALL, WHOLE, Run
 from titan_rl.record.history import audit
 
@@ -45,10 +45,9 @@ def launch(on: str, folder: Path, *flags: str) -> Run:
     )
 
 
-def same(run: Run, other: Run) -> bool:
+def sound(run: Run, other: Run) -> bool:
     assert audit(run.folder)[0] == []
-    kinds = ("cold_start", "rl")
-    return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)
+    return same(run, other)
 
 
 def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_queue_bit_for_bit(
@@ -63,19 +62,23 @@ def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_qu
     assert slurm.job(job)["restarts"] == 1
     assert out.index("stopped; the same command resumes from RL step") < out.index("back to the queue, to continue")
     assert "resume" in out[out.index("back to the queue") :]
-    assert same(run, whole)
+    assert sound(run, whole)
     wait_until(lambda: not run.processes())
 
 
-def test_an_evicted_pod_saves_and_the_next_one_continues_bit_for_bit(
+def test_an_evicted_pod_of_two_saves_and_the_next_one_continues_bit_for_bit_with_the_same_worker(
     kubernetes: FakeKubernetes, whole: Run, tmp_path: Path
 ) -> None:
+    """Each pod has an address and a worker of its own; that of the second serves both runs."""
+    kubernetes.named = True
     mounts = f"--launch.mounts={tmp_path}:{tmp_path}"
-    run = launch("kubernetes", tmp_path / "run", mounts, "--launch.image=rl:1", f"--launch.python={sys.executable}")
+    own = [f"--launch.python={sys.executable}", "--launch.image=rl:1", "--hosts.count=2"]
+    run = launch("kubernetes", tmp_path / "run", mounts, *own)
     run.wait_for_step(2)
     kubernetes.disrupt(0)
     out = run.finish()
     assert run.code == 0, out
     assert "stopped; the same command resumes from RL step" in out
-    assert len(kubernetes.pods) == 2
-    assert same(run, whole)
+    assert sorted(pod.index for pod in kubernetes.pods) == [0, 0, 1], out
+    assert sound(run, whole)
+    wait_until(lambda: not run.processes())

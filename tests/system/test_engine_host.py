@@ -1,4 +1,5 @@
-"""What the engine does around vLLM's model, next to vLLM's own scheduler, sampler and output objects: the same bits.
+"""What the engine does around vLLM's model, next to vLLM's own scheduler, runner, sampler and output objects: the same
+bits.
 
 As in test_engine.py, one test runs this file's check_* functions in a separate pytest process.
 """
@@ -30,7 +31,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder: Path = tmp_path_factory.mktemp("model")
     tiny_llama(max_position_embeddings=128).save_pretrained(folder)
     room: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 24, "kv_cache_memory_mb": 1}
-    return Engine(EngineSettings(model_dir=str(folder), load_format="auto", **room))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_rl.actors.vllm.plain_batch.DRAWN", 16)  # so that samples draw noise more than once
+        return Engine(EngineSettings(model_dir=str(folder), load_format="auto", **room))
 
 
 @pytest.fixture
@@ -53,16 +56,18 @@ def requests() -> list[Request]:
 
 
 def by_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, asked: list[Request]) -> dict[str, list[Any]]:
-    """Run requests on the same model with vLLM's own engine around it: its scheduler, sampler and RequestOutputs."""
+    """Run requests on the same model by vLLM's own engine: scheduler, runner, sampler and RequestOutputs."""
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     runner = engine._llm.model_executor.driver_worker.worker.model_runner
-    sampler, ours = runner.sampler.topk_topp_sampler, ops.TopKTopPSampler.forward_cpu
-    (vllms,) = [c.cell_contents for c in ours.__closure__ or () if "TopKTopPSampler" in repr(c.cell_contents)]
+    sampler = runner.sampler.topk_topp_sampler
+    assert runner.plain
     with monkeypatch.context() as patch:
         patch.setattr(engine._llm.engine_core.engine_core.scheduler, "__class__", Scheduler)
-        patch.setattr(sampler, "forward", vllms.__get__(sampler))
+        patch.setattr(runner, "__class__", CPUModelRunner)
+        patch.setattr(sampler, "forward", sampler.forward_cpu)
+        patch.delattr(runner.sampler, "gather_logprobs")
         for request in asked:
             prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": str(engine._salt)}
             for i, seed in enumerate(request.seeds):
@@ -87,13 +92,22 @@ def check_every_bit_is_that_of_vllms_own_engine(engine: Engine, monkeypatch: pyt
     expected = by_vllm(engine, monkeypatch, requests())
     engine.set_version(0)
     scheduler, before = engine._core._scheduler, engine.stats()
-    preempted, planned = Counter[str](), Counter[bool]()
-    preempt, plan = scheduler._preempt_request, scheduler._next_tokens
+    preempted, planned = Counter[str](), Counter[str]()
+    preempt, plan = scheduler._preempt_request, scheduler._plan
+
+    def counted() -> Any:
+        if (output := plan()) is not None:
+            new, old = bool(output.scheduled_new_reqs), bool(output.scheduled_cached_reqs.req_ids)
+            planned.update(["both" if new and old else "new" if new else "old"])
+        return output
+
     monkeypatch.setattr(scheduler, "_preempt_request", lambda r, *a, **k: (preempted.update("x"), preempt(r, *a, **k)))
-    monkeypatch.setattr(scheduler, "_next_tokens", lambda r: (output := plan(r), planned.update([bool(output)]))[0])
+    monkeypatch.setattr(scheduler, "_plan", counted)
     found = run(engine, *requests())
     assert preempted["x"] > 0, "the KV cache shall be too small for all samples that begin"
-    assert planned[True] > 20
+    assert planned["old"] > 20, "steps without new samples shall be planned without vLLM"
+    assert planned["both"] > 3, "samples shall enter among others without vLLM"
+    assert planned["new"] > 0, "samples shall enter an empty batch without vLLM"
     for id, samples in expected.items():
         assert [(c.tokens, c.logprobs, c.finish) for c in found[id]] == [sample[:3] for sample in samples]
     assert {c.finish for c in found["stops"]} == {"stop", "length"}
@@ -101,6 +115,88 @@ def check_every_bit_is_that_of_vllms_own_engine(engine: Engine, monkeypatch: pyt
     cached = sum(sample[3] for samples in expected.values() for sample in samples)
     assert after.cached_tokens - before.cached_tokens == cached > 0
     assert after.prompt_tokens - before.prompt_tokens == sum(len(r.tokens) * len(r.seeds) for r in requests())
+
+
+@pytest.fixture
+def ways(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many steps were those of the plain batch, and how often vLLM took over from it."""
+    plain, counts = engine._core._plain, Counter[str]()
+    assert plain is not None
+    step, leave = plain.step, plain.leave
+    monkeypatch.setattr(plain, "step", lambda: (counts.update(["plain"]), step())[1])
+    monkeypatch.setattr(plain, "leave", lambda: (counts.update(["left"]), leave())[1])
+    return counts
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def check_every_bit_of_plain_samples_is_that_of_vllms_own_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ways: Counter[str], fits: bool
+) -> None:
+    asked = [request for request in requests() if request.id != "truncated"]
+    if fits:
+        asked[0] = replace(asked[0], seeds=list(range(6)))
+    expected = by_vllm(engine, monkeypatch, asked)
+    engine.set_version(0)
+    before = engine.stats()
+    found = run(engine, *asked)
+    assert (ways["plain"] > 20, ways["left"]) == (True, 0 if fits else 1)
+    for id, samples in expected.items():
+        assert [(c.tokens, c.logprobs, c.finish) for c in found[id]] == [sample[:3] for sample in samples]
+    cached = sum(sample[3] for samples in expected.values() for sample in samples)
+    assert engine.stats().cached_tokens - before.cached_tokens == cached > 0
+
+
+def story(engine: Engine, event: str) -> list[Any]:
+    """Return all that can be seen of samples that arrive, move, and end while others are sampled, and of an event."""
+    before, read, seen, done = engine.stats(), engine.report().read, list[Any](), dict[str, Any]()
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            done.update((each.id, each.completions) for each in engine.step())
+            seen.append({id: dict(lengths) for id, lengths in engine.report().lengths.items()})
+
+    engine.add([Request("a", CONTEXT, list(range(5)), Sampling(70)), Request("b", [5] * 7, [8, 9], Sampling(30))])
+    steps(6)
+    engine.add([Request("c", CONTEXT[:33], [1, 2, 3], Sampling(60, stop_token_ids=STOPS)), *requests()[2:3]])
+    steps(20)
+    moved = engine.withdraw([SampleId("a", i) for i in (0, 2, 4)] + [SampleId("c", 1)])
+    seen.append(moved)
+    engine.set_version(1, keep=True)
+    begun = [one.begun for one in moved if one.sample.request == "a"]
+    engine.add([Request("d", CONTEXT, [0, 2, 4], Sampling(70), begun), Request("e", CONTEXT, [7], Sampling(80))])
+    steps(10)
+    if event in ("dropped keys and values", "both"):
+        engine.set_version(2)
+    if event in ("a truncated request", "both"):
+        engine.add([replace(requests()[3], sampling=Sampling(12, 0.7, top_p=0.8))])
+    if event == "a sleep":
+        engine.sleep()
+        engine.suspend()
+        engine.wake()
+        engine.set_version(2, keep=True)
+    steps(10)
+    engine.add([Request("f", [9], [3], Sampling(3)), Request("g", CONTEXT, [6], Sampling(20))])
+    while engine.busy:
+        steps(1)
+    after = engine.stats()
+    counts = [getattr(after, name) - getattr(before, name) for name in ("tokens", "prompt_tokens", "cached_tokens")]
+    return [seen, done, counts, after.recomputed - before.recomputed, engine.report().read - read]
+
+
+@pytest.mark.parametrize("event", ["nothing", "a truncated request", "dropped keys and values", "both", "a sleep"])
+def check_whatever_happens_between_plain_samples_it_is_as_in_vllms_way(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ways: Counter[str], event: str
+) -> None:
+    found = story(engine, event)
+    assert (ways["plain"] > 30, ways["left"]) == (True, event not in ("nothing", "dropped keys and values"))
+    engine.set_version(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._core, "_plain", None)
+        assert found == story(engine, event)
+    engine.set_version(0)
+    ways.clear()
+    run(engine, Request("again", CONTEXT, [0], Sampling(20)))
+    assert ways["plain"] == 20, "once vLLM has no samples left, it gets no plain ones"
 
 
 def check_a_request_is_validated_once_and_its_prompt_hashed_once(
@@ -121,7 +217,9 @@ def check_a_request_is_validated_once_and_its_prompt_hashed_once(
 
     monkeypatch.setattr(engine._core._inputs, "process_inputs", validated)
     monkeypatch.setattr(kv_cache_utils, "hash_block_tokens", hashed)
-    asked = Request("a", [*CONTEXT, *CONTEXT], list(range(16)), Sampling(4))
+    run(engine, Request("plain", [*CONTEXT, *CONTEXT], list(range(16)), Sampling(4)))
+    assert not calls, "a plain request makes no objects of vLLM"
+    asked = Request("a", [*CONTEXT, *CONTEXT], list(range(16)), Sampling(4, top_p=0.9))
     engine.add([asked])
     assert calls == {"validated": 1, "hashed": 2}
     engine.step()
@@ -139,8 +237,8 @@ def check_a_generator_is_asked_once_for_many_tokens(engine: Engine, monkeypatch:
 
     sizes, randint = list[int](), torch.randint
     monkeypatch.setattr(torch, "randint", lambda *a, **k: (sizes.append(a[2][0]), randint(*a, **k))[1])
-    run(engine, Request("a", CONTEXT, [1, 2, 3], Sampling(33)))
-    assert sizes == [16] * 9
+    run(engine, Request("a", CONTEXT, [1, 2, 3], Sampling(33, top_p=0.9)))
+    assert sizes == [16] * 3 * (1 + 2), "a generator of its own draws the first block again, and two more"
 
 
 def check_engines_that_vllm_would_not_plan_like_this_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

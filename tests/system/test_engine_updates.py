@@ -52,16 +52,19 @@ def engine(loaded: Engine, model: Any) -> Iterator[Engine]:
 
 @pytest.fixture
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each step computes, as vLLM's scheduler decides."""
-    scheduler, steps = engine._llm.engine_core.engine_core.scheduler, list[int]()
-    schedule = scheduler.schedule
+    """How many tokens each step computes: a plain batch's, and as vLLM's scheduler decides."""
+    scheduler, plain, steps = engine._core._scheduler, engine._core._plain, list[int]()
+    assert plain is not None
+    schedule, forward = scheduler.schedule, plain._forward
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         output = schedule(*arguments, **named)
-        steps.append(output.total_num_scheduled_tokens)
+        if output.total_num_scheduled_tokens:
+            steps.append(output.total_num_scheduled_tokens)
         return output
 
     monkeypatch.setattr(scheduler, "schedule", recorded)
+    monkeypatch.setattr(plain, "_forward", lambda reads: (steps.append(int(reads.sum())), forward(reads))[1])
     return steps
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 
 from support.generator_meshes import OneTrainer, Running, greedy, requests, started
@@ -162,6 +163,24 @@ def test_a_killed_replica_is_replaced_and_nothing_that_it_had_is_lost(tended: Te
     assert incident.outcome == "back"
     assert last in tended.mesh.replicas
     assert {rank: deaths.alive()[rank] for rank in others} == stay, "the others never stopped"
+
+
+def test_a_rank_whose_death_is_known_late_is_still_the_reason(tended: Tended, model: Any) -> None:
+    """Its peer's collective breaks first, if it has a peer."""
+
+    async def work() -> list[list[Completion]]:
+        def kill() -> None:
+            pid = deaths.alive()[tended.mesh.replicas[max(tended.mesh.replicas)].ranks[-1]]
+            shim = psutil.Process(pid).ppid()
+            os.kill(shim, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            asyncio.get_running_loop().call_later(0.2, os.kill, shim, signal.SIGCONT)
+
+        return await sampled(tended, 8, 300, kill)
+
+    all_are_whole(model, 8, 300, tended(work()))
+    assert "died: its process was killed by signal 9" in tended.incidents.all[-1].reason
+    tended(tended.healed())
 
 
 def test_who_comes_back_holds_the_weights_that_the_others_hold(tended: Tended) -> None:

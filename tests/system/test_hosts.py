@@ -1,6 +1,8 @@
 """The same run on one host and on several: workers on this machine that stand for hosts."""
 
+import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -14,10 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from support.outputs import losses, sampled
+from support.outputs import losses, same, sampled
 from support.running import Run, Runs
+from titan_rl.train.regrowth import STEADY
 from titan_rl.wire.certificates import make_certificates
-from titan_rl.wire.dial import takes_connections
+from titan_rl.wire.dial import split_address, takes_connections
 
 KEYS: dict[str, Any] = {
     "cold_start__steps": 3,
@@ -49,6 +52,10 @@ class Cluster:
         serving = [child for worker in self.workers for child in psutil.Process(worker.pid).children()]
         return [each for child in serving for each in child.children(recursive=True)]
 
+    def joined(self, number: int) -> bool:
+        """Return True if a run has an agent on this host."""
+        return any(serving.children() for serving in psutil.Process(self.workers[number].pid).children())
+
     def listening(self, run: Run) -> set[str]:
         """Return the addresses, as the kernel writes them, at which a process of the run or the workers listens."""
         pids = [run.process.pid, *(worker.pid for worker in self.workers), *(each.pid for each in self.ranks())]
@@ -69,11 +76,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Runs().finish(tmp_path_factory.mktemp("local") / "run", **KEYS)
 
 
-def same(run: Run, other: Run) -> bool:
-    kinds = ("cold_start", "rl")
-    return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)
-
-
 def worker_of(pid: int) -> str:
     """Return the host of a rank: its shim's parent is the worker."""
     for parent in psutil.Process(pid).parents():
@@ -89,17 +91,45 @@ def test_three_processes_as_hosts_change_no_bit(runs: Runs, local: Run, tmp_path
     assert {path.name for path in (run.folder / "hosts").iterdir()} == {"host0.log", "host1.log", "host2.log"}
 
 
-@pytest.mark.parametrize(("lost", "rank"), [(0, "trainer[dp=0 tp=0]"), (2, "generator1[tp=0]")])
-def test_a_lost_host_costs_no_bit(runs: Runs, local: Run, tmp_path: Path, lost: int, rank: str) -> None:
-    """Its ranks are started again on the others, and the run continues from a snapshot in memory."""
-    run = runs.start(tmp_path / "run", **{**KEYS, "hosts__kind": "processes", **THREE, "fault__snapshot_interval": 1})
+def back(run: Run) -> set[str]:
+    """Return what the run has lost and got back."""
+    path = run.folder / "faults.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["who"] for line in lines if line["outcome"] == "back"}
+
+
+@pytest.mark.parametrize(
+    ("placed", "lost", "ranks"),
+    [(THREE, 0, ["trainer[dp=0 tp=0]"]), (THREE, 2, ["generator1[tp=0]"])],
+)
+def test_a_lost_host_costs_no_bit(
+    runs: Runs,
+    local: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    placed: dict[str, Any],
+    lost: int,
+    ranks: list[str],
+) -> None:
+    """Its ranks are started again on the others, and the run continues from a snapshot in
+    memory."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    keys = {**KEYS, "hosts__kind": "processes", **placed, "fault__snapshot_interval": 1}
+    run = runs.start(tmp_path / "run", **keys, task__reward="held_reward:exact")
     run.wait_for_step(1)
+    held.touch()
     workers = [each for each in psutil.Process(run.process.pid).children() if "titan_rl.worker" in each.cmdline()]
     (worker,) = (each for each in workers if f"/h{lost}/" in " ".join(each.cmdline()))
     worker.kill()
+    while not {rank.partition("[")[0] for rank in ranks} <= back(run):
+        assert run.process.poll() is None, run.finish()
+        time.sleep(0.1)
+    held.unlink()
     out = run.finish()
     assert run.code == 0, out
-    assert f"{rank} died" in out, out
+    for rank in ranks:
+        assert f"{rank} died" in out, out
     assert same(run, local)
 
 
@@ -180,20 +210,67 @@ def test_attached_workers_change_no_bit_and_serve_the_next_run(
     assert not left, "ranks outlive their run by hosts.orphan_seconds at most"
 
 
-def test_an_attached_host_that_is_lost_is_noticed_and_done_without(
-    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path
+def restart_worker(cluster: Cluster, run: Run) -> None:
+    """Kill the first worker, start it again at the same address, and wait until the run has joined it."""
+    cluster.workers[0].kill()
+    cluster.workers[0].wait()
+    address = cluster.addresses[0]
+    cluster.workers[0] = start_worker(cluster.folder, address, cluster.folder / split_address(address)[1])
+    while not cluster.joined(0):
+        assert run.process.poll() is None, run.finish()
+        time.sleep(0.1)
+
+
+def test_an_attached_host_that_is_lost_is_done_without_and_taken_back(
+    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host with a trainer, whose mesh moves. Later tests do without it."""
-    run = runs.start(tmp_path / "run", **{**KEYS, **cluster.keys, "fault__snapshot_interval": 1})
+    """A host with a trainer, whose mesh moves. Its worker is started again at the same address."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    keys = {**KEYS, **cluster.keys, "fault__snapshot_interval": 1, "task__reward": "held_reward:exact"}
+    run = runs.start(tmp_path / "run", **keys)
     run.wait_for_step(1)
-    lost = cluster.workers.pop(0)
-    address = cluster.addresses.pop(0)
-    lost.kill()
+    held.touch()
+    restart_worker(cluster, run)
+    address = cluster.addresses[0]
+    held.unlink()
     out = run.finish()
     assert run.code == 0, out
     assert f"its host {address} does not answer" in " ".join(out.split()), out
     assert "trainer is back after" in out, out
+    assert f"{address} is back: its slots are free" in " ".join(out.split()), out
     assert same(run, local)
+
+
+def test_a_trainer_without_room_for_all_rows_continues_with_fewer_until_its_host_is_back(
+    runs: Runs, local: Run, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two hosts have room for the trainer and the replica only."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    detect_seconds = 1.0
+    own = {"hosts__addresses": ",".join(cluster.addresses[:2]), "hosts__slots": 2, "generator__replicas": 1}
+    placed = {"placement__hosts": '{trainer = "0-1", generator = "1"}', "fault__min_trainers": 1}
+    keys = {**KEYS, **cluster.keys, **own, **placed, "fault__detect_seconds": detect_seconds}
+    run = runs.start(tmp_path / "run", **keys, task__reward="held_reward:exact", fault__snapshot_interval=1)
+    run.wait_for_step(3)
+    held.touch()
+    restart_worker(cluster, run)
+    time.sleep(STEADY * detect_seconds)  # while the run waits for its rewards: then the host counts as one that stays
+    held.unlink()
+    out = " ".join(run.finish().split())
+    assert run.code == 0, out
+    shrunk = re.search(r"trainer is back after \S+ s: the run continues after step \d+ with 1 of 2 dp rows", out)
+    grown = re.findall(r"trainer: started again after step (\d+), with 2 instead of 1 dp rows", out)
+    assert shrunk, out
+    assert len(grown) == 1, out
+    (saved,) = (line for line in run.lines("metrics.jsonl") if line["step"] == int(grown[0]))
+    assert all(line["time"] < saved["time"] for line in run.lines("metrics.superseded.jsonl")), "no step is repeated"
+    found, expected = losses(run), losses(local)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), "sums of floats in another order"
+    assert [each[:3] for each in sampled(run)] == [each[:3] for each in sampled(local)], "the same rollouts"
+    audit = subprocess.run([sys.executable, "-m", "titan_rl.audit", str(run.folder)], capture_output=True, text=True)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
 def test_a_peer_without_a_certificate_of_this_ca_gets_nothing(runs: Runs, cluster: Cluster, tmp_path: Path) -> None:
@@ -210,4 +287,53 @@ def test_a_peer_without_a_certificate_of_this_ca_gets_nothing(runs: Runs, cluste
     run = runs.start(tmp_path / "plain", **keys)
     out = run.finish()
     assert run.code == 1, out
-    assert "does not answer as a worker: it may expect tls://" in " ".join(out.split())
+    assert "its worker does not answer tcp://, but tls://" in " ".join(out.split())
+
+
+def test_a_run_starts_its_workers_through_ssh_and_ends_them(
+    runs: Runs, local: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ssh here runs on this machine what a shell on the host would run."""
+    addresses = []
+    make_certificates(tmp_path / "tls", ["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    for name in ("127.0.0.2", "127.0.0.3"):
+        with socket.create_server((name, 0)) as free:
+            addresses.append(f"tls://{name}:{free.getsockname()[1]}")
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\n[ "$1" != "$REFUSES" ] || { echo "Permission denied (publickey)." >&2; exit 255; }\n')
+    with open(ssh, "a") as script:
+        script.write('cd / && exec sh -c "$2"\n')
+    ssh.chmod(0o700)
+    keys = {
+        **KEYS,
+        "hosts__kind": "ssh",
+        "hosts__ssh": str(ssh),
+        "hosts__addresses": ",".join(addresses),
+        "hosts__tls": str(tmp_path / "tls" / "127.0.0.1"),
+        "placement__hosts": '{trainer = "0-1", generator = "0-1"}',
+    }
+    run = runs.start(tmp_path / "run", **keys)
+    run.wait_for_step(1)
+    mine = [each for each in psutil.process_iter() if str(tmp_path / "tls" / "127.0.0.") in " ".join(cmdline(each))]
+    workers = [each for each in mine if "titan_rl.worker" in cmdline(each)]
+    assert len(workers) == 2
+    everything = [*workers, *(child for worker in workers for child in worker.children(recursive=True))]
+    out = run.finish()
+    assert run.code == 0, out
+    assert same(run, local)
+    _, left = psutil.wait_procs(everything, timeout=60)
+    assert not left, "the run's end is theirs"
+
+    monkeypatch.setenv("REFUSES", "127.0.0.3")
+    refused = runs.start(tmp_path / "refused", **keys)
+    out = " ".join(refused.finish().split())
+    assert refused.code == 1, out
+    assert f"1 of 2 workers did not start: {addresses[1]}: {ssh} 127.0.0.3 ended with exit code 255" in out
+    assert f"{addresses[1]}: Permission denied (publickey)." in out
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it ended
+        return []

@@ -75,7 +75,7 @@ def test_the_command_says_so(killed: Run, capsys: pytest.CaptureFixture[str]) ->
     assert main([str(killed.folder)]) == 0
     assert capsys.readouterr().out.startswith("nothing lost, nothing twice, nothing stale: 120 prompts")
     assert main(["/no/such"]) == 2
-    assert "expected the folder of an RL run" in capsys.readouterr().err
+    assert "expected the dump folder of an RL run" in capsys.readouterr().err
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

@@ -342,6 +342,6 @@ def test_a_snapshot_goes_back_to_its_own_phase_and_layout_only(tmp_path: Path) -
             snapshots.forget()
             with pytest.raises(RankFailed) as gone:
                 await mesh.begin_phase("cold_start", snapshot)
-            assert "expected the controller's memory for snapshots at /proc/" in gone.value.details
+            assert "expected memory for snapshots at /proc/" in gone.value.details
 
     asyncio.run(run())

@@ -11,6 +11,7 @@ from support.running import Runs
     ("config", "hosts", "roles"),
     [
         ("grpo_llama3_70b", 2, {"trainer": 4, "generator": 4}),
+        ("grpo_qwen3_30b_a3b", 2, {"trainer": 2, "generator": 4}),
         ("ppo_reward_model_llama", 0, {"critic": 1, "reward_model": 1}),
     ],
 )

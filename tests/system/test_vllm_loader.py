@@ -6,11 +6,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from support.weight_layouts import TINY, execute, hf_sizes
+from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Shard, plan
@@ -22,9 +24,10 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
-    for family in ("llama3", "qwen2", "qwen3", "mistral"):
-        for tied in (False, True):
-            shape = replace(TINY, family=family, tied=tied, dim=128 if family == "qwen2" else TINY.dim)
+    for family in ("llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"):
+        routed: dict[str, Any] = {"experts": 5, "experts_per_token": 2} if family == "qwen3_moe" else {}
+        for tied in (False,) if routed else (False, True):
+            shape = replace(TINY, family=family, tied=tied, dim=128 if family == "qwen2" else TINY.dim, **routed)
             folder = tmp_path / "models" / f"{family}-{'tied' if tied else 'untied'}"
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(json.dumps(shape.hf_config(bos=1, eos=2, pad=0)))
@@ -56,14 +59,12 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
     for process in ranks:
         output, _ = process.communicate(timeout=500)
         assert process.returncode == 0, output
-        assert "8 models equal" in output
+        assert "9 models equal" in output
 
 
 def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
     """Compare vLLM's loader with the plan, from the same files, bit for bit. Runs in a separate process."""
     import torch
-    import torch.nn.functional as F
-    import vllm.model_executor.layers.utils as layers
     from safetensors.numpy import load_file
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
@@ -72,10 +73,11 @@ def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
 
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
-    # Else vLLM repacks linear weights on a CPU and leaves empty parameters behind.
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
+    vllm_cpu.keep_linear_weights()
+    vllm_cpu.keep_expert_weights()
 
-    models = sorted((folder / "models").iterdir())
+    # First the model with experts: vLLM makes their group of ranks only where it knows of any.
+    models = sorted((folder / "models").iterdir(), key=lambda path: "moe" not in path.name)
     for model_dir in models:
         config = EngineArgs(
             model=str(model_dir),
@@ -98,7 +100,7 @@ def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
         stored = load_file(model_dir / "model.safetensors")
         tensors = {name: w.reshape(len(w), -1) for name, w in stored.items()}
         trainer = [[Shard(name, 0, w.shape[0], 0, w.shape[1]) for name, w in tensors.items()]]
-        live = {name: np.zeros((len(w), w[0].size), w.dtype) for name, w in loaded.items()}
+        live = {name: np.zeros_like(w.reshape(-1, w.shape[-1] if w.ndim > 1 else 1)) for name, w in loaded.items()}
         execute(plan(trainer, [pieces(shape, tp=tp, rank=rank)]), [tensors], [live])
         for name, values in loaded.items():
             np.testing.assert_array_equal(live[name].reshape(values.shape), values, err_msg=name)

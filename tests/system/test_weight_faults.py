@@ -27,9 +27,11 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied
@@ -131,6 +133,31 @@ def test_a_generator_rank_killed_while_it_reads_ends_the_run_by_name(runs: Runs,
     assert shared_memory() <= shared
 
 
+def test_a_trainer_killed_while_a_host_reads_from_it_comes_back_and_the_run_ends_well(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """Every byte comes by remote reads, is checked twice, and comes to the host of the two replicas once."""
+    shared, whole = shared_memory(), 4 * shape_of(MODEL).parameters
+    keys = {"cold_start__steps": 0, "training__steps": 4, "fault__snapshot_interval": 1, "generator__replicas": 2}
+    ways = {"weight_sync__transport": "rdma", "weight_sync__verify": "transfer", "weight_sync__delta": True}
+    run = runs.start(tmp_path / "run", **keys, **ways, **LARGE)
+    run.wait_for_step(1)
+    pids = run.workers()
+    stop_while_reading(pids[READER], [pids[name] for name in TRAINERS], whole)
+    os.kill(pids[TRAINERS[1]], signal.SIGKILL)
+    os.kill(pids[READER], signal.SIGCONT)
+    out = run.finish(timeout=240)
+    assert run.code == 0, out
+    assert "by RDMABuffer (TCP fallback), read once for up to 2 replicas of a host" in out
+    assert "trainer[dp=1 tp=0] died" in out
+    lines = run.lines("metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert 0 < line["sync/bytes_into_host"] <= whole
+        assert line["sync/bytes"] <= 2 * line["sync/bytes_into_host"]
+    assert shared_memory() <= shared
+
+
 def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(tmp_path: Path) -> None:
     """Its source is stopped, so that it cannot have read the whole."""
 
@@ -183,4 +210,70 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
 
     shared = shared_memory()
     asyncio.run(asyncio.wait_for(work(), 120))
+    assert shared_memory() <= shared
+
+
+def has_lock(pid: int) -> bool:
+    """Return True while a process reads for its host."""
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any(kind == "FLOCK" and int(owner) == pid for _, kind, _, _, owner, *_ in locks)
+
+
+def test_when_the_replica_that_reads_for_its_host_dies_another_takes_over(tmp_path: Path) -> None:
+    """Its source is stopped until then. Neither the replica that takes over nor the one that comes back reads what the
+    host has."""
+
+    async def work() -> None:
+        config = c.Config(
+            job=c.JobSection(dump_folder=str(tmp_path)),
+            model=replace(MODEL, dim=256, hidden_dim=512),
+            parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
+            weight_sync=c.WeightSyncSection(transport="rdma", verify="transfer", slice_mb=1),
+            comm=c.CommSection(train_timeout_seconds=60),
+        )
+        shape = shape_of(config.model)
+        whole = 4 * shape.parameters
+        write_model_folder(tmp_path / "model", shape)
+        settings = EngineSettings(model_dir=str(tmp_path / "model"), max_model_len=64, kv_cache_memory_mb=16)
+        trainers = ModelMesh(this_host(), "trainer", config, shape, {})
+        incidents = Incidents(tmp_path, c.FaultSection(), lambda _: None)
+        policy = GeneratorPolicy(incidents=incidents)
+        generators = await GeneratorMesh.spawn(this_host(), settings, replicas=2, env=vllm_cpu.ENV, policy=policy)
+        (engine, *_), _ = await asyncio.gather(generators.start(), trainers.start())
+        await trainers.begin_phase("rl", 0)
+        weights = WeightSync(trainers, generators, Clock())
+        await weights.connect(config, shape)
+        assert weights.transports == "RDMABuffer (TCP fallback), read once for up to 2 replicas of a host"
+        first = await weights.sync(0)
+        assert (first.into_host, first.bytes) == (whole, 2 * whole)
+
+        publication = await weights.publish(1)
+        sources = [deaths.alive()[name] for name in TRAINERS]
+        stop(sources[1])
+        try:
+            pulling = asyncio.create_task(weights.pull(publication))
+            async with asyncio.timeout(SECONDS):
+                while not has_lock(engine.pid):
+                    await asyncio.sleep(0.01)
+            os.kill(engine.pid, signal.SIGKILL)
+        finally:
+            os.kill(sources[1], signal.SIGCONT)
+        pulled = await pulling
+        assert whole // 3 < pulled.into_host <= whole, "what came from the other source need not come again"
+        assert pulled.bytes == whole, "by the replica that is left"
+        before = sum(map(sent, sources))
+        async with asyncio.timeout(SECONDS):
+            while not all(incident.outcome for incident in incidents.all):
+                await asyncio.sleep(0.05)
+        assert [incident.outcome for incident in incidents.all] == ["back"]
+        assert sum(map(sent, sources)) - before < whole // 4
+        one, other = await generators.fingerprint()
+        assert one == other
+        last = await weights.sync(2)
+        assert (last.into_host, last.bytes) == (whole, 2 * whole)
+        for mesh in (generators, trainers):
+            await mesh.stop()
+
+    shared = shared_memory()
+    asyncio.run(asyncio.wait_for(work(), 180))
     assert shared_memory() <= shared

@@ -69,7 +69,7 @@ class GeneratorRank(Actor):
         verify_complete(sizes, SHAPE, 2)
         sync = WeightSyncSection(transport=how)
         self.landings = [Landing(p, offered, sync) for p, offered in zip(self.params, sources, strict=True)]
-        return [name for landing in self.landings for name in landing.transports]
+        return [name for landing in self.landings for name in landing.connection.transports]
 
     @endpoint
     async def pull(self, manifests: list[list[Manifest]], timeout: float) -> tuple[int, list[dict[str, Tensor]]]:
@@ -82,8 +82,10 @@ class GeneratorRank(Actor):
 
     @endpoint
     async def write_after_a_failed_read(self) -> None:
+        await self.landings[0].fetch_weights(self.manifests[0], 2)  # what was fetched before is still on this host
+        later = [Manifest.of(m.version, m.serial + 1, m.slot, m.layout, m.checksums) for m in self.manifests[0]]
         with pytest.raises(Exception, match=r"."):
-            await self.landings[0].fetch_weights(self.manifests[0], 2)
+            await self.landings[0].fetch_weights(later, 2)
         with pytest.raises(RuntimeError, match="expected a completed fetch_weights"):
             await self.landings[0].write_weights(2)
 

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def report(nodeid: str, cpu: float, when: str = "call") -> Any:
-    return SimpleNamespace(nodeid=nodeid, cpu_seconds=cpu, duration=2 * cpu, when=when)
+    keywords = {"slow": 1} if "slow" in nodeid else {}
+    return SimpleNamespace(nodeid=nodeid, cpu_seconds=cpu, duration=2 * cpu, when=when, keywords=keywords)
 
 
 def test_a_file_over_its_budget_is_named_and_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "budgets.toml"
     path.write_text('default = 5\n[files]\n"tests/large.py" = 60\n')
     plugin = Budgets(path)
-    plugin.slow.add("tests/slow.py")
     for name, cpu in (("large", 59.0), ("small", 4.0), ("slow", 99.0)):
         plugin.pytest_runtest_logreport(report(f"tests/{name}.py::test_one", cpu))
     assert plugin.exceeded() == []

@@ -23,7 +23,7 @@ from titan_rl.wire.types import Branch, Completion, Request, Rollout, Sampling, 
         (["calk"], "environment.name: expected \"package.module:name\", found 'calk'"),
         ([], "NAME: expected an environment, or --config with one, found none"),
         (["--config", "grpo_llama"], "NAME: expected an environment, because grpo_llama has none, found none"),
-        (["calc", "--config", "no_such"], "--config: expected a TOML file, or a shipped config"),
+        (["calc", "--config", "no_such"], "--config: expected a TOML file or a shipped config"),
         (["calc", "--environment.max_turns", "0"], "--environment.max_turns: expected an integer >= 1"),
         (["calc", "--rollout"], "unknown argument --rollout"),
         (["calc", "--install", "thing"], "--install: expected --environment.python with the folder"),
@@ -123,3 +123,12 @@ def test_what_is_wrong_is_said_once_each(tmp_path: Path) -> None:
         "wrong: 1 of 4 rollouts began branches: what was read before was changed, and is read again",
     ]
     assert table(played).row_count == 4
+
+
+def test_that_the_task_judges_is_no_fault_of_an_environment(tmp_path: Path) -> None:
+    characters.build(tmp_path)
+    config = config_of(parser().parse_args(["hunt"]), [("task.reward", "last_number")])
+    setup: Any = SimpleNamespace(config=config, tokenizer=TextTokenizer.load(tmp_path))
+    said = list(facts(setup, Rehearsal([rollout(float("nan"))], 1.0, True, None)))
+    judged = "in a run, the task's reward (last_number) judges the last turn"
+    assert f"reward     none from the environment: {judged}" in said

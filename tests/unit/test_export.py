@@ -61,6 +61,13 @@ def test_a_folder_that_exists(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert found == f"{expected} {own}"
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_read(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = "--out: expected a folder that can be written, found /proc: "
+    assert refusal(capsys, str(run), "--out", "/proc/of/mine").startswith(expected)
+
+
 def test_a_config_that_cannot_be_read_or_whose_files_are_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "config.toml").write_text(to_toml(Config(task=TaskSection(name="jsonl", path="gone.jsonl"))))
     assert "task.path: expected a JSONL or Parquet file, found none at 'gone.jsonl'" in refusal(capsys, str(run))

@@ -72,7 +72,10 @@ def test_where_the_kernel_refuses_nothing_changes_and_the_plan_names_the_risk(
     assert "hosts.isolation: expected" in capsys.readouterr().err
 
     assert main([*argv, "--hosts.isolation=off"]) == 0
-    assert 'hosts.isolation is "off"' in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert 'hosts.isolation is "off"' in out
+    assert 'Leave hosts.isolation at "auto"' in out
+    assert "user namespaces" not in out  # the kernel has them
 
 
 def test_hosts_isolation_is_known_before_the_config_is_checked(tmp_path: Path) -> None:

@@ -23,14 +23,21 @@ def test_importing_the_command_line_imports_neither_monarch_nor_torch() -> None:
     assert found == []
 
 
-def test_the_configs_detect_seconds_reaches_monarch() -> None:
+@pytest.mark.parametrize(
+    ("detect_seconds", "meshes", "expected"),
+    [(0.5, 2, "250ms"), (0.5, 512, "16000ms"), (0.5, 4096, "20000ms"), (60.0, 4096, "30000ms")],
+)
+def test_monarch_asks_many_meshes_rarely_and_few_of_them_twice_in_detect_seconds(
+    detect_seconds: float, meshes: int, expected: str
+) -> None:
     program = (
-        "import os, sys, titan_rl.run as run; assert 'monarch' not in sys.modules; run.prepare_environment(0.5); "
+        "import os, sys, titan_rl.run as run; assert 'monarch' not in sys.modules; "
+        f"run.prepare_environment({detect_seconds}, meshes={meshes}); "
         f"import monarch.actor; print(os.environ['{POLL}'])"
     )
     env = {name: value for name, value in os.environ.items() if name != POLL}  # conftest.py sets it for the tests
     out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=env).stdout
-    assert out.split() == ["250ms"]
+    assert out.split() == [expected]
 
 
 def test_a_controller_imports_no_engine_for_a_whole_run() -> None:

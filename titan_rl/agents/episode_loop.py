@@ -119,7 +119,7 @@ class EpisodeLoop:
         self._swallowed: set[int] = set()  # rollouts that continued after their cancellation
         self._asked_at: float | None = None  # when the loop was asked for a sign of life that it has not given
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="user code", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="user code", daemon=True)
         self._thread.start()
         self._guest: GuestPython | None = None
         self._endpoint: OpenAIEndpoint | None = None
@@ -182,10 +182,16 @@ class EpisodeLoop:
             return Blocked(id, now - asked, thread_place(self._thread.ident or 0))
         return None
 
-    def close(self) -> None:
-        """Cancel every rollout, and end the loop."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Cancel every rollout, and end the loop. Wait for that for at most `seconds`: the end of an interpreter that
+        does not wait destroys what is still pending."""
         self._threads.close()
         self._soon(lambda: self._loop.create_task(self._end()))
+        self._thread.join(seconds)
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def _loaded(self) -> Callable[..., Any]:
         """Load what drives rollouts, in this Python or in environment.python."""
@@ -217,16 +223,21 @@ class EpisodeLoop:
         rollouts = list(self._tasks.values())
         for task in rollouts:
             task.cancel()
+        if self._guest is not None and (self._guest.dead or self._guest.report.blocked):
+            await self._guest.close()  # no environment there would hear that it is closed
         if rollouts:
             await asyncio.wait(rollouts, timeout=GRACE_SECONDS)
         if self._endpoint is not None:
             await self._endpoint.close()
         if self._guest is not None:
             await self._guest.close()
+            if left := [task for task in rollouts if not task.done()]:  # they waited for the guest
+                await asyncio.wait(left, timeout=GRACE_SECONDS)
         self._loop.stop()
 
     def _soon(self, function: Callable[[], Any]) -> None:
-        self._loop.call_soon_threadsafe(function)
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(function)
 
     def _beat(self) -> None:
         self._asked_at = None

@@ -122,6 +122,8 @@ class GuestPython:
 
     async def ask(self, verb: str, of: int, **more: Any) -> Any:
         """Return what a call in the child returns. It never does if the child has ended: this process is replaced."""
+        if self._closed:
+            raise asyncio.CancelledError
         number, self._next = self._next, self._next + 1
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._write({"id": number, "do": verb, "of": of, **more})
@@ -140,13 +142,15 @@ class GuestPython:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End the child, with what it started."""
+        """End the child, with what it started. Calls that wait for it are cancelled."""
         self._closed = True
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         if self._reader is not None:
             await self._reader
+        for waiting in self._waiting.values():
+            waiting.cancel()
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()

@@ -20,8 +20,9 @@ LARGEST_GAP = 100.0  # times the median log-prob gap: damaged weights that were 
 
 
 def shared_memory() -> set[Path]:
-    """Return the names in shared memory, without Python's own semaphores, which its resource tracker removes."""
-    return {path for path in SHARED.iterdir() if not path.name.startswith("sem.")}
+    """Return the names in shared memory, without folders, which other programs make there, and without Python's own
+    semaphores, which its resource tracker removes."""
+    return {path for path in SHARED.iterdir() if path.is_file() and not path.name.startswith("sem.")}
 
 
 def audits(run: ChaosRun, shared: set[Path], left: dict[int, str]) -> dict[str, list[str]]:

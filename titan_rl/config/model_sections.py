@@ -1,7 +1,7 @@
 """Keys of the model and its training: [model] [training] [optimizer] [lr_scheduler] [parallelism]
 [activation_checkpoint] [compile] [checkpoint] [cold_start]."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from titan_rl.config.choices import MOST_RANKS, Dtype, FamilyChoice, HeadDtype, Switch, bounds
@@ -10,8 +10,8 @@ from titan_rl.config.choices import MOST_RANKS, Dtype, FamilyChoice, HeadDtype, 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     name: FamilyChoice = "auto"
-    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3 or mistral. "auto": that of the Hugging Face
-    folder; without one, llama3."""
+    """Model family: llama3 (Llama 2 and 3), qwen2 (Qwen2 and 2.5), qwen3, qwen3_moe or mistral. "auto": that of the
+    Hugging Face folder; without one, llama3."""
     hf_assets_path: str = ""
     """Hugging Face folder with config.json, safetensors weights and tokenizer. Empty: build the model from the keys
     below."""
@@ -28,7 +28,11 @@ class ModelSection:
     head_dim: int = bounds(0, ge=0, le=2**12)
     """Dimension of a head. 0: dim / n_heads."""
     hidden_dim: int = bounds(384, ge=2, le=2**20)
-    """Hidden size of the feed-forward layers."""
+    """Hidden size of the feed-forward layers; with qwen3_moe of each expert."""
+    experts: int = bounds(8, ge=1, le=2**14)
+    """Experts in each layer of a mixture of experts (qwen3_moe)."""
+    experts_per_token: int = bounds(2, ge=1, le=2**14)
+    """Experts that compute each token, in a mixture of experts (qwen3_moe)."""
     vocab_size: int = bounds(64, ge=1, le=2**24)
     """Rows of the embedding. At least the tokenizer's size."""
     max_seq_len: int = bounds(2048, ge=1, le=2**20)
@@ -118,6 +122,9 @@ class ParallelismSection:
     """Number of ranks that one copy of the weights is sharded over (FSDP2)."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of the trainer."""
+    expert_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
+    """Number of ranks that the experts of a layer are dealt to, among those of data_parallel_shard_degree x
+    tensor_parallel_degree. Tokens travel to them and back. 1: every rank computes all experts."""
     enable_sequence_parallel: bool = True
     """Use sequence parallelism within tensor parallelism."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
@@ -131,6 +138,13 @@ class ParallelismSection:
     @property
     def world_size(self) -> int:
         return self.dp * self.tensor_parallel_degree
+
+    def of_rows(self, rows: int) -> "ParallelismSection":
+        """Return the same layout with another number of dp rows: copies of the weights are left out as long as whole
+        ones remain; then one is sharded over the rows."""
+        whole = rows % self.data_parallel_shard_degree == 0
+        shard = self.data_parallel_shard_degree if whole else rows
+        return replace(self, data_parallel_shard_degree=shard, data_parallel_replicate_degree=rows // shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,9 +83,15 @@ class FaultSection:
     min_replicas: int = bounds(1, ge=1, le=MOST_RANKS)
     """Minimum generator replicas. The run continues with fewer replicas when some cannot be replaced, down to this
     number."""
+    min_trainers: int = bounds(0, ge=0, le=MOST_RANKS)
+    """Minimum dp rows of the trainer. When lost hosts leave no room for all rows, the run continues from its last
+    checkpoint with fewer, and after a later one with those for which there is room again. 0: all rows are needed."""
     snapshot_interval: int = bounds(5, ge=0, le=10**9)
     """Steps between in-memory snapshots of the trainers. A lost trainer costs at most this many steps. 0: only
     checkpoints."""
+    snapshot_gbps: float = bounds(0.0, ge=0, le=10**6)
+    """Most gigabits per second that a host reads of other hosts' snapshots, to keep its copies of them. 0: as many as
+    the link gives."""
     reward_attempts: int = bounds(2, ge=1, le=1000)
     """Attempts to score a group when the reward raises. After the last one the group is dropped and replaced by another
     prompt."""
@@ -217,15 +223,20 @@ class WeightSyncSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsSection:
-    kind: Literal["local", "processes", "attach"] = "local"
-    """Where ranks run. "local": on this host; "processes": on this host, under `count` workers that stand for hosts;
-    "attach": on the hosts whose workers (python -m titan_rl.worker) wait at `addresses` (docs/scaling.md)."""
+    kind: Literal["local", "processes", "attach", "ssh"] = "local"
+    """Where ranks run. "local": on this host; "processes": here, under `count` workers that stand for hosts; "attach":
+    where workers (python -m titan_rl.worker) wait at `addresses`; "ssh": there too, the run starts them."""
     count: int = bounds(0, ge=0, le=2**12)
     """Number of hosts. 0: one, or one per address."""
     addresses: list[str] = field(default_factory=list)
     """Addresses of the running workers, such as "tls://node1:26600", in the order in which hosts are filled."""
+    ssh: str = "ssh -o BatchMode=yes"
+    """With kind "ssh": the command, with options, to which a host's name and what it shall run are appended."""
     own_address: str = ""
     """Name or IP of this host that the workers reach the run by. Empty: the host's name."""
+    ports: str = ""
+    """Ports of this host at which the workers reach the run, such as "26700-26799"; with kind "ssh" the workers use
+    the same of theirs. Empty: any free ones. A running worker has --ports."""
     tls: str = ""
     """Folder with ca.pem, cert.pem and key.pem, as python -m titan_rl.worker --init-tls makes them. Runs across hosts
     need it."""
@@ -234,7 +245,8 @@ class HostsSection:
     join_seconds: float = bounds(60.0, ge=1, le=MOST_SECONDS)
     """Deadline for all workers to answer at the start."""
     orphan_seconds: float = bounds(30.0, ge=2, le=MOST_SECONDS)
-    """Ranks on other hosts end when they have not heard from the run for this long."""
+    """Ranks on other hosts end when the run has not answered for this long. After the loss of a host that may be only
+    cut off, trainers resume when this has passed."""
     slots: int = bounds(0, ge=0, le=10**5)
     """Maximum number of ranks on a host. 0: its GPUs. On CPU: 16 on one host, or if placement.hosts says where; else an
     even share of the ranks."""
@@ -253,6 +265,11 @@ class HostsSection:
     threads: int = bounds(0, ge=0, le=1024)
     """OpenMP threads per process. 0: the cores, divided by the processes that compute at the same time, at most 8;
     1 where GPUs compute. Another number adds up floats in another order: losses of the same seed differ slightly."""
+
+    @property
+    def at_addresses(self) -> bool:
+        """Return True if the hosts are joined at their addresses."""
+        return self.kind in ("attach", "ssh")
 
     @property
     def number(self) -> int:

@@ -161,11 +161,14 @@ def find(name: str) -> Path:
     for candidate in (Path(name), *((SHIPPED / name, SHIPPED / f"{name}.toml") if bare else ())):
         if os.path.isfile(candidate):  # unlike Path.is_file, never raises
             return candidate
-    names = shipped()
-    found = as_toml(name) if name else "none"
-    hint = did_you_mean(Path(name).stem, names)
+    names, file = shipped(), Path(name, "config.toml")
+    if name and os.path.isdir(name):
+        hint = f"; did you mean {str(file)!r}?" if os.path.isfile(file) else ""
+        found = f"the folder {as_toml(name)}{hint}"
+    else:
+        found = f"{as_toml(name)}{did_you_mean(Path(name).stem, names)}" if name else "none"
     raise ConfigError(
-        [f"--config: expected a TOML file, or a shipped config ({', '.join(names)}), found {found}{hint}"]
+        [f"--config: expected a TOML file or a shipped config, found {found} (shipped: {', '.join(names)})"]
     )
 
 

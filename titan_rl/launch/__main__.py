@@ -29,6 +29,7 @@ from titan_rl.preflight import cli
 from titan_rl.preflight.checks.launching import check_submission
 from titan_rl.preflight.cli import Invocation
 from titan_rl.preflight.refusal import refuse
+from titan_rl.preflight.tiny import HOSTS
 from titan_rl.record.run_folder import FolderRefused, check_folder
 from titan_rl.record.run_lock import RunLock
 from titan_rl.record.terminal import Terminal, open_console
@@ -36,6 +37,7 @@ from titan_rl.wire.program import DONE, FAILED, enter
 
 RECORD = "job.json"  # the job that was submitted last
 RUNS_ALREADY = " runs this already: it is followed, nothing is submitted"
+WHERE = ("kind", "count", "addresses", "own_address", "tls", "insecure")  # keys of [hosts] that --scale leaves
 POLL_SECONDS = 5.0  # schedulers ask not to be asked more often
 
 
@@ -43,12 +45,15 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(argv)
     invocation = checked(options, rest)
     job = Job.of(invocation.config, invocation.config_name)
+    scaled = "\n  ".join(["--scale tiny changes", *invocation.scaled]) if invocation.scaled else ""
     if options.print:
-        for warning in invocation.warnings:
+        for warning in filter(None, [scaled, *invocation.warnings]):
             print(f"titan_rl.launch: {warning}", file=sys.stderr)
         print(sbatch.script(job, Path.cwd()) if options.on == "slurm" else printed(job), end="")
         return DONE
     terminal = Terminal()
+    if scaled:
+        terminal.note(scaled)
     for warning in invocation.warnings:
         terminal.warn(warning)
     try:
@@ -88,15 +93,27 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     known yet: stand-ins are checked instead, and left out of what is returned."""
     argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
-        hosts = config_file.load(config_file.find(options.config), cli.read(argv).overrides).hosts
+        hosts = wanted_hosts(cli.read(argv), options.config)
     also = partial(check_submission, on=options.on, prints=options.print)
-    invocation = cli.parse([*argv, *stand_ins(hosts.number), "--dry-run"], also, partial(only_in_pods, options.on))
+    argv += [*stand_ins(hosts.number), "--dry-run"]
+    invocation = cli.parse(argv, also, partial(only_in_pods, options.on), submits=not options.print)
     try:
         check_folder(invocation.config.job)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
     warnings = [text for text in invocation.warnings if hosts.insecure or not text.startswith("hosts.insecure")]
-    return replace(invocation, config=replace(invocation.config, hosts=hosts), warnings=tuple(warnings))
+    where = {key: getattr(hosts, key) for key in WHERE}
+    config = replace(invocation.config, hosts=replace(invocation.config.hosts, **where))
+    own = tuple(f"hosts.{key}:" for key in WHERE if key != "count")  # of the stand-ins
+    scaled = [line for line in invocation.scaled if not line.startswith(own)]
+    return replace(invocation, config=config, warnings=tuple(warnings), scaled=tuple(scaled))
+
+
+def wanted_hosts(arguments: cli.Arguments, config: str) -> HostsSection:
+    """Return where the run is to be. --scale makes several nodes two, unless the command line gives their number."""
+    hosts = config_file.load(config_file.find(config), arguments.overrides).hosts
+    fixed = not arguments.scale or "hosts.count" in dict(arguments.overrides)
+    return hosts if fixed or hosts.number == 1 else replace(hosts, count=HOSTS, addresses=[])
 
 
 def only_in_pods(on: str, config: Config, problem: str) -> bool:

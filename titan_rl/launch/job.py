@@ -12,6 +12,17 @@ from titan_rl.preflight.checks.launching import gpus_of_node, stop_seconds
 
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
 
+WAIT = """\
+while :; do
+    interrupted=
+    wait "$run"; status=$?
+    [ "$status" = 127 ] || code=$status  # 127: it was waited for already
+    [ -n "$interrupted" ] || break
+done
+"""
+"""Waits in bash for the process $run, however often a trap interrupts that and sets $interrupted. Its exit code is in
+$code."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

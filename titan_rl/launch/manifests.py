@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from titan_rl.launch.job import Job
+from titan_rl.launch.job import WAIT, Job
 
 PORT = 26600
 OWN = "/titan_rl"  # in the pods: TOML and certificates
@@ -28,13 +28,7 @@ code=
 @RUN@ &
 run=$!
 trap 'interrupted=1; kill -TERM "$run"' TERM
-while :; do
-    interrupted=
-    wait "$run"; status=$?
-    [ "$status" = 127 ] || code=$status  # 127: it was waited for already
-    [ -n "$interrupted" ] || break
-done
-exit "$code"
+@WAIT@exit "$code"
 """
 
 RESOLVES = "import socket, sys; socket.getaddrinfo(sys.argv[1], 1)"  # names of pods do so after a while
@@ -190,7 +184,7 @@ def pod_script(job: Job) -> str:
             '[ "$JOB_COMPLETION_INDEX" = 0 ] || work',
             "work &",
         ]
-    return "\n".join([*lines, RUN.replace("@RUN@", run)])
+    return "\n".join([*lines, RUN.replace("@RUN@", run).replace("@WAIT@", WAIT)])
 
 
 class _Dumper(yaml.SafeDumper):

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from titan_rl.launch.job import Job
+from titan_rl.launch.job import WAIT, Job
 
 FIRST_PORT, PORTS = 20000, 10000  # below the ports that kernels deal out by themselves
 
@@ -35,13 +35,7 @@ signal_step() { [ ! -s "$launch/step-$2" ] || scancel --signal="$1" "$SLURM_JOB_
 asked= interrupted=
 trap 'asked=1 interrupted=1; signal_step TERM run' USR1
 trap 'interrupted=1' TERM
-while :; do
-    interrupted=
-    wait "$run"; status=$?
-    [ "$status" = 127 ] || code=$status  # 127: it was waited for already
-    [ -n "$interrupted" ] || break
-done
-@END_WORKERS@
+@WAIT@@END_WORKERS@
 requeue() {
     echo "titan_rl.launch: $1"
     scontrol requeue "$SLURM_JOB_ID" && sleep 600  # Slurm ends this script
@@ -94,6 +88,7 @@ def script(job: Job, cwd: Path) -> str:
         "RUN_COMMAND": shlex.quote(run_command(job)),
         "RUN_ARGS": step_arguments(job, cwd, "--nodes=1", *(["--overlap", "--gres=none"] if several else [])),
         "RUN_VALUES": ' "$addresses" "$tls"' if several else "",
+        "WAIT": WAIT,
         "END_WORKERS": END_WORKERS if several else "",
         "REQUEUES": str(launch.requeues),
         "RETRIES": str(launch.retries),

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.config import toml as config_file
+from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.preflight import checks
@@ -27,16 +28,33 @@ PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for
 USAGE = """\
 titan_rl: RL post-training of language models
 
-usage: ./scripts/run --config NAME|FILE [--dry-run] [--scale tiny] [--section.key VALUE ...]
+usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
 
   ./scripts/run --config grpo_llama
-  ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5 --job.fresh
+  ./scripts/run --config my.toml --training.steps 20 --optimizer.lr=3e-5
 
   --config NAME|FILE    a shipped config, or a TOML file
   --dry-run             check everything and print the plan, but start nothing
-  --scale tiny          shrink the run to this machine: the same roles, meshes and algorithm (docs/cluster_plans.md)
+  --scale tiny          shrink the run to this machine: the same roles, meshes
+                        and algorithm (docs/cluster_plans.md)
   --help                print this help
-  --section.key VALUE   any key below; a boolean needs no value (--job.fresh)
+  --section.key VALUE   any key that --help lists; a boolean needs no value
+                        (--job.fresh)
+
+other programs: python -m titan_rl.NAME, each with a --help; RUN is a run's
+job.dump_folder
+  doctor                what this machine or its install lacks
+  ctl RUN status        a running run: its state; pause, save, stop or scale it
+  audit RUN             whether prompts were lost, and whether its files agree
+  eval RUN              scores of a checkpoint
+  serve RUN             a checkpoint behind an OpenAI-compatible endpoint
+  export RUN            a checkpoint as a Hugging Face folder
+  check_env NAME        an environment, played without a model
+  lint --config X       what the chat template does to messages
+  launch --config X     a run as a job of Slurm or Kubernetes
+  worker                this machine as a host of runs that start elsewhere
+  warm                  engines, kept imported between runs
+  chaos --config X      a run that is harmed on purpose, and its audit
 
 shipped configs: {shipped}"""
 
@@ -74,9 +92,16 @@ def parse(
     argv: Sequence[str],
     also: Callable[[Config], Iterable[str]] = lambda _: (),
     only_warns: Callable[[Config, str], bool] = lambda *_: False,
+    *,
+    submits: bool = False,
 ) -> Invocation:
-    """Return the run that the arguments describe. Exit with 2 after printing every problem, with 0 after --help. `also`
-    returns more problems of a config; a problem that `only_warns` is for another machine to find."""
+    """Return the run that the arguments describe. Exit with 2 after printing every problem, or how to use this if there
+    are no arguments; with 0 after --help. `also`
+    returns more problems of a config; a problem that `only_warns` is for another machine to find. A dry run that
+    `submits` the run leaves what --scale writes."""
+    if not argv:
+        print_usage(Console(stderr=True, highlight=False, markup=False))
+        raise SystemExit(2)
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
@@ -88,9 +113,10 @@ def parse(
         refuse(arguments.config, [*arguments.problems, *error.problems])
     scaled: list[str] = []
     if arguments.scale == TINY:
-        config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, stand_ins(config, arguments.dry_run))
+        models = stand_ins(config, arguments.dry_run and not submits)
+        config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, models)
     gpus = found_gpus()
-    away = config.hosts.kind == "attach" and config.hosts.device == "cuda"  # the workers' hosts have GPUs
+    away = config.hosts.at_addresses and config.hosts.device == "cuda"  # the workers' hosts have GPUs
     planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
     if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
@@ -138,7 +164,7 @@ def read(argv: Sequence[str]) -> Arguments:
     while rest:
         flag, equals, value = rest.popleft().partition("=")
         if not flag.startswith("--"):
-            found = as_toml(f"{flag}{equals}{value}")
+            found = f"{as_toml(f'{flag}{equals}{value}')}{foreign_hint(flag)}"
             arguments.problems.append(f"expected a flag, such as --training.steps 20, found {found}")
         elif flag == "--dry-run":
             arguments.dry_run = True
@@ -165,6 +191,8 @@ def _take(arguments: Arguments, flag: str, value: str | None) -> None:
         arguments.scale = value or ""
     elif key and value is None and not key.is_switch:
         arguments.problems.append(f"--{name}: expected {key.expected}, found no value")
+    elif hint := "" if key else foreign_hint(name):
+        arguments.problems.append(f"--{name}: unknown flag{hint}")
     elif dot:  # `load` refuses keys that do not exist
         arguments.overrides.append((name, "true" if value is None else value))
     else:
@@ -181,11 +209,15 @@ def _similar(name: str) -> str:
     return f"; did you mean {' or '.join(homes[near[0]])}?" if near else ""
 
 
+def print_usage(console: Console) -> None:
+    print_trimmed(console, USAGE.format(shipped=", ".join(config_file.shipped())))
+
+
 def print_help() -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPED_WIDTH
-    console.print(USAGE.format(shipped=", ".join(config_file.shipped())))
+    print_usage(console)
     table = Table.grid(padding=(0, 2, 0, 2))
     table.add_column(no_wrap=True)
     for section, keys in schema().items():
@@ -194,4 +226,12 @@ def print_help() -> None:
         for name, key in keys.items():
             value = Text(f"({key.kind}; default {as_toml(key.default)})", style="dim")
             table.add_row(Text(name, style="bold"), Text.assemble(key.doc, " ", value))
-    console.print(table)
+    print_trimmed(console, table)
+
+
+def print_trimmed(console: Console, content: str | Table) -> None:
+    """Print without the spaces with which rich fills each line: a pager would wrap them."""
+    with console.capture() as captured:
+        console.print(content)
+    for line in captured.get().splitlines():
+        console.file.write(f"{line.rstrip()}\n")

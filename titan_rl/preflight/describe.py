@@ -9,8 +9,10 @@ from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.config.toml import ConfigError, as_toml, load, schema
+from titan_rl.preflight.host_loss import after_loss
+from titan_rl.preflight.host_view import host_rows
 from titan_rl.preflight.memory_tables import memory_tables
-from titan_rl.preflight.placement import host_rows, slots_per_host
+from titan_rl.preflight.placement import slots_per_host
 from titan_rl.preflight.quantities import count, size
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
@@ -60,7 +62,9 @@ def describe(
     meshes += roles(setup)
     hosts = ()
     if config.hosts.number > 1:
-        hosts = host_rows(config, slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0))
+        slots = slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0)
+        hosts = host_rows(config, slots)
+        facts.append(("lost host", after_loss(config, slots)))
     remarks = [*warnings, *setup.dropped, *setup.resume_notes]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
@@ -134,7 +138,8 @@ def layout(p: ParallelismSection) -> str:
         parts = [f"HSDP {p.data_parallel_replicate_degree} x {p.data_parallel_shard_degree}"]
     if p.tensor_parallel_degree > 1:
         parts.append(f"TP {p.tensor_parallel_degree}")
-    return " x ".join(parts)
+    experts = f", experts over {p.expert_parallel_degree}" if p.expert_parallel_degree > 1 else ""
+    return " x ".join(parts) + experts
 
 
 def shards(p: ParallelismSection) -> int:
@@ -238,7 +243,7 @@ def transport(setup: Setup) -> str:
     here = "ibverbs" if verbs else "TCP fallback: no RDMA device here"
     rdma = "RDMABuffer, one-sided reads" + (f" ({here})" if setup.device == "cpu" or setup.gpus.here else "")
     nbytes = size(setup.shape.parameters * BYTES[setup.config.generator.dtype])
-    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.kind == "attach" else "")
+    within = "shared memory" + (f" within a host, else {rdma}" if setup.config.hosts.at_addresses else "")
     checked = {"off": "unverified", "transfer": "verified as transferred", "live": "verified in the live parameters"}
     return (
         f"{rdma if sync.transport == 'rdma' else within}, {nbytes} per version and replica"

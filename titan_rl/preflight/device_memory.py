@@ -67,12 +67,14 @@ class Estimate:
 
 def by_formula(shape: ModelShape, p: ParallelismSection) -> ShardedModel:
     """Return how a model is cut where every size divides evenly; a dry run asks TorchTitan (sharding.py)."""
-    tp = p.tensor_parallel_degree
+    tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
     again = head_parameters(shape) if shape.tied and tp > 1 else 0  # FSDP2 then gathers a tied weight for both users
+    stack = 3 * shape.experts * shape.dim * shape.hidden_dim  # the experts of a block, of which a rank gathers its own
+    fewer = stack // tp - stack // ep if ep > 1 else 0
     return ShardedModel(
         held=shape.parameters // (p.data_parallel_shard_degree * tp),
-        whole=(shape.parameters + again) // tp,
-        block=block_parameters(shape) // tp,
+        whole=(shape.parameters + again) // tp - shape.n_layers * fewer,
+        block=block_parameters(shape) // tp - fewer,
         last=(head_parameters(shape) + again) // tp,
     )
 
@@ -120,7 +122,7 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     g = config.generator
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
     batch = max(PREFILL_TOKENS, g.max_num_seqs)
-    wide = (4 * shape.dim + 3 * shape.hidden_dim // tp) * each
+    wide = (4 * shape.dim + 3 * shape.hidden_per_token // tp) * each
     logits = 4 * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
     graphs = {} if g.enforce_eager else {"graphs": MemoryPart(GRAPHS, "allowance for CUDA graphs")}
     token = cache_bytes_per_token(config, shape)
@@ -185,6 +187,8 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
         attention += 4 * shape.n_heads // tp * config.training.seq_len
     if mode == "full":
         return stream
+    if mode == "selective" and shape.experts:  # their products are computed again
+        return stream + attention + queries + keys + 12 * shape.experts_per_token
     if mode == "selective":  # the block's input, the attention, every second projection: query, value, gate, down
         return 2 * stream + attention + queries + keys + wide
     norms = 2 * (stream + 4)  # the input, and a float32
@@ -192,13 +196,30 @@ def kept_per_token(config: Config, shape: ModelShape, p: ParallelismSection, mod
     if shape.parts.head_norms:
         norms += queries + keys + 4 * (shape.n_heads + shape.n_kv_heads) // tp
     # then the attention's inputs, and the projections': two of the stream, gate, its SiLU, up, and their product
-    return norms + rotary + attention + queries + 2 * keys + 2 * stream + 4 * wide
+    routed = routed_per_token(config, shape, p) if shape.experts else 4 * wide
+    return norms + rotary + attention + queries + 2 * keys + 2 * stream + routed
+
+
+def routed_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
+    """Return the bytes that router and experts keep per token: probabilities; and for each expert of the token its
+    input, its output in float32, its number, place and weights, gate, SiLU, up and product.
+
+    All experts are taken to get equally many tokens. Tensor-parallel ranks route other tokens each if experts are dealt
+    to ranks; otherwise all ranks route all tokens, and have a part of each expert."""
+    each, tp = BYTES[config.training.mixed_precision_param], p.tensor_parallel_degree
+    of_stream, of_hidden = shape.dim * (each + 4) + 32, 4 * shape.hidden_dim * each
+    if p.expert_parallel_degree > 1:
+        return (4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden)) // tp
+    return 4 * shape.experts + 4 + shape.experts_per_token * (of_stream + of_hidden // tp)
 
 
 def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection) -> int:
     """Return the bytes of gradients of activations that are alive at once in a block's backward, at most."""
     each = BYTES[config.training.mixed_precision_param]
-    return (2 * shape.dim + 3 * shape.hidden_dim // p.tensor_parallel_degree) * each
+    dense = (2 * shape.dim + 3 * shape.hidden_per_token // p.tensor_parallel_degree) * each
+    # of each expert's output: as it was computed, in float32 before and after its weight, and of its input
+    routed = shape.dim * each + shape.experts_per_token * (shape.dim * (2 * each + 8) + 4)
+    return max(dense, routed) if shape.experts else dense
 
 
 def head(config: Config, shape: ModelShape) -> MemoryPart:

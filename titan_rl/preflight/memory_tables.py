@@ -13,7 +13,7 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import PartTable
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
-from titan_rl.wire.snapshot import KEPT, TENSORS, snapshot_bytes
+from titan_rl.wire.snapshot import KEPT, TENSORS, peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
 
 Row = tuple[str, str, str]  # part, size, formula
@@ -80,20 +80,26 @@ def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> li
     sent, each = sharded["trainer"].sent, BYTES[config.generator.dtype]
     held = [Counter[str]() for _ in range(config.hosts.number)]
     arriving, leaving = [0] * len(held), [0] * len(held)
-    for rank, runs in enumerate(sent):
-        held[hosts["trainer"][rank]]["staged weights"] += SLOTS * sum(runs) * each
-    for home in {host for mesh, places in hosts.items() if mesh.startswith("generator") for host in places}:
-        replicas = sum(places[0] == home for mesh, places in hosts.items() if mesh.startswith("generator"))
-        for rank, runs in enumerate(sent):
-            if (origin := hosts["trainer"][rank]) != home:
-                arriving[home] += sum(runs) * each
-                leaving[origin] += sum(runs) * each
-                held[home]["received weights"] += replicas * sum(runs) * each
+    own = [0] * len(held)  # bytes that the trainers of a host send
+    for host, runs in zip(hosts["trainer"], sent, strict=True):
+        own[host] += sum(runs) * each
+    homes = {places[0] for mesh, places in hosts.items() if mesh.startswith("generator")}
+    for host, nbytes in enumerate(own):
+        if nbytes:
+            held[host]["staged weights"] += SLOTS * nbytes
+            leaving[host] = nbytes * (len(homes) - (host in homes))
+    for home in homes:
+        arriving[home] = sum(own) - own[home]
+        if arriving[home]:
+            held[home]["received weights"] += arriving[home]  # once: its replicas share what one of them reads
     for name, p in trained_meshes(config).items():
         if config.fault.snapshot_interval:
             whole = snapshot_bytes(shape.parameters, config.training.dtype, p.data_parallel_replicate_degree)
             for host in hosts[name]:
                 held[host]["snapshots"] += whole // p.world_size
+            for host in hosts[name] if config.hosts.at_addresses else ():
+                if (peer := peer_of(host, [f"machine {number}" for number in range(len(held))])) is not None:
+                    held[peer]["peers' snapshots"] += whole // p.world_size
         if config.training.enable_cpu_offload:
             for host in hosts[name]:
                 held[host]["offloaded states"] += 4 * sharded[name].held * BYTES[config.training.dtype]
@@ -105,19 +111,21 @@ def trained_meshes(config: Config) -> dict[str, ParallelismSection]:
 
 
 def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
+    moved = max(load.held.get("peers' snapshots", 0) for load in loads) // KEPT
+    rate = min((gbps for gbps in (config.hosts.link_gbps, config.fault.snapshot_gbps) if gbps), default=0.0)
+    seconds = f", at least {8 * moved / (rate * 1e9):.2g} s at {rate:g} Gbit/s" if rate else ""
     formulas = {
         "staged weights": f"{SLOTS} slots x what its trainer ranks send, pinned",
-        "received weights": "what its generator ranks read from other hosts",
+        "received weights": "what its generators read from other hosts, once for all replicas",
         "snapshots": f"{KEPT} x {TENSORS} x {BYTES[config.training.dtype]} per parameter, over the trainers' hosts",
+        "peers' snapshots": f"of another host: each snapshot moves half of it{seconds}",
         "offloaded states": "weights, gradients, optimizer",
     }
-    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}  # as they are written
     for host, load in enumerate(loads):
-        alike.setdefault(tuple(load.held.items()), []).append(host)
+        alike.setdefault(tuple((name, f"{gib(nbytes)} GiB") for name, nbytes in load.held.items()), []).append(host)
     rows = [
-        (f"{named(hosts)}: {name}", f"{gib(nbytes)} GiB", formulas[name])
-        for held, hosts in alike.items()
-        for name, nbytes in held
+        (f"{named(hosts)}: {name}", nbytes, formulas[name]) for held, hosts in alike.items() for name, nbytes in held
     ]
     of = f" of {config.hosts.memory_gb:g}" if config.hosts.memory_gb else ""
     total = f"at most {gib(max(load.total for load in loads))}{of} GiB, besides processes"
@@ -125,9 +133,14 @@ def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
 
 
 def named(hosts: Sequence[int]) -> str:
-    """Write consecutive numbers as a range: "0-3", "5"."""
-    first, last = hosts[0], hosts[-1]
-    return f"{first}-{last}" if last - first + 1 == len(hosts) > 1 else ",".join(map(str, hosts))
+    """Write consecutive numbers as ranges: "0-3,5"."""
+    runs: list[list[int]] = []
+    for host in hosts:
+        if runs and host == runs[-1][-1] + 1:
+            runs[-1].append(host)
+        else:
+            runs.append([host])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def sync_table(config: Config, shape: ModelShape, loads: list[HostLoad]) -> PartTable:
@@ -153,7 +166,7 @@ def check_host_memory(config: Config, shape: ModelShape, sharded: Cut, gpus: int
     if not memory or fullest is None or fullest.total <= memory:
         return
     parts = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in fullest.held.items())
-    without = fullest.total - fullest.held.get("snapshots", 0)
+    without = fullest.total - fullest.held.get("snapshots", 0) - fullest.held.get("peers' snapshots", 0)
     better = f"fault.snapshot_interval = 0 needs {gib(without)} GiB"
     if without > memory:
         better = "take hosts with more memory, or more of them"

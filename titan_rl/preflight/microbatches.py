@@ -16,5 +16,5 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
     one = resolved(config, "cpu", rows=1)
     meshes = [config.parallelism, *(role.parallelism for name, role in config.roles.items() if name == "critic")]
     row = sum(p.world_size * device_memory.activations(one, shape, p).nbytes for p in meshes)
-    by_cache = CPU_ELEMENTS // shape.hidden_dim // config.training.seq_len
+    by_cache = CPU_ELEMENTS // shape.hidden_per_token // config.training.seq_len
     return resolved(config, "cpu", rows=max(1, min(by_cache, host_bytes // MEMORY_SHARE // row)))

@@ -5,7 +5,6 @@ replica of the generators. A mesh fills the hosts in order, so neighbouring rank
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from titan_rl.config.choices import MOST_RANKS
@@ -104,8 +103,11 @@ def _dealt(config: Config, units: Units, used: list[int], slots: int) -> Iterato
             yield Share(host, tuple(range(first, first + ranks)))
     if left:
         where = f"host {given} (placement.hosts)" if given else f"{config.hosts.number} hosts"
+        whose, last = units.mesh, config.generator.replicas - 1
+        if units.role == "generator" and not given and last > units.index:  # the later ones do not fit either
+            left, whose = last - units.index + 1, f"{units.mesh} to generator{last}"
         raise Unplaceable(
-            f"hosts.slots: expected room for {left * units.ranks} more ranks of {units.mesh}, {units.ranks} of them on "
+            f"hosts.slots: expected room for {left * units.ranks} more ranks of {whose}, {units.ranks} of them on "
             f"one host, found {where} of {slots} slots; raise hosts.slots or the number of hosts, or lower the "
             "parallel degrees"
         )
@@ -126,61 +128,58 @@ def environment_host(config: Config, number: int) -> int:
 
 
 def place_again(config: Config, mesh: str, placement: Placement, slots: int, lost: Collection[int]) -> list[Share]:
-    """Place a mesh again, on slots that no other mesh has, of hosts that are not lost; or raise Unplaceable."""
-    if config.placement.kind == "colocated":
-        raise Unplaceable('placement.kind: "colocated" meshes cannot be moved to other hosts')
-    taken = {
-        (share.host, slot)
-        for name, found in placement.items()
-        if name != mesh
-        for share in found
-        for slot in share.slots
-    }
-    tp = sum(len(share.slots) for share in placement[mesh])
+    """Place a mesh again, on slots that no other mesh has, of hosts that are not lost; or raise Unplaceable. If there
+    is no room for all rows of the trainer, it gets fewer, but at least fault.min_trainers. Colocated trainers and
+    generators have slots together; those that they can share are taken first."""
+    others = {name: slots_of(found) for name, found in placement.items() if name != mesh}
+    partners = {name for name in others if takes_turns(config, mesh, name)}
+    taken = set[tuple[int, int]]().union(*(others[name] for name in others.keys() - partners))
+    shared = set[tuple[int, int]]().union(*(others[name] for name in partners))
+    tp = ranks = config.generator.tensor_parallel_degree
     if not mesh.startswith("generator"):
         own = config.parallelism if mesh == "trainer" else config.roles[mesh].parallelism
-        tp = own.tensor_parallel_degree
-    left, found = sum(len(share.slots) for share in placement[mesh]), list[Share]()
-    for host in range(config.hosts.number):
-        free = [slot for slot in range(slots) if (host, slot) not in taken and host not in lost]
-        if ranks := min(left, len(free) // tp * tp):
-            found.append(Share(host, tuple(free[:ranks])))
-            left -= ranks
-    if left:
-        raise Unplaceable(f"hosts.slots: expected {left} more free slots on the other hosts, of {slots} each")
+        tp, ranks = own.tensor_parallel_degree, own.world_size
+    least = config.fault.min_trainers * tp if mesh == "trainer" and config.fault.min_trainers else ranks
+    free = {
+        host: [slot for slot in range(slots) if (host, slot) not in taken]
+        for host in range(config.hosts.number)
+        if host not in lost
+    }
+    if mesh.startswith("generator"):  # stable: without a partner the hosts stay in order
+        free = dict(sorted(free.items(), key=lambda each: sum((each[0], s) in shared for s in each[1]) < ranks))
+    left, found = ranks, list[Share]()
+    for host, own in free.items():
+        if taking := min(left, len(own) // tp * tp):
+            own.sort(key=lambda slot, host=host: (host, slot) not in shared)
+            found.append(Share(host, tuple(sorted(own[:taking]))))
+            left -= taking
+    if (missing := left - (ranks - least)) > 0:
+        raise Unplaceable(f"hosts.slots: expected {missing} more free slots on the other hosts, of {slots} each")
     return found
+
+
+def slots_of(shares: Sequence[Share]) -> set[tuple[int, int]]:
+    """Return the host and slot of each rank."""
+    return {(share.host, slot) for share in shares for slot in share.slots}
+
+
+def takes_turns(config: Config, mesh: str, other: str) -> bool:
+    """Return True if these two meshes take turns on the same slots."""
+    pair = {name.rstrip("0123456789") for name in (mesh, other)}
+    return config.placement.kind == "colocated" and pair == {"trainer", "generator"}
 
 
 def most_replicas(config: Config, slots: int) -> int:
     """Return how many replicas there can be next to all other meshes."""
-    most = config.generator.replicas
+    fits = config.generator.replicas
     if config.placement.kind == "colocated":
-        return most  # they share the trainers' devices, one each
-    with suppress(Unplaceable):
-        while most < MOST_RANKS:
-            place(config, slots, most + 1)
-            most += 1
-    return most
-
-
-def host_rows(config: Config, slots: int) -> list[tuple[str, str, str]]:
-    """Return name, ranks and taken slots of each host."""
-    found = place(config, slots)
-    ranks: list[list[str]] = [[] for _ in range(config.hosts.number)]
-    taken: list[set[int]] = [set() for _ in ranks]
-    for mesh, shares in found.items():
-        first = 0
-        for share in shares:
-            last = first + len(share.slots) - 1
-            span = f" {first}-{last}" if last > first else f" {first}" if len(shares) > 1 else ""
-            ranks[share.host].append(mesh + span)
-            taken[share.host] |= set(share.slots)
-            first = last + 1
-    if config.samples_rollouts and config.rollout_code:
-        for number in range(config.environment.processes):
-            ranks[environment_host(config, number)].append(f"environment{number}")
-    names = config.hosts.addresses or [f"host{number}" for number in range(config.hosts.number)]
-    return [
-        (name, ", ".join(here) or "nothing", f"{len(own)} of {slots}")
-        for name, here, own in zip(names, ranks, taken, strict=True)
-    ]
+        return fits  # they share the trainers' devices, one each
+    too_many = MOST_RANKS + 1
+    while too_many - fits > 1:
+        replicas = (fits + too_many) // 2
+        try:
+            place(config, slots, replicas)
+            fits = replicas
+        except Unplaceable:
+            too_many = replicas
+    return fits

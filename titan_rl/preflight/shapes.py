@@ -1,6 +1,7 @@
 """Finds the model's dimensions: in [model], in a TorchTitan flavor, or in a Hugging Face folder."""
 
 from titan_rl.config.sections import ModelSection
+from titan_rl.wire.model_families import FAMILIES
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 
@@ -17,6 +18,7 @@ def shape_of(model: ModelSection) -> ModelShape:
         from titan_rl.actors.titan.flavors import shape_of_flavor  # imports torchtitan, which takes seconds
 
         return shape_of_flavor(family, model.flavor)
+    routed = FAMILIES[family].experts
     return ModelShape(
         family=family,
         vocab_size=model.vocab_size,
@@ -30,4 +32,7 @@ def shape_of(model: ModelSection) -> ModelShape:
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
         tied=model.enable_weight_tying,
+        experts=model.experts if routed else 0,
+        experts_per_token=model.experts_per_token if routed else 0,
+        norm_routes=routed,
     )

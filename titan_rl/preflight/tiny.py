@@ -26,13 +26,18 @@ from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
 TINY_PARAMETERS = 10**7  # a model of at most so many is not shrunk
 DEGREES = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
-MODEL_KEYS = ("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len")
+MODEL_KEYS = (
+    *("flavor", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "max_seq_len"),
+    *("experts", "experts_per_token"),
+)
+HOSTS = 2  # of several
 AT_MOST: dict[str, int] = {
     **{
         f"{section}.{key}": 2
         for section in ("parallelism", "reference", "critic", "reward_model", "teacher")
         for key in DEGREES
     },
+    "parallelism.expert_parallel_degree": 2,
     "cold_start.steps": 20,
     "cold_start.batch_size": 16,
     "rollout.groups_per_step": 4,
@@ -61,6 +66,7 @@ VALUES: dict[str, Any] = {
     "hosts.gpu_memory_gb": 0.0,
     "hosts.memory_gb": 0.0,
     "hosts.link_gbps": 0.0,
+    "launch.gpus_per_node": 0,
 }
 
 
@@ -134,7 +140,7 @@ def _rows(config: Config) -> Iterator[tuple[str, Any]]:
 def _hosts(config: Config) -> Iterator[tuple[str, Any]]:
     if config.hosts.number > 1:
         yield "hosts.kind", "processes"
-        yield "hosts.count", 2
+        yield "hosts.count", HOSTS
         yield "placement.hosts", {}
         defaults = ("addresses", "own_address", "tls", "insecure")
         yield from ((f"hosts.{key}", schema()["hosts"][key].default) for key in defaults)
@@ -148,6 +154,7 @@ def _dependent(config: Config) -> dict[str, Any]:
         "algorithm.overlong_buffer": min(a.overlong_buffer, rollout.max_new_tokens // 2),
         "training.stream_groups": min(config.training.stream_groups, rollout.groups_per_step // 2),
         "environment.max_tokens": min(config.environment.max_tokens, length // 2),
+        "fault.min_trainers": min(config.fault.min_trainers, config.parallelism.dp),
         "fault.min_replicas": min(config.fault.min_replicas, config.generator.replicas),
     }
     if config.checkpoint.async_mode == "async_with_pinned_mem":

@@ -54,12 +54,14 @@ class Incidents:
         self._fault = fault
         self._say = self.note = say  # `note` shows a message about something that is no incident
         self._unwritten: list[bytes] = []  # lines that the disk refused, tried again with the next
+        self._noticed: dict[int, float] = {}  # by id: when, on a clock that nobody sets
         self._recent: dict[str, deque[float]] = {}  # respawns within restart_window_seconds, by role
 
     def lost(self, role: str, error: RunError) -> Incident:
         """Record the loss of a process, a mesh or steps. `may_respawn` decides what to do about it."""
         incident = Incident(role, str(error), time.time())
         self.all.append(incident)
+        self._noticed[id(incident)] = time.monotonic()
         self._write(incident, error.details)
         self._say(f"{incident.reason}\n{error.details}" if isinstance(error, DeadlinePassed) else incident.reason)
         return incident
@@ -74,13 +76,17 @@ class Incidents:
         unless respawning is disabled."""
         if not counts:
             return self._fault.max_restarts > 0
+        if self.left(role) <= 0:
+            return False
+        self._recent[role].append(time.monotonic())
+        return True
+
+    def left(self, role: str) -> int:
+        """Return how many respawns the role's budget still allows."""
         recent, now = self._recent.setdefault(role, deque()), time.monotonic()
         while recent and now - recent[0] > self._fault.restart_window_seconds:
             recent.popleft()
-        if len(recent) >= self._fault.max_restarts:
-            return False
-        recent.append(now)
-        return True
+        return self._fault.max_restarts - len(recent)
 
     def over_budget(self, role: str, error: RunError) -> RunError:
         """Return the error that ends the run once a role's budget is used up."""
@@ -106,7 +112,7 @@ class Incidents:
 
     def _end(self, incident: Incident, outcome: str) -> None:
         incident.outcome = outcome
-        incident.seconds = time.time() - incident.time
+        incident.seconds = time.monotonic() - self._noticed[id(incident)]
         self._write(incident)
 
     def _write(self, incident: Incident, details: str = "") -> None:

@@ -5,6 +5,7 @@ next process that opens the file moves torn, damaged and superseded lines to `*.
 and no byte is deleted. Readers leave a torn last line out.
 """
 
+import errno
 import json
 import math
 import os
@@ -23,15 +24,35 @@ PIECE = 1 << 20  # bytes of a large step that are written at a time: collecting 
 SHOWN = 8  # line numbers in a warning
 
 
-class Unwritable(RunError):
-    """A file of the run folder cannot be written: the disk is full, or a permission is missing."""
+def no_room(path: Path, why: str) -> str:
+    """Return how many bytes are free where `path` is, if `why` says that there are too few; else ""."""
+    if not _full(why):
+        return ""
+    with suppress(OSError):
+        return f" ({shutil.disk_usage(path if path.is_dir() else path.parent).free:,} bytes free)"
+    return ""
 
-    def __init__(self, path: Path, error: OSError) -> None:
+
+def _full(text: str) -> str:
+    """Return which of the kernel's words for a full disk are in `text`, or ""."""
+    return next((words for number in (errno.ENOSPC, errno.EDQUOT) if (words := os.strerror(number)) in text), "")
+
+
+class Unwritable(RunError):
+    """A file or folder of the run cannot be written: the disk is full, or a permission is missing."""
+
+    def __init__(self, path: Path, error: OSError | str) -> None:
+        why = error if isinstance(error, str) else error.strerror or str(error)
         super().__init__(
-            f"{path} cannot be written: {error.strerror or error}",
+            f"{path} cannot be written: {why}{no_room(path, why)}",
             "Expected a disk with free space (df), no quota or file size limit in the way (ulimit -f), and write "
-            "permission. Every line before this one is whole.",
+            "permission. What was written before is whole.",
         )
+
+    @classmethod
+    def of_rank(cls, path: Path, error: RunError) -> "Unwritable | None":
+        """Return the error that names `path` if a rank failed because its disk is full."""
+        return cls(path, why) if (why := _full(error.details)) else None
 
 
 class SelfClosing:

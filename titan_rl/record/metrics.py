@@ -188,6 +188,7 @@ def _sync_metrics(sync: SyncStats) -> dict[str, float]:
     return {
         "sync/seconds": sync.seconds,
         "sync/bytes": sync.bytes,
+        "sync/bytes_into_host": sync.into_host,
         **{f"sync/{part}_seconds": getattr(sync, part) for part in ("publish", "read", "write", "verify", "pause")},
         "sync/hidden": _share(sync.seconds - sync.waited, sync.seconds),
     }

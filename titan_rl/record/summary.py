@@ -67,7 +67,8 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     """Return the wall seconds of all processes, this one until now, and how they were spent.
 
     A process lasts from "time/startup" seconds before its startup line to its last line; time whose work a crash undid
-    is not counted. A cold start line took the time since the line before it. "other" is the rest, such as the end.
+    is not counted. A cold start line took the time since the line before it. "other" is the rest, such as the end. A
+    clock that was set back in between counts as no time.
     """
     split = dict.fromkeys(
         ("startup", "cold_start", "generate", "judge", "train", "sync", "wait", "eval", "save", "pause"), 0.0
@@ -77,7 +78,7 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
     for line in lines:
         if line["kind"] == "startup":
             before = line["time"] - line["time/startup"]
-        elapsed = line["time"] - before
+        elapsed = max(0.0, line["time"] - before)
         if line["kind"] == "cold_start":
             split["cold_start"] += elapsed
         else:
@@ -85,5 +86,5 @@ def times(lines: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
                 split[part] += line.get(f"time/{part}", 0.0)
         wall += elapsed
         before = line["time"]
-    wall += time.time() - before
+    wall += max(0.0, time.time() - before)
     return wall, split | {"other": max(0.0, wall - sum(split.values()))}

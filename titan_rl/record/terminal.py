@@ -316,7 +316,9 @@ def visible(text: str, width: int) -> str:
 
 
 def contents(folder: Path) -> list[str]:
-    return [path.name + "/" * path.is_dir() for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    """Return what a run leaves in its folder. control.json is there only until the run has ended."""
+    left = (path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and path.name != "control.json")
+    return [path.name + "/" * path.is_dir() for path in left]
 
 
 def brief(seconds: float) -> str:

@@ -8,6 +8,8 @@ them: the first becomes timeline.1.json, the second timeline.2.json. No file is 
 """
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import count
@@ -21,6 +23,7 @@ CONTROLLER = "controller"
 EVERY_SECONDS = 2.0
 SECONDS_PER_RANK = 0.1  # a rank's answer costs the controller 1 ms: asking takes at most 1 % of its time
 LAST_SECONDS = 5.0  # for the last spans: a finished run does not wait longer for its timeline
+SAID_SECONDS = 1.0  # between the clocks of two hosts
 LARGEST = 128 << 20  # bytes of a file, about a million spans: viewers still open it easily
 
 Event = dict[str, Any]
@@ -43,7 +46,8 @@ async def timeline(
     every: float = EVERY_SECONDS,
     controller: Recorder = span,
 ) -> AsyncIterator[None]:
-    """Collect spans while the body runs, and once more if it ends without an error.
+    """Collect spans while the body runs, and once more if it ends without an error. Many ranks are asked rarely, so
+    that this costs little; the controller's own spans, which grow with their number, are taken `every` few seconds.
 
     The timeline never fails the run: a rank that fails to answer is left out, and an error in writing the file is
     passed to `note`.
@@ -52,14 +56,17 @@ async def timeline(
 
     async def collect() -> None:
         try:
+            clocks = Clocks(controller.now, note)
             with Timeline(path) as file:
                 file.track(CONTROLLER)  # before the ranks: tracks are shown in this order
                 try:
-                    ranks = 0
+                    due = time.monotonic()  # when the ranks are asked next
                     while not over.is_set():
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(over.wait(), every + ranks * SECONDS_PER_RANK)
-                        ranks = await _ask(meshes, file)
+                            await asyncio.wait_for(over.wait(), every)
+                        if over.is_set() or time.monotonic() >= due:
+                            ranks = await _ask(meshes, file, clocks)
+                            due = time.monotonic() + ranks * SECONDS_PER_RANK
                         file.add(CONTROLLER, controller.take())
                 finally:
                     file.add(CONTROLLER, controller.take())
@@ -76,7 +83,35 @@ async def timeline(
         await asyncio.wait({collecting}, timeout=LAST_SECONDS)
 
 
-async def _ask(meshes: Sequence[HasSpans], file: "Timeline") -> int:
+class Clocks:
+    """Gives spans of other hosts the time of this one, whose clock may be set otherwise.
+
+    A rank's clock is right if it shows a time between the question for its spans and its answer. If it does not, it is
+    corrected to the middle of the two, for as long as what it then shows lies between them."""
+
+    def __init__(self, now: Callable[[], int], note: Callable[[str], None]) -> None:
+        self.now, self._note = now, note
+        self._ahead: dict[str, int] = {}  # ns, by rank
+        self._said: set[int] = set()  # seconds
+
+    def corrected(self, rank: str, taken: Recorded, asked: int, heard: int) -> Recorded:
+        ahead = self._ahead.get(rank, 0)
+        if taken.now and not asked <= taken.now - ahead <= heard:
+            right = asked <= taken.now <= heard
+            ahead = self._ahead[rank] = 0 if right else taken.now - (asked + heard) // 2
+            self._say(rank, ahead / 1e9)
+        if not ahead:
+            return taken
+        return taken._replace(spans=[each._replace(begin=each.begin - ahead) for each in taken.spans])
+
+    def _say(self, rank: str, seconds: float) -> None:
+        if abs(seconds) >= SAID_SECONDS and round(seconds) not in self._said:
+            self._said.add(round(seconds))
+            off = f"{abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'}"
+            self._note(f"the clock of {rank}'s host is {off} this one's; the timeline has this one's time")
+
+
+async def _ask(meshes: Sequence[HasSpans], file: "Timeline", clocks: Clocks) -> int:
     """Ask all ranks for their spans, and return the number of ranks."""
 
     async def one(name: str, answer: Awaitable[Recorded]) -> None:
@@ -84,8 +119,9 @@ async def _ask(meshes: Sequence[HasSpans], file: "Timeline") -> int:
             taken = await answer
         except Exception:  # reported where the run itself calls that rank
             return
-        file.add(name, taken)
+        file.add(name, clocks.corrected(name, taken, began, clocks.now()))
 
+    began = clocks.now()
     asked = {name: answer for mesh in meshes for name, answer in mesh.spans().items()}
     for name in asked:
         file.track(name)
@@ -101,6 +137,7 @@ class Timeline(SelfClosing):
         self._largest = largest
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[str, str], int] = {}
+        self._lanes: Counter[str] = Counter()  # by track
         self._open()
 
     def track(self, name: str) -> None:
@@ -113,7 +150,8 @@ class Timeline(SelfClosing):
         self.track(track)
         for lane in dict.fromkeys(["main", *(each.lane for each in taken.spans if each.id is None)]):
             if (track, lane) not in self._tids:
-                self._tids[track, lane] = sum(of == track for of, _ in self._tids) + 1
+                self._lanes[track] += 1
+                self._tids[track, lane] = self._lanes[track]
                 self._write(self._names_of_lane(track, lane))
         spans = sorted(taken.spans, key=lambda each: (each.begin, -each.nanoseconds))
         if taken.dropped:

@@ -1,7 +1,6 @@
 """Keeps a bounded number of groups in flight, and hands them over before they are too old."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -71,7 +70,7 @@ class RolloutStream:
         self._paced = self._rollout.pace and self._rollout.lag > 1
         self._steps_in_flight, self._ahead = 2, 0  # if paced
         self._issued = 0  # id after the last prompt that was started
-        self._inflight: deque[InFlight] = deque()
+        self._inflight: dict[int, InFlight] = {}  # by prompt, the oldest first
         self.dropped: list[Group] = []
         """The groups that the last `take` or `parts` replaced."""
 
@@ -94,10 +93,11 @@ class RolloutStream:
         """Return the state from which a run resumes here: at the oldest group in flight, without the groups that
         overtook it. Groups in flight are sampled again: these are "open", and so is what an earlier attempt had in
         flight and this one has not started again. Of the prompts before "next" all others are done."""
-        inflight = {group.prompt for group in self._inflight}
+        inflight = self._inflight.keys()
         if (remembered := self._prompts.cut(inflight)) is not None:
             return remembered
-        state = self._inflight[0].before if self._inflight else self._prompts.state_dict()
+        oldest = next(iter(self._inflight.values()), None)
+        state = oldest.before if oldest else self._prompts.state_dict()
         taken = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
         after = max(state["position"], self._issued, *(id + 1 for id in taken))
         open = [id for id in range(state["position"], after) if id not in taken]
@@ -105,7 +105,7 @@ class RolloutStream:
 
     @property
     def backlog(self) -> Backlog:
-        finished = sum(group.task.done() for group in self._inflight)
+        finished = sum(group.task.done() for group in self._inflight.values())
         return Backlog(len(self._inflight), finished, self._prompts.metrics)
 
     def admit(self, n: int) -> None:
@@ -151,7 +151,7 @@ class RolloutStream:
                     (group,) = self._taken([await finished.get()], step)
                     if why := _useless(group.group, flat=False):
                         self._replace({group: why})
-                        watch(self._inflight[n - 1])
+                        watch(self._oldest(n, step)[-1])
                     else:
                         part.append(group.group)
                         n -= 1
@@ -164,7 +164,8 @@ class RolloutStream:
             self._settings.warn(note)
         self._issued = prompt.id + 1
         self._ledger.admitted(prompt.id, turn)
-        self._inflight.append(InFlight(asyncio.create_task(self._sampler.sample(prompt)), prompt.id, turn, before))
+        sampling = asyncio.create_task(self._sampler.sample(prompt))
+        self._inflight[prompt.id] = InFlight(sampling, prompt.id, turn, before)
 
     def _fill(self) -> None:
         room = self._steps_in_flight * self._rollout.groups_per_step - len(self._inflight)
@@ -175,14 +176,14 @@ class RolloutStream:
 
     def _replace(self, useless: Mapping[InFlight, str]) -> None:
         """Start new groups behind those in flight, which move up. The set of turns stays the same."""
-        turns = sorted(group.turn for group in (*self._inflight, *useless))
+        turns = sorted(group.turn for group in (*self._inflight.values(), *useless))
         for group, why in useless.items():
             self.dropped.append(group.group)
             self._ledger.dropped(group.group, why)
             self._prompts.visited(group.prompt, group.group.rewards if why == FLAT else ())
         for turn in turns[len(self._inflight) :]:
             self._start(turn)
-        for group, turn in zip(self._inflight, turns, strict=True):
+        for group, turn in zip(self._inflight.values(), turns, strict=True):
             group.turn = turn
 
     async def _gather(self, n: int, step: int) -> Sequence[InFlight]:
@@ -190,11 +191,11 @@ class RolloutStream:
         finish. In the order of admission."""
         chosen = self._oldest(n, step)
         if self._rollout.window:
-            due = [group for group in self._inflight if group.turn + self._rollout.window <= step]
-            others = [group for group in self._inflight if group not in due]
-            while len(ready := [group for group in others if group.finished()]) < n - len(due):
-                open = [group.task for group in self._inflight if not group.task.done()]
-                await asyncio.wait(open, return_when=asyncio.FIRST_COMPLETED)
+            inflight = self._inflight.values()
+            due = [group for group in inflight if group.turn + self._rollout.window <= step]
+            others = [group for group in inflight if group.turn + self._rollout.window > step]
+            await _finished(others, n - len(due))
+            ready = [group for group in others if group.finished()]
             chosen = sorted([*due, *ready[: n - len(due)]], key=lambda group: group.prompt)
         for group in chosen:
             await group.task
@@ -209,12 +210,12 @@ class RolloutStream:
     def _oldest(self, n: int, step: int) -> list[InFlight]:
         if len(self._inflight) < n:
             raise RuntimeError(f"step {step}: expected at least {n} groups in flight, found {len(self._inflight)}")
-        return list(islice(self._inflight, n))
+        return list(islice(self._inflight.values(), n))
 
     def _taken(self, chosen: Sequence[InFlight], step: int) -> Sequence[InFlight]:
         """Remove the groups from the stream, and check that none of them is too old."""
-        gone = {group.prompt for group in chosen}
-        self._inflight = deque(group for group in self._inflight if group.prompt not in gone)
+        for group in chosen:
+            del self._inflight[group.prompt]
         oldest = step - 1 - self._rollout.lag - self._rollout.window
         for group in chosen:
             span.since(group.admitted, "group", lane="groups", id=group.prompt, step=step)
@@ -226,10 +227,24 @@ class RolloutStream:
 
     async def aclose(self) -> None:
         self._left = self._allowed = 0  # a weight sync in progress admits nothing more
-        for group in self._inflight:
+        for group in self._inflight.values():
             group.task.cancel()
-        await asyncio.gather(*(group.task for group in self._inflight), return_exceptions=True)
+        await asyncio.gather(*(group.task for group in self._inflight.values()), return_exceptions=True)
         self._ledger.close()
+
+
+async def _finished(groups: Sequence[InFlight], count: int) -> None:
+    """Wait until `count` of the groups have finished, or raise what one of them failed with."""
+    ended = asyncio.Queue[asyncio.Task[Group]]()
+    open = [group.task for group in groups if not group.finished()]
+    for task in open:
+        task.add_done_callback(ended.put_nowait)
+    try:
+        for _ in range(count - (len(groups) - len(open))):
+            (await ended.get()).result()
+    finally:
+        for task in open:
+            task.remove_done_callback(ended.put_nowait)
 
 
 def _useless(group: Group, *, flat: bool) -> str:

@@ -100,6 +100,8 @@ def _read_files(source: DataSource, files: tuple[FileState, ...], limit: int | N
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if problems and not (source.skip_bad_rows and examples):
+        if not examples and len({problem.partition(": ")[2] for problem in problems}) == 1 < len(problems):
+            problems = [f"{problems[0]}, in all {len(problems)} rows alike"]  # a key, not a row, is wrong
         raise BadRows(problems, source.path)
     if not examples:
         raise ValueError(f"{key}: expected at least one row in {source.path}, found none")

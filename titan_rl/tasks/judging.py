@@ -11,7 +11,7 @@ from titan_rl.config.sections import Config, TaskSection
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
 from titan_rl.tasks.reward_thread import SideThread, by_rule
 from titan_rl.tasks.rewards import BUILT_IN
-from titan_rl.tasks.rubric import Rubric, Scorer
+from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
 
@@ -74,7 +74,10 @@ def on_thread(rubric: Rubric, seconds: float | None, thread: SideThread, attempt
 
         def verdicts() -> list[Judgement]:
             nonlocal scorer
-            scorer = scorer or Scorer(rubric)
+            try:
+                scorer = scorer or Scorer(rubric)
+            except Exception as error:
+                raise RewardUnusable(rubric, f"{type(error).__name__}: {error}") from None
             found, left = dict[int, Judgement](), list(range(len(answers)))
             for _ in range(attempts):
                 found |= scorer.verdicts(prompt, answers, left, seconds=seconds)

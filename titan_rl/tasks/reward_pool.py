@@ -18,7 +18,7 @@ from titan_rl.tasks.reward_process import RewardProcess, RewardProcessLost
 from titan_rl.tasks.reward_thread import SideThread
 from titan_rl.tasks.reward_worker import JudgeRequest, verdict_of
 from titan_rl.tasks.rewards import Answered
-from titan_rl.tasks.rubric import GRADER, Rubric
+from titan_rl.tasks.rubric import GRADER, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 CHUNK_SECONDS = 0.05
@@ -27,6 +27,8 @@ GROW_SECONDS = 0.1
 """How long rows wait before another process is started."""
 LOOK_SECONDS = 0.25
 """Between two looks at the memory of the workers."""
+IMPORTS = 3
+"""Processes in a row that may fail to import a reward which another one has imported."""
 MIB = 2**20
 
 
@@ -71,7 +73,9 @@ class RewardPool:
         self._more = asyncio.Event()
         self._runners: set[asyncio.Task[None]] = set()
         self._busy: dict[asyncio.Task[None] | None, RewardProcess] = {}
-        self._ready = False  # a process has judged something
+        self._imported: set[Rubric] = set()  # by some process
+        self._failed_imports: Counter[Rubric] = Counter()  # in a row
+        self._unusable: RewardUnusable | None = None
         self._pace: dict[Rubric, float] = {}  # seconds per row, a running mean
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -80,7 +84,10 @@ class RewardPool:
     async def verdicts(
         self, rubric: Rubric, prompt: Prompt, rollouts: Sequence[Rollout], attempts: int = 1
     ) -> list[Judgement]:
-        """Return a verdict for each rollout. A row that fails is tried `attempts` times."""
+        """Return a verdict for each rollout. A row that fails is tried `attempts` times. Raise RewardUnusable if the
+        reward cannot be imported."""
+        if self._unusable is not None:
+            raise self._unusable
         answers = [answer_of(rollout) for rollout in rollouts]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         batch = OpenGroup(rubric, prompt, answers, attempts, deque(range(len(answers))), done)
@@ -131,7 +138,7 @@ class RewardPool:
         waiting = [batch for batch in self._queue if batch.left]
         if not waiting:
             return
-        if self._ready:
+        if self._imported:
             seconds = sum(len(batch.left) * self._pace.get(batch.rubric, 1.0) for batch in waiting)
             wanted = min(sum(len(batch.left) for batch in waiting), math.ceil(seconds / GROW_SECONDS))
             for _ in range(min(wanted, self._limits.workers - len(self._runners))):
@@ -195,13 +202,14 @@ class RewardPool:
         """Have the process judge rows of the batch. Return whether it lives."""
         try:
             at_once = await process.imported(batch.rubric)
-        except ValueError as error:
-            self._fail(batch, str(error))
-            return True
-        except RewardProcessLost as lost:
-            self._fail(batch, str(lost))
+        except (ValueError, RewardProcessLost) as error:
+            self._failed_imports[batch.rubric] += 1
+            if batch.rubric not in self._imported or self._failed_imports[batch.rubric] >= IMPORTS:
+                self._unusable = RewardUnusable(batch.rubric, str(error))
+                raise self._unusable from None
             return False
-        self._ready = True
+        self._imported.add(batch.rubric)
+        self._failed_imports[batch.rubric] = 0
         rows = self._take(batch, everything=at_once)
         if not rows:
             return True

@@ -5,12 +5,15 @@ import importlib
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
+from titan_rl.config.toml import did_you_mean
 from titan_rl.wire.types import Prompt
 
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
@@ -76,11 +79,16 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute) or module.startswith("."):
         names = ", ".join(f'"{each}"' for each in [*known, "model"])
-        raise ValueError(f'task.reward: expected {names} or "package.module:function", found {name!r}')
+        is_file = name.isidentifier() and Path(f"{name}.py").is_file()
+        hint = f"; did you mean '{name}:FUNCTION'?" if is_file else did_you_mean(name, known)
+        raise ValueError(f'task.reward: expected {names} or "package.module:function", found {name!r}{hint}')
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
+    except ModuleNotFoundError as error:
         raise ValueError(f"task.reward = {name!r}: {error}") from error
+    except AttributeError as error:
+        near = did_you_mean(attribute, vars(sys.modules[module])) if module in sys.modules else ""
+        raise ValueError(f"task.reward = {name!r}: {error}{near}") from error
     except SystemExit as error:  # must not end the run, least of all as a success
         raise ValueError(f"task.reward: expected {name!r} to import, found {error!r}") from error
     if not callable(function):

@@ -18,6 +18,7 @@ from typing import Any
 
 from titan_rl.tasks.reward_shapes import Component, ComponentScore, component
 from titan_rl.tasks.rewards import BUILT_IN, Answered, number
+from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Judgement, Prompt
 
 GRADER = "grader"
@@ -49,6 +50,18 @@ class Rubric:
         short = [name.rpartition(":")[2] for name, _ in self.parts]
         counts = Counter([*short, GRADER])
         return [own if counts[own] == 1 else name for own, (name, _) in zip(short, self.parts, strict=True)]
+
+
+class RewardUnusable(RunError):
+    """A reward that cannot be imported: no answer will ever have one."""
+
+    def __init__(self, rubric: Rubric, found: str) -> None:
+        names = ", ".join(f'"{name}"' for name in rubric.names)
+        super().__init__(
+            f"task.reward: expected {names} to be imported, found {found}",
+            "Each process of task.reward_workers imports it. It imported when the run was checked: its file, or a "
+            "package that it needs, has changed since.",
+        )
 
 
 class Scorer:

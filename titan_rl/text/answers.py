@@ -44,8 +44,8 @@ def parse_answer(
     texts, where a format does not. Raise MalformedCall for a call that was begun but cannot be read. Text without
     thinking and calls stays as it is, white space included."""
     message: Message = {"role": "assistant", "content": text}
-    if split_thinking and ("</think>" in text or text.lstrip().startswith("<think>")):
-        thought, _, said = text.partition("</think>")
+    thought, ended, said = text.partition("</think>")
+    if split_thinking and (text.lstrip().startswith("<think>") or (ended and not _calls_at_once(thought, form))):
         message["content"] = said.lstrip("\n")
         message["reasoning_content"] = thought.strip().removeprefix("<think>").strip("\n")
     said = message["content"]
@@ -64,6 +64,20 @@ def parse_answer(
             for i, (name, arguments) in enumerate(found)
         ]
     return message
+
+
+def _calls_at_once(thought: str, form: CallFormat) -> bool:
+    """Return True if what ends at "</think>" is the beginning of calls, one of which has that as a part of its text."""
+    said = thought.lstrip()
+    match form:
+        case "llama":
+            return LLAMA.match(said) is not None
+        case "mistral":
+            return said.startswith(MISTRAL)
+        case "hermes" | "xml":
+            return said.startswith("<tool_call>") and said.count("<tool_call>") > said.count("</tool_call>")
+        case "text":
+            return False
 
 
 def _calls(said: str, form: CallFormat, tools: Iterable[Mapping[str, Any]]) -> tuple[Calls, str]:

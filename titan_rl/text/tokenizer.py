@@ -122,6 +122,11 @@ class TextTokenizer:
         return [token for token in self.tokenizer.encode("").ids if token == self.bos][:1]
 
     @cached_property
+    def _gaps(self) -> frozenset[int]:
+        """The ids below `size` that have no token: none, in nearly all vocabularies."""
+        return frozenset(range(self.size)) - frozenset(self.tokenizer.get_vocab().values())
+
+    @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()))
@@ -133,7 +138,10 @@ class TextTokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Return the text of the ids. An id without a token (a padded row of the embedding) becomes U+FFFD. The library
         drops it, and a reward would see a clean answer where the policy sampled garbage."""
-        runs = groupby(ids, key=lambda id: self.tokenizer.id_to_token(id) is not None)
+        size, gaps, ids = self.size, self._gaps, list(ids)
+        if max(ids, default=0) < size and gaps.isdisjoint(ids):
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special)
+        runs = groupby(ids, key=lambda id: id < size and id not in gaps)
         return "".join(
             self.tokenizer.decode(list(run), skip_special_tokens=skip_special) if known else "\ufffd" * len(list(run))
             for known, run in runs

@@ -1,8 +1,10 @@
 """Where each mesh of a run goes, and what its processes are launched with there."""
 
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from monarch.actor import enable_transport
@@ -13,13 +15,23 @@ from titan_rl.config.sections import Config, HostsSection
 from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.remote_host import Joining, attached
+from titan_rl.meshes.ssh_workers import ssh_workers
 from titan_rl.meshes.zygotes import Kind
-from titan_rl.preflight.placement import Share, Unplaceable, environment_host, place, place_again, slots_per_host
+from titan_rl.preflight.placement import (
+    Share,
+    Unplaceable,
+    environment_host,
+    place,
+    place_again,
+    slots_of,
+    slots_per_host,
+)
 from titan_rl.preflight.setup import Setup
 from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
-from titan_rl.wire.dial import route_to, split_address
+from titan_rl.wire.dial import address_of, route_to, split_address
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.front_door import free_port, port_range
 from titan_rl.wire.gpus import PLANNED, visible_devices
 
 
@@ -32,6 +44,8 @@ class Berths:
         self._placement = place(setup.config, self._slots)
         machines = {host.facts.machine: host.facts.cores for host in joined if host and host.facts}
         self._cores = sum(machines.values()) or usable_cores()
+        self._left_out: list[Host] = []  # on which the trainer did not start
+        self._before: set[int] = set()  # hosts of the trainer before it was placed last
 
     def of_model(self, role: str) -> list[Berth]:
         return [self._berth(share, "model") for share in self._shares(role)]
@@ -49,15 +63,53 @@ class Berths:
         return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
 
     def _shares(self, mesh: str) -> Sequence[Share]:
-        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others."""
-        lost = [number for number, host in enumerate(self._hosts) if host and host.lost()]
-        if any(share.host in lost for share in self._placement[mesh]):
+        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others; it moves
+        too if it has fewer rows than the config says, for there may be room again."""
+        lost = self._unusable(mesh)
+        own = slots_of(self._placement[mesh])
+        fewer = mesh == "trainer" and len(own) < self._setup.config.parallelism.world_size
+        added = mesh not in place(self._setup.config, self._slots)  # where a mesh may have moved meanwhile
+        others = {slot for name, shares in self._placement.items() if name != mesh for slot in slots_of(shares)}
+        if fewer or any(host in lost for host, _ in own) or (added and own & others):
             try:
                 self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
             except Unplaceable as error:
                 names = ", ".join(self._hosts[number].name for number in lost)
                 raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
+            if mesh == "trainer":
+                self._before = {host for host, _ in own}
         return self._placement[mesh]
+
+    def _unusable(self, mesh: str, seconds: float = 0) -> list[int]:
+        """Return the hosts on which a mesh cannot be started, and those that it does not have and that have not been
+        there for `seconds`."""
+        own, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
+        left_out = self._left_out if mesh == "trainer" else []
+        return [
+            number
+            for number, host in enumerate(self._hosts)
+            if host and (host.lost() or host in left_out or (number not in own and host.joined > since))
+        ]
+
+    def rows(self, seconds: float = 0) -> int:
+        """Return how many dp rows the trainer would get now, on hosts that it has or that have been there for
+        `seconds`."""
+        unusable = self._unusable("trainer", seconds)
+        try:
+            found = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
+        except Unplaceable:  # it has just lost a host
+            return 0
+        return len(slots_of(found)) // self._setup.config.parallelism.tensor_parallel_degree
+
+    def leave_out(self) -> list[str]:
+        """Let the trainer do without the hosts that it was given last, until they are joined anew. Return their names;
+        none if the trainer has lost a host."""
+        given = {share.host for share in self._placement["trainer"]}
+        if any(self._hosts[number].lost() for number in given):
+            return []
+        left = [self._hosts[number] for number in sorted(given - self._before)]
+        self._left_out += left
+        return [host.name for host in left]
 
     def _berth(self, share: Share, kind: Kind) -> Berth:
         environment = resources(self._setup, kind, self._devices(share), self._cores)
@@ -67,7 +119,7 @@ class Berths:
         """Return the GPUs of a share, in rank order. The hosts of `processes` divide those of this machine."""
         if self._setup.device != "cuda":
             return []
-        facts = self._hosts[share.host].facts if self._setup.config.hosts.kind == "attach" else None
+        facts = self._hosts[share.host].facts if self._setup.config.hosts.at_addresses else None
         visible = facts.gpus if facts else visible_devices()
         first = share.host * self._slots if self._setup.config.hosts.kind == "processes" else 0
         if len(visible) <= first + max(share.slots):
@@ -98,28 +150,42 @@ def cuda_environment(config: Config) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def joined_hosts(setup: Setup) -> AsyncIterator[Sequence[Host]]:
-    """Yield the hosts of a run. Ranks that are left at the end are killed, and workers that were started here."""
+async def joined_hosts(
+    setup: Setup, say: Callable[[str], None], back: Callable[[], None]
+) -> AsyncIterator[Sequence[Host]]:
+    """Yield the hosts of a run. When one that was lost is in its place again, `say` shows it and `back` is called.
+    Ranks that are left at the end are killed, and workers that were started here."""
     keys, detect_seconds = setup.config.hosts, setup.config.fault.detect_seconds
-    if keys.kind == "attach":
-        scheme, _, _ = split_address(keys.addresses[0])
-        enable_transport(f"{scheme}://{own_address(keys)}:0")  # a free port of one address
+    if keys.at_addresses:
+        enable_transport(own_place(keys))
     with without_lines(b"Monarch internal logs are being written"):
         local = hosts.local_hosts()
     if keys.kind == "local":
         yield local
         return
-    if keys.kind == "attach":
-        joining = Joining(keys.join_seconds, keys.orphan_seconds, detect_seconds, keys.tls)
-        joined = attached(keys.addresses, joining)
+    logs = setup.folder / "hosts"
+    started = ssh_workers(keys, logs, say) if keys.kind == "ssh" else nullcontext()
+    if keys.at_addresses:
+        run = f"the run in {setup.folder.absolute()} (process {os.getpid()} on {socket.gethostname()})"
+        joining = Joining(keys.join_seconds, keys.orphan_seconds, detect_seconds, keys.tls, run)
+        joined = attached(keys.addresses, joining, say, back)
     else:
-        sockets, logs = Path(os.environ["TMPDIR"]), setup.folder / "hosts"
-        joined = hosts.worker_processes(keys.number, sockets, logs, keys.join_seconds)
-    async with joined as found:
+        joined = hosts.worker_processes(keys.number, Path(os.environ["TMPDIR"]), logs, keys.join_seconds)
+    async with started, joined as found:
         try:
             yield found
         finally:
             await deaths.kill(deaths.living())
+
+
+def own_place(keys: HostsSection) -> str:
+    """Return the one address at which this process listens for the workers: a free port, of hosts.ports if given."""
+    scheme, _, _ = split_address(keys.addresses[0])
+    own, ports = own_address(keys), port_range(keys.ports)
+    try:
+        return address_of(scheme, own, free_port(own, ports) if ports else 0)
+    except OSError as error:
+        raise RunError(f"hosts.ports: expected a free port at {own}, found: {error.strerror or error}") from None
 
 
 def own_address(keys: HostsSection) -> str:

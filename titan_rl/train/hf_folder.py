@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.preflight.setup import Policy, Setup
+from titan_rl.record.lines import Unwritable, must_write
 from titan_rl.record.run_folder import aside
 from titan_rl.text.template import MORE_TEMPLATES
+from titan_rl.wire.errors import RankFailed
 
 if TYPE_CHECKING:
     from titan_rl.meshes.model_mesh import ModelMesh
@@ -28,10 +30,14 @@ COPIED = (
 
 
 async def export_policy(setup: Setup, trainers: "ModelMesh", final: Path) -> Path:
-    """Write the trainers' weights, and what belongs to them, to `final`."""
-    with new_folder(final) as partial:
-        await trainers.export(str(partial))
-        write_assets(setup.policy, partial, setup.config.training.dtype)
+    """Write the trainers' weights, and what belongs to them, to `final`. A full disk is named, and no fault of a
+    rank's: another one would meet it too."""
+    try:
+        with must_write(final), new_folder(final) as partial:
+            await trainers.export(str(partial))
+            write_assets(setup.policy, partial, setup.config.training.dtype)
+    except RankFailed as error:
+        raise Unwritable.of_rank(final, error) or error from None
     return final
 
 

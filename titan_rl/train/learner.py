@@ -20,6 +20,7 @@ from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, u
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.run_parts import RunParts
@@ -46,7 +47,7 @@ class Learner:
         self._from: Snapshot | None = None
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
         self._begun: int | None = None  # the step whose save was begun last in this attempt
-        self._checksums: dict[str, list[int]] = {}
+        self._checksums: dict[tuple[str, int], list[int]] = {}  # by role and number of ranks
         self._held: list[Sample] = []  # of the step, until its update
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
@@ -107,7 +108,7 @@ class Learner:
                 policy, critic.step([self.batches(samples, critic) for samples in updates])
             )
         own = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
-        stats.metrics.update(learnt.metrics | own)
+        stats.metrics.update(learnt.metrics | own | stats.metrics)  # router/*, which both may have, is the policy's
         return replace(stats, skipped=stats.skipped + learnt.skipped)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
@@ -171,9 +172,13 @@ class Learner:
             with suppress(RankFailed):
                 await self._last_saves_written()
             await self._purge()
+            folder = self._checkpoints.folders[0]
             if last or self.failed_saves > self._config.fault.max_failed_saves:
+                if full := Unwritable.of_rank(folder, error):
+                    raise RunError(f"the checkpoint of step {step}: {full}", full.details) from None
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
             why = error.details.strip().rpartition("\n")[2][:WHY]
+            why += no_room(folder, why)
             self._incidents.note(
                 f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
             )
@@ -259,9 +264,10 @@ class Learner:
         return folder
 
     def _watch(self, role: str, checksums: list[int]) -> None:
-        if self._checksums.setdefault(role, checksums) != checksums:
+        known = self._checksums.setdefault((role, len(checksums)), checksums)
+        if known != checksums:
             raise RunError(
                 f"the {role}'s weights changed during the run",
-                f"Expected the checksums {self._checksums[role]}, found {checksums}. The folder is read only once, so "
+                f"Expected the checksums {known}, found {checksums}. The folder is read only once, so "
                 "something else wrote to this memory.",
             )

@@ -1,6 +1,7 @@
 """Continues a run that lost a mesh: respawns the mesh and rewinds the run to its newest whole state.
 
     attempt ── trainer, critic or a frozen role is lost ──> respawn ──> attempt, from the newest snapshot or checkpoint
+       ├────── there is room for more trainers (regrowth.py) ──> respawn ──> attempt, from the last checkpoint
        └────── anything else ──> the run ends
 
 Rewinding is resuming within the process: prompts that were in flight are issued again, and steps after the snapshot are
@@ -18,6 +19,7 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.incidents import ROLLBACK, Incident
 from titan_rl.record.run_folder import Resume, aside, sound_resume
 from titan_rl.train.health import Rewind
+from titan_rl.train.regrowth import Regrow
 from titan_rl.train.run_parts import RunParts
 from titan_rl.wire.errors import RankDied, RunError
 from titan_rl.wire.types import PhaseName
@@ -31,6 +33,8 @@ class Recovery:
         self._connected = True  # whether the generators are connected to the current trainers
         self._reached = -1  # the last step that was running when something was lost
         self._failed_at: int | None = None  # the step of the last failure, if it was an exception
+        self._growing: Regrow | None = None  # until an attempt is running with more trainers
+        self._rows = run.meshes.trainers.dp  # when they were started last
         self.attempt = 0
 
     @property
@@ -76,12 +80,21 @@ class Recovery:
 
     def began(self, step: int) -> None:
         """Note that an attempt resumed after `step` with everything up."""
+        what = f"the run continues after step {step}{self._run.meshes.trainers.size}"
         for incident in self._open:
-            self._run.incidents.back(incident, f"the run continues after step {step}", max(0, self._reached - 1 - step))
-        self._open, self._reached = [], -1
+            self._run.incidents.back(incident, what, max(0, self._reached - 1 - step))
+        self._open, self._reached, self._growing = [], -1, None
 
     def _remedy(self, error: RunError) -> None:
         """Note what must be respawned; raise if that is impossible or pointless."""
+        if isinstance(error, Regrow):
+            self._growing = error
+            self._lost.add(self._run.meshes.trainers)
+            return
+        growing, self._growing = self._growing, None
+        if growing is not None and self._run.regrowth.failed(error, self._run.incidents.note):
+            self._lost.add(self._run.meshes.trainers)
+            return
         mesh = self._run.meshes.named(error.mesh)
         role = ROLLBACK if isinstance(error, Rewind) else error.mesh
         if (mesh is None and not isinstance(error, Rewind)) or self._run.stop.requested or self._repeats(error):
@@ -113,17 +126,37 @@ class Recovery:
         return again
 
     async def _mend(self) -> None:
-        trainers = self._run.meshes.trainers
+        trainers, snapshots = self._run.meshes.trainers, self._run.snapshots
+        await snapshots.settle()
         if self.resume.nothing:  # live trainers rewind in place, but only new ones have the initial weights
             self._lost.add(trainers)
         if self._run.weights is not None:
             await self._run.weights.abandon(trainers_lost=trainers in self._lost)
+        if trainers in self._lost:
+            await self._run.meshes.leave_gpus_to_trainers()
         await self._run.meshes.turn_of_trainers()  # colocated engines leave them the memory to start in
-        for mesh in list(self._lost):
-            with self._run.terminal.phase(f"{mesh.name}: respawned"):
-                await mesh.respawn()
-            self._lost.discard(mesh)
-            self._connected = self._connected and mesh is not trainers
+        replaced = set(self._lost)
+        await self._replace_lost()
+        await snapshots.bring()
+        if self.resume.nothing and trainers not in replaced:  # hosts with the parts were lost, one after the other
+            self._lost.add(trainers)
+            if self._run.weights is not None:
+                await self._run.weights.abandon(trainers_lost=True)
+            await self._replace_lost()
         if not self._connected and self._run.weights is not None:
             await self._run.weights.connect(self._run.config, self._run.setup.shape)
             self._connected = True
+
+    async def _replace_lost(self) -> None:
+        for mesh in list(self._lost):
+            grows = mesh is self._run.meshes.trainers and self._growing
+            with self._run.terminal.phase(str(grows or f"{mesh.name}: respawned")):
+                await mesh.respawn()
+            self._lost.discard(mesh)
+            self._connected = self._connected and mesh is not self._run.meshes.trainers
+        rows = self._run.meshes.trainers.dp
+        if rows != self._rows:
+            self._run.snapshots.forget()  # they are in parts for another number of ranks
+        if rows < self._rows:
+            self._run.regrowth.shrank()
+        self._rows = rows

@@ -9,7 +9,8 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.launch import Meshes
+from titan_rl.train.bring_up import Meshes
+from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -29,6 +30,7 @@ class RunParts:
     weights: WeightSync | None  # None without generators
     snapshots: Snapshots
     report: Report
+    regrowth: Regrowth
 
     @property
     def config(self) -> Config:

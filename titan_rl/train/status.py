@@ -10,7 +10,7 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.preflight.placement import most_replicas, slots_per_host
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
-from titan_rl.train.launch import Meshes
+from titan_rl.train.bring_up import Meshes
 from titan_rl.train.stop import Stop
 from titan_rl.wire.gpus import visible_gpus
 
@@ -22,10 +22,10 @@ class Status:
         """`saves` is false in a run without checkpoints: none of its steps is saved."""
         self.meshes: Meshes | None = None  # None while they are being started
         self._stop, self._incidents, self._saves = stop, incidents, saves
-        self._began = time.time()
+        self._began = time.monotonic()
 
     async def answer(self) -> dict[str, Any]:
-        run = self._stop.status() | {"seconds": round(time.time() - self._began, 1)}
+        run = self._stop.status() | {"seconds": round(time.monotonic() - self._began, 1)}
         return {
             "run": run if self._saves else run | {"saved": None},
             "ranks": self._ranks(),
@@ -38,7 +38,7 @@ class Status:
         }
 
     def _ranks(self) -> list[dict[str, Any]]:
-        """The ranks on this host, with their state."""
+        """Return the ranks with their state. In a run across hosts each has the host that its pid is of."""
         states: dict[str, tuple[str, float]] = {}
         if self.meshes is not None and (generators := self.meshes.generators) is not None:
             coming = [replica for replica in generators.coming.values() if replica is not None]
@@ -46,10 +46,13 @@ class Status:
                 states |= dict.fromkeys(replica.ranks, (replica.state, replica.since))
         if self.meshes is not None and (environments := self.meshes.environments) is not None:
             states |= environments.ranks
-        found = []
-        for rank, pid in sorted(deaths.alive().items()):
+        away, found = deaths.away(), []
+        places = {rank: ("", pid) for rank, pid in deaths.alive().items()} | away
+        for rank, (host, pid) in sorted(places.items()):
             state, since = states.get(rank, ("up" if self.meshes else "starting", self._began))
-            found.append({"rank": rank, "pid": pid, "state": state, "seconds": round(time.time() - since, 1)})
+            where = {"host": host, "pid": pid} if away else {"pid": pid}
+            seconds = round(time.monotonic() - since, 1)
+            found.append({"rank": rank, **where, "state": state, "seconds": seconds})
         return found
 
 

@@ -38,7 +38,7 @@ class StepLoop:
 
     def __init__(self, run: RunParts, learner: Learner, resume: Resume) -> None:
         self._config, self._stop, self._learner, self._resume = run.config, run.stop, learner, resume
-        self._report = run.report
+        self._report, self._regrowth = run.report, run.regrowth
         self._train_seconds = 0.0  # of the last update
         self._torn = False  # an update was given up, so the trainers are at no step
         self._on_disk: int | None = None  # the newest step that is
@@ -79,7 +79,7 @@ class StepLoop:
 
     async def _keep(self, step: int, done: StepDone, *, last: bool, due: bool) -> None:
         """Keep a finished step in memory, on disk, or neither. A pause waits here, and a hopeless run ends here;
-        ruined weights are not kept."""
+        ruined weights are not kept. From a checkpoint trainers start again if there is room for rows that they lost."""
         if isinstance(done.hopeless, Ruined):
             raise done.hopeless
         if not self._stop.requested:
@@ -87,19 +87,25 @@ class StepLoop:
         ends = done.hopeless is not None and not isinstance(done.hopeless, Rewind)
         asked = self._stop.saves()
         if asked or last or due or self._learner.failed_saves > 0 or ends:
-            await self._save(step, done, last=last or ends, asked=asked)
+            grows = not last and done.hopeless is None and self._regrowth.due
+            saved = await self._save(step, done, last=last or ends, asked=asked or grows)
+            if saved and grows and self._regrowth.due and not self._stop.requested:
+                raise self._regrowth.after(step)
         if done.hopeless is not None:
             raise done.hopeless
 
-    async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> None:
+    async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> bool:
+        """Return True if the step was saved; it is on disk if that was `asked`, or if it is the `last`."""
         self._report.to_disk()
         done.on_save()
         began = time.perf_counter()
-        if await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
-            self._stop.save_seconds = time.perf_counter() - began
-            if last or asked or self._config.checkpoint.async_mode == "disabled":
-                self._on_disk = step
-            await self._stop.saved(step)
+        if not await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
+            return False
+        self._stop.save_seconds = time.perf_counter() - began
+        if last or asked or self._config.checkpoint.async_mode == "disabled":
+            self._on_disk = step
+        await self._stop.saved(step)
+        return True
 
     async def _fall_back(self, step: int, done: StepDone) -> None:
         """Save the last finished step, because the one after it was given up."""

@@ -5,9 +5,9 @@
 Names may come and go. A rank without peers is never a straggler.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from math import isfinite
-from statistics import median
 
 
 class Stragglers:
@@ -25,9 +25,9 @@ class Stragglers:
         counts restart at a step that does not follow the last one (the run was rewound, or nothing was measured)."""
         before = self._slow if step == self._last + 1 else {}
         self._last, self._slow = step, {}
-        found: list[str] = []
+        found, peers = list[str](), Peers(seconds)
         for name, own in seconds.items():
-            others = median_of_others(seconds, name)
+            others = peers.median_without(own)
             if others is None or not own > self._factor * others:
                 continue
             self._slow[name] = before.get(name, 0) + 1
@@ -39,7 +39,22 @@ class Stragglers:
         return found
 
 
-def median_of_others(seconds: Mapping[str, float], name: str) -> float | None:
-    """Return None if no other rank has a number above zero: an idle rank is no measure."""
-    others = [value for other, value in seconds.items() if other != name and isfinite(value) and value > 0]
-    return median(others) if others else None
+class Peers:
+    """The numbers of all ranks, sorted once: a step of a thousand ranks asks for a thousand medians."""
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        """An idle rank is no measure: numbers that are not above zero do not count."""
+        self._sorted = sorted(value for value in seconds.values() if isfinite(value) and value > 0)
+
+    def median_without(self, own: float) -> float | None:
+        """Return the median of all numbers but `own`, which is one of them; None if there is no other."""
+        place = bisect_left(self._sorted, own)
+        counts = place < len(self._sorted) and self._sorted[place] == own
+        others = len(self._sorted) - counts
+        if not others:
+            return None
+
+        def at(i: int) -> float:
+            return self._sorted[i + (counts and i >= place)]
+
+        return (at((others - 1) // 2) + at(others // 2)) / 2

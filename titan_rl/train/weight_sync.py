@@ -3,6 +3,7 @@
 once          trainers.shards ─┐
               generator pieces ┴─ plan ── trainers.stage (two slots) ── generators.connect
 every step    trainers.publish (pack into the free slot) ── generators.pull (fetch, write in place, verify, new version)
+                                                            of replicas on one host, one fetches from other hosts
 
 A slot is packed again only when every reader that began to read it has released it, so version n + 1 may be published
 while readers are still busy with n.
@@ -27,6 +28,7 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 from titan_rl.wire.manifest import Manifest, Publication
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.pickled_once import PickledOnce
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import span
 from titan_rl.wire.vllm_params import pieces
@@ -35,6 +37,7 @@ from titan_rl.wire.weight_source import Source
 
 T = TypeVar("T")
 
+ELSEWHERE = "any host of the run"  # where a replica that moves may read from, though none does now
 LOSS_SECONDS = 2.0  # after a failed read, until the loss of the trainers is known if it was the cause
 
 
@@ -130,12 +133,14 @@ class WeightSync:
         layout, places = await asyncio.gather(self._trainers.shards(), self._generators.places())
         self.plan = plan(layout, [pieces(shape, tp=tp, rank=rank) for rank in range(tp)])
         outgoing = [self.plan.outgoing(t) for t in range(len(layout))]
-        staged = await self._trainers.stage(outgoing, sorted(set(places)), sync)
-        sources = [
-            [
+        apart = config.hosts.at_addresses and config.hosts.number > 1 and sync.transport != "shm"
+        readers = {*places, ELSEWHERE} if apart else set(places)
+        staged = await self._trainers.stage(outgoing, sorted(readers), sync)
+        sources: list[list[Source]] = [
+            PickledOnce(
                 Source(t, staged[t][g], copies, config.generator.dtype, sync.block_kb << 10)
                 for t, copies in self.plan.incoming(g).items()
-            ]
+            )
             for g in range(tp)
         ]
         self._sync, self._readers = sync, tp
@@ -145,6 +150,8 @@ class WeightSync:
             self._sources = sources
             self._lost.clear()
         self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
+        if (most := max(self._generators.sharers, default=1)) > 1:
+            self.transports += f", read once for up to {most} replicas of a host"
         self._generators.tend(self.catch_up, self._slots.gone)
         return self.plan
 
@@ -166,7 +173,7 @@ class WeightSync:
         async with self._pulling:
             while (sources := self._sources) is not None:
                 try:
-                    await replica.scatter("connect", sources, self._sync, seconds=self._seconds)
+                    await self._generators.connect_late(replica, sources, self._sync, self._seconds)
                     await self._bring_newest(replica)
                     return
                 except RunError as error:

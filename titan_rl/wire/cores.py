@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use."""
+"""How many cores and how much memory this process may use, and which processes can share that memory."""
 
 import os
 from contextlib import suppress
@@ -28,3 +28,9 @@ def host_memory() -> int:
 def machine() -> str:
     """Return a string that is equal for processes on one machine, whatever their network and containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def here() -> str:
+    """Return a string that is equal for processes that can map each other's memory, which they find under /proc: it
+    names the boot of the machine and the PID namespace."""
+    return f"{machine()} {os.readlink('/proc/self/ns/pid')}"

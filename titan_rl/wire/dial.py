@@ -19,6 +19,11 @@ def split_address(address: str) -> tuple[str, str, int]:
     return scheme, host.strip("[]"), int(port)
 
 
+def address_of(scheme: str, host: str, port: int) -> str:
+    """Return "tls://node1:26600": the reverse of split_address."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def route_to(address: str) -> str:
     """Return the address of this machine from which it reaches a host."""
     _, host, port = split_address(address)
@@ -29,12 +34,22 @@ def route_to(address: str) -> str:
 
 def takes_connections(address: str, seconds: float) -> bool:
     """Return whether something listens at an address: the kernel answers, however busy the host is."""
+    return _failure(address, seconds) is None
+
+
+def refuses_connections(address: str, seconds: float) -> bool:
+    """Return whether a host's kernel says that nothing listens at an address. Silence is no refusal."""
+    return isinstance(_failure(address, seconds), ConnectionRefusedError)
+
+
+def _failure(address: str, seconds: float) -> OSError | None:
+    """Return how a plain connection to an address fails, or None."""
     _, host, port = split_address(address)
     try:
         socket.create_connection((host, port), seconds).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None
 
 
 def why_silent(address: str, tls: str = "") -> str:
@@ -60,5 +75,7 @@ def why_silent(address: str, tls: str = "") -> str:
                     if not secure.recv(1):
                         return "it closed the connection"
         except (ssl.SSLError, OSError) as error:
-            return f"TLS fails: {getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
-    return "it is reached, and the certificates are accepted, but it does not answer: is it busy with another run?"
+            why = f"{getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
+            when = "expired" in why or "not yet valid" in why
+            return f"TLS fails: {why}{' (are the clocks of both hosts right?)' if when else ''}"
+    return "it is reached, and the certificates are accepted, but it does not answer: is it of other versions?"

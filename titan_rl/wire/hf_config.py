@@ -9,7 +9,7 @@ from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, R
 
 HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that transformers insists on
     (
-        ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window"),
+        ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
         (bool,),
         "true or false",
     ),
@@ -23,7 +23,8 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # that must be there
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # that may be there
-MOST, MOST_LAYERS = 2**30, 1000  # far above every model
+MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
 HF_SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -69,12 +70,15 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
             if config.get(key) is not None and type(config[key]) not in types:
                 yield refused(key, expected, config[key])
     yield from _unsupported_windows(config, parts)
-    for key in ("num_experts", "num_local_experts"):
-        if config.get(key):
-            yield refused(key, "a dense model", config[key])
+    yield from _unsupported_experts(config, parts)
     if config.get("quantization_config"):
         yield refused("quantization_config", "weights that are not quantized", config["quantization_config"])
     yield from _unsupported_rope(config, parts)
+
+
+def experts_of(config: Mapping[str, Any]) -> Any:
+    """Return the number of experts. transformers 5 writes num_local_experts, 4 num_experts."""
+    return config.get("num_experts") or config.get("num_local_experts")
 
 
 def refused(key: str, expected: str, found: Any) -> str:
@@ -111,6 +115,28 @@ def _unsupported_sizes(config: Mapping[str, Any], parts: FamilyParts) -> Iterato
             yield refused("head_dim", expected, config["head_dim"])
     if not _positive(config.get("rms_norm_eps")) or config["rms_norm_eps"] >= 1:
         yield refused("rms_norm_eps", "a number above 0 and below 1", config.get("rms_norm_eps"))
+
+
+def _unsupported_experts(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:
+    """Every layer has the same number of routed experts, and no others; or the model is dense."""
+    counts = {key: config[key] for key in EXPERT_COUNTS if config.get(key)}
+    if not parts.experts:
+        yield from (refused(key, "a dense model", count) for key, count in counts.items())
+        return
+    if len(set(map(str, counts.values()))) > 1:
+        yield refused("num_local_experts", f"num_experts = {counts['num_experts']}", counts["num_local_experts"])
+    experts, each = experts_of(config), config.get("num_experts_per_tok")
+    if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
+        yield refused("num_experts", f"a positive integer of at most {MOST_EXPERTS}", experts)
+    elif type(each) is not int or not 1 <= each <= experts:
+        yield refused("num_experts_per_tok", f"a positive integer of at most num_experts = {experts}", each)
+    rows = config.get("moe_intermediate_size")
+    if type(rows) is not int or not 1 <= rows <= MOST:
+        yield refused("moe_intermediate_size", f"a positive integer of at most {MOST}", rows)
+    if config.get("decoder_sparse_step", 1) != 1:
+        yield refused("decoder_sparse_step", "1: experts in every layer", config["decoder_sparse_step"])
+    if config.get("mlp_only_layers"):
+        yield refused("mlp_only_layers", "[]: experts in every layer", config["mlp_only_layers"])
 
 
 def _unsupported_windows(config: Mapping[str, Any], parts: FamilyParts) -> Iterator[str]:

@@ -9,10 +9,11 @@ Checksums have 64 bits: XXH3 on a host; on a GPU, where its serial steps would b
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
+from titan_rl.wire.pickled_once import PickledOnce
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import HashKind
 
@@ -61,10 +62,14 @@ class Publication:
     slot: int
     manifests: list[dict[int, Manifest]]  # by trainer rank, then by reader
     seconds: float  # that packing took the slowest rank
+    _of: dict[int, PickledOnce[Manifest]] = field(default_factory=dict, compare=False, repr=False)  # by reader
 
     def of(self, reader: int) -> list[Manifest]:
-        """Return the manifests of the runs that a reader reads, in the order of the trainer ranks."""
-        return [runs[reader] for runs in self.manifests if reader in runs]
+        """Return the manifests of the runs that a reader reads, in the order of the trainer ranks: the same list for
+        all replicas."""
+        if reader not in self._of:
+            self._of[reader] = PickledOnce(runs[reader] for runs in self.manifests if reader in runs)
+        return self._of[reader]
 
 
 def blocks(copies: Sequence[Copy], most: int) -> tuple[Block, ...]:

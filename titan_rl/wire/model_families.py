@@ -1,7 +1,8 @@
-"""The families of dense decoders, by their parts. Trainer, generator, checkpoints and weight sync read this table.
+"""The families of decoders, by their parts. Trainer, generator, checkpoints and weight sync read this table.
 
 All families have RMSNorm before attention and before a gated SiLU feed-forward, grouped-query attention with rotary
-embeddings over halves of a head, and no bias but those below. A new family of such parts is one entry here.
+embeddings over halves of a head, and no bias but those below. In a mixture of experts, the feed-forward of every layer
+is a router and experts. A new family of such parts is one entry here.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class FamilyParts:
     architectures: dict[Head, str]  # in config.json
     qkv_bias: bool = False  # of the query, key and value projections
     head_norms: bool = False  # RMSNorm over each query and key head
+    experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
     heads_fill_dim: bool = False  # vLLM takes no head_dim other than hidden_size / num_attention_heads
     derived_sizes: tuple[str, ...] = ()  # keys that config.json may omit: they follow from the other sizes
@@ -52,6 +54,13 @@ FAMILIES: dict[Family, FamilyParts] = {
         head_norms=True,  # the defaults of its sizes are those of one particular model, so none are derived
         false_keys=("attention_bias", "use_sliding_window"),
     ),
+    "qwen3_moe": FamilyParts(  # Qwen3-30B-A3B, 235B-A22B
+        model_type="qwen3_moe",
+        architectures={"lm": "Qwen3MoeForCausalLM", "value": "Qwen3MoeForSequenceClassification"},
+        head_norms=True,
+        experts=True,
+        false_keys=("attention_bias", "use_sliding_window", "shared_expert_intermediate_size"),
+    ),
     "mistral": FamilyParts(
         model_type="mistral",
         architectures={"lm": "MistralForCausalLM", "value": "MistralForSequenceClassification"},
@@ -62,7 +71,7 @@ FAMILIES: dict[Family, FamilyParts] = {
 BY_MODEL_TYPE: dict[str, Family] = {parts.model_type: family for family, parts in FAMILIES.items()}
 
 OTHER_KINDS = {  # why a model_type has no entry
-    "mixture of experts": ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"),
+    "mixture of experts of another kind": ("mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "llama4"),
     "model with other norms, scales or activations": ("gemma", "gemma2", "gemma3", "gemma3_text", "olmo2", "glm4"),
     "model with fused or partly rotated projections": ("phi", "phi3", "glm", "chatglm", "gpt_neox", "stablelm"),
     "model with vision": ("mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "pixtral"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.choices import Family
-from titan_rl.wire.hf_config import rope_of, scaling_of, unsupported
+from titan_rl.wire.hf_config import experts_of, rope_of, scaling_of, unsupported
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, Head
 
 HF_LM_HEAD = "lm_head.weight"
@@ -24,7 +24,7 @@ class ModelShape:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    hidden_dim: int
+    hidden_dim: int  # of the feed-forward, or of each expert
     max_seq_len: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type", and its keys of config.json
@@ -32,6 +32,9 @@ class ModelShape:
     norm_eps: float
     tied: bool
     head: Head = "lm"
+    experts: int = 0  # of each layer; 0: one feed-forward
+    experts_per_token: int = 0
+    norm_routes: bool = False  # the weights of a token's experts add up to 1
 
     @property
     def parts(self) -> FamilyParts:
@@ -44,8 +47,13 @@ class ModelShape:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)  # q and o, k and v
         biases = self.head_dim * (self.n_heads + 2 * self.n_kv_heads) if self.parts.qkv_bias else 0
         norms = 2 * self.dim + (2 * self.head_dim if self.parts.head_norms else 0)
-        block = attention + 3 * self.dim * self.hidden_dim + norms + biases
+        block = attention + norms + biases + self.dim * (3 * self.hidden_dim * (self.experts or 1) + self.experts)
         return embeddings + self.n_layers * block + self.dim
+
+    @property
+    def hidden_per_token(self) -> int:
+        """Return the rows of the feed-forwards that a token passes through."""
+        return self.hidden_dim * (self.experts_per_token or 1)
 
     def with_value_head(self) -> "ModelShape":
         """Return the same body with a value head. There is no vocabulary projection to tie."""
@@ -76,9 +84,7 @@ class ModelShape:
             "self_attn.o_proj.weight": (self.dim, queries),
             **({f"self_attn.{x}_norm.weight": (self.head_dim,) for x in "qk"} if self.parts.head_norms else {}),
             "post_attention_layernorm.weight": (self.dim,),
-            "mlp.gate_proj.weight": (self.hidden_dim, self.dim),
-            "mlp.up_proj.weight": (self.hidden_dim, self.dim),
-            "mlp.down_proj.weight": (self.dim, self.hidden_dim),
+            **self._feed_forward(),
         }
         heads = {HF_LM_HEAD: (self.vocab_size, self.dim), HF_VALUE_HEAD: (1, self.dim), "": ()}
         own = self.hf_head_weight if head else ""
@@ -88,6 +94,14 @@ class ModelShape:
             "model.norm.weight": (self.dim,),
             **({own: heads[own]} if own else {}),
         }
+
+    def _feed_forward(self) -> dict[str, tuple[int, ...]]:
+        into, out = (self.hidden_dim, self.dim), (self.dim, self.hidden_dim)
+        each = {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": out}
+        if not self.experts:
+            return {f"mlp.{name}": size for name, size in each.items()}
+        router: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, self.dim)}
+        return router | {f"mlp.experts.{i}.{n}": size for i in range(self.experts) for n, size in each.items()}
 
     def hf_config(self, *, bos: int | None, eos: int | list[int] | None, pad: int | None) -> dict[str, Any]:
         """Return the config.json of this model for transformers 5 and vLLM."""
@@ -101,6 +115,7 @@ class ModelShape:
             "num_attention_heads": self.n_heads,
             "num_key_value_heads": self.n_kv_heads,
             "head_dim": self.head_dim,
+            **self._hf_experts(),
             "hidden_act": "silu",
             "max_position_embeddings": self.max_seq_len,
             "rms_norm_eps": self.norm_eps,
@@ -115,17 +130,30 @@ class ModelShape:
             **self.hf_head,
         }
 
+    def _hf_experts(self) -> dict[str, Any]:
+        if not self.experts:
+            return {}
+        return {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.hidden_dim,
+            "norm_topk_prob": self.norm_routes,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
         """Read a config.json written by transformers 4 or 5. The ValueError lists everything that is not supported."""
         if problems := "; ".join(unsupported(config)):
             raise ValueError(problems)
         rope, family = rope_of(config), BY_MODEL_TYPE[config["model_type"]]
+        parts, routed = FAMILIES[family], FAMILIES[family].experts
         head: Head = "value" if config["architectures"][0].endswith("ForSequenceClassification") else "lm"
         longest = config["max_position_embeddings"]
         if rope["rope_type"] == "yarn":  # vLLM has no rotary table beyond
             longest = min(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
-        window = config.get("sliding_window", FAMILIES[family].default_window)
+        window = config.get("sliding_window", parts.default_window)
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -134,14 +162,17 @@ class ModelShape:
             n_heads=config["num_attention_heads"],
             n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            hidden_dim=config["intermediate_size"],
+            hidden_dim=config["moe_intermediate_size" if routed else "intermediate_size"],
             max_seq_len=longest,
             rope_theta=float(rope["rope_theta"]),
             rope_scaling=scaling_of(rope),
-            sliding_window=(window or 0) if FAMILIES[family].default_window else 0,
+            sliding_window=(window or 0) if parts.default_window else 0,
             norm_eps=float(config["rms_norm_eps"]),
             tied=head == "lm" and bool(config.get("tie_word_embeddings")),  # a value head has nothing to tie
             head=head,
+            experts=experts_of(config) if routed else 0,
+            experts_per_token=config["num_experts_per_tok"] if routed else 0,
+            norm_routes=routed and bool(config.get("norm_topk_prob")),
         )
 
 
@@ -149,7 +180,9 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
     """Return the shape of the Hugging Face folder that the config key `key` names."""
     path = Path(folder) / "config.json"
     if not os.path.isdir(path.parent):  # unlike Path.is_dir, never raises
-        raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}")
+        fetch = "`hf download OWNER/NAME --local-dir FOLDER` fetches one of the Hub's: a run downloads nothing"
+        hint = "" if path.parent.name == "hf" else f"; {fetch}"  # hf/ is what another run is yet to write
+        raise ValueError(f"{key}: expected a Hugging Face folder, found none at {path.parent}{hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):

@@ -75,6 +75,7 @@ class ReaderCost:
     bytes: int = 0  # fetched
     changed: int = 0  # blocks fetched
     blocks: int = 0  # blocks of the publication
+    remote: int = 0  # bytes that this rank, or this engine's ranks, brought to their host by remote reads
     engine: EngineStats = field(default_factory=EngineStats)  # what it did since the switch before
 
 
@@ -93,4 +94,5 @@ class SyncStats:
     changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
     engines: Mapping[str, EngineStats] = field(default_factory=dict)  # what each replica did since the sync before
+    into_host: int = 0  # most bytes that remote reads brought to one host
     refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

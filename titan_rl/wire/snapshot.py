@@ -1,12 +1,17 @@
-"""Snapshots of all trained state in memory: as the controller names them, and as a rank finds its part."""
+"""Snapshots of all trained state in memory: as the controller names them, as a rank finds its part, which host has the
+other copy of it, and how that host's keeper reads it."""
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titan_rl.config.sections import BYTES, Dtype
 from titan_rl.wire.types import PhaseName
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMABuffer
 
 KEPT = 2  # the newest complete snapshot, and the one being written
 TENSORS = 3  # per parameter: its values, and Adam's two moments
@@ -22,7 +27,7 @@ class SnapshotPart:
     >>> SnapshotPart("/proc/4711/fd/23", 8)
     """
 
-    path: str  # of the controller's memory
+    path: str  # of memory that the controller holds, or the keeper of the rank's host
     serial: int
 
 
@@ -40,9 +45,51 @@ class Snapshot:
         return [SnapshotPart(path, self.serial) for path in self.paths[mesh]]
 
 
+@dataclass(frozen=True, slots=True)
+class PartManifest:
+    """What a whole part holds: its head, and the digest of each block of what follows the head."""
+
+    serial: int
+    start: int
+    end: int
+    nbytes: int  # of the whole part, which is at least `end`
+    block_bytes: int
+    digests: tuple[bytes, ...]  # xxh3, 128 bits
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        return self.nbytes, self.block_bytes
+
+    @property
+    def head(self) -> bytes:
+        return HEAD.pack(self.serial, self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class PartOffer:
+    """A whole part that its keeper offers to another one."""
+
+    manifest: PartManifest
+    blocks: "tuple[RDMABuffer, ...]"  # registered for one-sided reads
+
+
 def head(fd: int) -> tuple[int, int, int]:
     """Return a part's stamp, start and end; zeros if nothing was written to it yet."""
     return HEAD.unpack(os.pread(fd, HEAD.size, 0).ljust(HEAD.size, b"\0"))
+
+
+def peer_of(host: int, machines: Sequence[str]) -> int | None:
+    """Return the host whose keeper has copies of a host's parts: the next one, in a ring, that is on another machine;
+    or the next one, if all are on one machine. `machines`, by host: "" if it is lost. None: no other host is left.
+
+    >>> [peer_of(host, ["a", "b", "c"]) for host in range(3)]
+    [1, 2, 0]
+    >>> peer_of(0, ["a", "a", "", "b"]), peer_of(0, ["a", "", ""])
+    (3, None)
+    """
+    ring = [(host + distance) % len(machines) for distance in range(1, len(machines))]
+    others = [other for other in ring if machines[other]]
+    return min(others, key=lambda other: machines[other] == machines[host], default=None)
 
 
 def snapshot_bytes(parameters: int, dtype: Dtype, replicas: int) -> int:

@@ -38,6 +38,7 @@ class Recorded(NamedTuple):
 
     spans: list[Span]
     dropped: int = 0  # older spans that were not taken in time
+    now: int = 0  # when they were taken, by the clock that spans are of; 0: unknown
 
 
 class Recorder:
@@ -71,7 +72,7 @@ class Recorder:
         self._recorded += 1
 
     def take(self) -> Recorded:
-        taken = Recorded(list(self._spans), self._recorded - len(self._spans))
+        taken = Recorded(list(self._spans), self._recorded - len(self._spans), self.now())
         self._spans.clear()
         self._recorded = 0
         return taken

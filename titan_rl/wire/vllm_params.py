@@ -1,6 +1,7 @@
-"""The live parameters of vLLM's dense decoders (model_families.py), and the Hugging Face tensors that fill them.
+"""The live parameters of vLLM's decoders (model_families.py), and the Hugging Face tensors that fill them.
 
-vLLM fuses q, k and v, and gate and up, pads embeddings, and cuts parameters over its tensor-parallel ranks.
+vLLM fuses q, k and v, and gate and up, stacks experts, pads embeddings, and cuts parameters over its tensor-parallel
+ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.weight_plan import Piece
 
+W13, W2 = "routed_experts.w13_weight", "routed_experts.w2_weight"  # [E, 2F, D], [E, D, F]
 VOCAB_MULTIPLE = 64  # vLLM pads embeddings to a multiple of it; pad rows are never read, so they are never written
 
 
@@ -30,11 +32,13 @@ def pieces(shape: ModelShape, *, tp: int, rank: int) -> list[Piece]:
 def param_shapes(shape: ModelShape, tp: int) -> dict[str, tuple[int, ...]]:
     """Return the parameter shapes of one tensor-parallel rank, by vLLM's names; all ranks have the same shapes."""
 
-    def local(parts: list[_Part]) -> tuple[int, ...]:
+    def local(param: str, parts: list[_Part]) -> tuple[int, ...]:
         rows = sum(part.height for part in parts)
+        if param.endswith((W13, W2)):  # rows of one expert after the other
+            return shape.experts, rows // shape.experts, parts[0].width
         return (rows,) if parts[0].cols == 1 else (rows, parts[0].width)
 
-    return {param: local(parts) for param, parts in _parameters(shape, tp)}
+    return {param: local(param, parts) for param, parts in _parameters(shape, tp)}
 
 
 def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: int) -> None:
@@ -88,7 +92,7 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
             f"heads, found {tp}"
         )
 
-    dim, q, kv, ffn = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim, shape.hidden_dim
+    dim, q, kv = shape.dim, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
 
     def vector(name: str, size: int) -> tuple[str, list[_Part]]:
         return name, [_Part(name, size, 1)]
@@ -123,13 +127,24 @@ def _parameters(shape: ModelShape, tp: int) -> Iterator[tuple[str, list[_Part]]]
         if shape.parts.head_norms:
             yield vector(f"{at}.self_attn.q_norm.weight", shape.head_dim)
             yield vector(f"{at}.self_attn.k_norm.weight", shape.head_dim)
-        yield (
-            f"{at}.mlp.gate_up_proj.weight",
-            [_Part(f"{at}.mlp.{half}_proj.weight", ffn, dim, row_cuts=tp) for half in ("gate", "up")],
-        )
-        yield by_columns(f"{at}.mlp.down_proj.weight", ffn)
+        yield from _feed_forward(shape, f"{at}.mlp", tp)
         yield vector(f"{at}.input_layernorm.weight", dim)
         yield vector(f"{at}.post_attention_layernorm.weight", dim)
     yield vector("model.norm.weight", dim)
     if not shape.tied:
         yield embedding("lm_head.weight")
+
+
+def _feed_forward(shape: ModelShape, at: str, tp: int) -> Iterator[tuple[str, list[_Part]]]:
+    """Yield the parameters of a layer's feed-forward, or of its router and experts. Each rank has a part of each."""
+    names = [f"{at}.experts.{expert}" for expert in range(shape.experts)] or [at]
+    halves = [f"{name}.{half}_proj.weight" for name in names for half in ("gate", "up")]
+    into = [_Part(half, shape.hidden_dim, shape.dim, row_cuts=tp) for half in halves]
+    out = [_Part(f"{name}.down_proj.weight", shape.dim, shape.hidden_dim, col_cuts=tp) for name in names]
+    if not shape.experts:
+        yield f"{at}.gate_up_proj.weight", into
+        yield f"{at}.down_proj.weight", out
+        return
+    yield f"{at}.gate.weight", [_Part(f"{at}.gate.weight", shape.experts, shape.dim)]
+    yield f"{at}.experts.{W13}", into
+    yield f"{at}.experts.{W2}", out

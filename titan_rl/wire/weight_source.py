@@ -21,6 +21,11 @@ HashKind = Literal["xxh3", "splitmix"]
 """Of a block's checksum: "xxh3" of bytes on a host, "splitmix" of bytes that a GPU reads (kernels/block_hash.py)."""
 
 
+def one_sided(backend: str) -> str:
+    """Return what a run calls one-sided reads through this backend of Monarch's."""
+    return f"RDMABuffer ({'TCP fallback' if backend == 'tcp' else backend})"
+
+
 @dataclass(frozen=True, slots=True)
 class Registered:
     """A reader's run, registered for one-sided reads."""
@@ -33,7 +38,7 @@ class Registered:
 class Offer:
     """Where one reader finds its run."""
 
-    place: str  # transport.here(), at the trainer rank
+    place: str  # here(), at the trainer rank
     pid: int
     fd: int
     size: int  # bytes of the whole memory
@@ -57,3 +62,25 @@ class Source:
     @property
     def nbytes(self) -> int:
         return sum(copy.elements for copy in self.copies) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Where a reader keeps what remote reads brought to its host, for the readers of other replicas there to map."""
+
+    place: str  # transport.here(), at the reader
+    pid: int
+    fd: int
+    inode: int  # of the memory: equal for all who share it
+
+    @property
+    def memory(self) -> tuple[str, int]:
+        return self.place, self.inode
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """How a reader gets its weights."""
+
+    transports: list[str]  # by source
+    copy: HostCopy | None  # None: it maps the memory of every source

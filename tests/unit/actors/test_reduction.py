@@ -82,6 +82,14 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
     )
 
 
+def test_routes_of_a_steps_updates_add_up() -> None:
+    """Two layers of four experts: in the first all tokens meet two of them, in the second each gets as many."""
+    parts = [[[4.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]]
+    updates = [replace(reduced(statistics(0.0)), routed=torch.tensor(each)) for each in parts]
+    metrics = one_step(*updates).metrics
+    assert metrics == {"router/imbalance": 2.0, "router/imbalance_max": 3.0, "router/idle": 0.25}
+
+
 def test_a_steps_gap_is_its_first_updates() -> None:
     """Later updates have moved away from the weights that sampled."""
     gaps = [

@@ -210,20 +210,33 @@ def test_flash_attention_shares_prompts(family: Family) -> None:
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(a.abs().max()))
 
 
+def check_gathers(segments_G4: np.ndarray) -> None:
+    """Compare the gradients of every gather with those of plain indexing."""
+    masks, places = varlen_masks(segments_G4, CPU), int(segments_G4[:, 1].sum())
+    gathers = [*classed_masks(segments_G4, CPU)[1:]] + ([masks.keys] if isinstance(masks, SharedMetadata) else [])
+    for gather in gathers:
+        x = torch.randn(places, 2, 3, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(len(gather.source), 2, 3, dtype=torch.float64)
+        (ours,) = torch.autograd.grad((gather(x) * weights).sum(), x)
+        (theirs,) = torch.autograd.grad((x[gather.source] * weights).sum(), x)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 @given(groups_of(12, 12))
 def test_gathered_keys_have_the_gradients_of_indexing(samples: list[Sample]) -> None:
     for batch in rows_of(samples, ALGORITHMS["sft"], share=True):
         for rows in batch.microbatches:
-            masks = varlen_masks(rows.segments, CPU)
-            gathers = [*classed_masks(rows.segments, CPU)[1:]] + (
-                [masks.keys] if isinstance(masks, SharedMetadata) else []
-            )
-            for gather in gathers:
-                x = torch.randn(rows.tokens.size, 2, 3, dtype=torch.float64, requires_grad=True)
-                weights = torch.randn(len(gather.source), 2, 3, dtype=torch.float64)
-                (ours,) = torch.autograd.grad((gather(x) * weights).sum(), x)
-                (theirs,) = torch.autograd.grad((x[gather.source] * weights).sum(), x)
-                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+            check_gathers(rows.segments)
+
+
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("prefix", range(1, 6))
+@pytest.mark.parametrize("answers", range(1, 4))
+def test_keys_of_prefixes_of_any_length_at_any_place(before: int, prefix: int, answers: int) -> None:
+    """A prefix of three places behind others, with a single answer, ended a run: two sizes of 1 were padded as one."""
+    begin = before + prefix
+    own = [(begin + 2 * n, 2, before, prefix) for n in range(answers)]  # begin, length, those of the prefix
+    check_gathers(np.array([*[(0, before, 0, 0)][: before > 0], (before, prefix, 0, 0), *own]))
 
 
 def test_an_attention_of_others_is_refused() -> None:

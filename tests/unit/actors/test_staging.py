@@ -15,15 +15,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.staged_weights import READERS, SHAPE, Weights, generator_parameters, hf_tensors
 from titan_rl.actors.sync.checksums import gpu_of
-from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
+from titan_rl.actors.sync.held_shards import coordinates_of, local_tensors, shards_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
-from titan_rl.actors.sync.transport import here, octets
+from titan_rl.actors.sync.transport import octets
+from titan_rl.actors.titan.private import StridedShard
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.kernels.pack_weights import reference_pack, window
+from titan_rl.kernels.pack_weights import pack, reference_pack, window
+from titan_rl.wire.cores import here
 from titan_rl.wire.manifest import blocks, checksum, layout
 from titan_rl.wire.vllm_params import param_shapes
-from titan_rl.wire.weight_plan import Copy, plan
+from titan_rl.wire.weight_plan import Copy, Shard, plan
 from titan_rl.wire.weight_source import Offer, Source
 
 
@@ -122,6 +124,8 @@ def test_parameters_that_cannot_be_described_are_refused() -> None:
         shards_of([("w", torch.zeros(2))], {})
     with pytest.raises(ValueError, match=r"^w: expected a vector or a matrix, found shape \(1, 2, 3\)"):
         shards_of([("w", torch.zeros(1, 2, 3))], {"w": "w"})
+    with pytest.raises(ValueError, match=r"^w: expected a stack of matrices, found shape \(2, 3\)"):
+        shards_of([("w", torch.zeros(2, 3))], {"w": "w.{}"})
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))
@@ -130,6 +134,32 @@ def test_parameters_that_cannot_be_described_are_refused() -> None:
             shards_of([("w", partial)], {"w": "w"})
     finally:
         dist.destroy_process_group()
+
+
+def test_a_stack_is_a_tensor_of_each_of_its_experts() -> None:
+    """Expert parallelism deals out experts first; FSDP2 deals out those of a rank."""
+    whole = torch.randn(8, 4, 2)
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+        places = [StridedShard(0, split_factor=2), ShardPlacement(0)]
+        stack = DTensor.from_local(whole[6:], mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
+        assert shards_of([("w", stack)], {"w": "e.{}"}) == [Shard("e.6", 0, 4, 0, 2), Shard("e.7", 0, 4, 0, 2)]
+        (first, second) = shards_of([("w", stack)], {"w": "e.{}"}, coordinates_of(1))
+        assert (first.name, second.name) == ("e.4", "e.5")
+        local = local_tensors({"e.{}": stack})
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(local[f"e.{i}"], whole[i]) for i in (6, 7))
+
+    live = torch.zeros(2, 6, 2)  # each expert under two rows of something else
+    copies = [Copy(f"e.{6 + i}", 0, 0, 4, 2, "p", 6 * i + 2, 0) for i in range(2)]
+    run = torch.empty(16)
+    pack(local, copies, run)
+    for copy, part in zip(copies, run.split(8), strict=True):
+        window(live, copy, copy.dst_row0, copy.dst_col0).copy_(part.view(4, 2))
+    assert torch.equal(live[:, 2:], whole[6:])
+    assert not live[:, :2].any()
 
 
 def test_parameters_that_a_gpu_keeps_on_the_host_are_verified_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,12 +193,12 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
         ),
         (
             '[model]\nname = "lama3"',
-            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found "lama3"; '
+            'expected one of "auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", found "lama3"; '
             "did you mean 'llama3'?",
         ),
         (
             "[model]\nname = [1]",
-            'run.toml: [model] name: expected one of "auto", "llama3", "qwen2", "qwen3", "mistral", found [1]',
+            'name: expected one of "auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", found [1]',
         ),
         ("[job]\nfresh = true\nfresh = = 3", "run.toml:3:9: Invalid value: fresh = = 3"),
         ('[job]\ndescription = "abc', 'run.toml:2:19: Unterminated string: description = "abc'),
@@ -286,8 +286,17 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["grpo_lama", "no/grpo_lama.toml"])
 def test_find_names_the_nearest(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"a shipped config \(.*grpo_llama.*\), found \"{name}\"; did you mean"):
+    message = rf"a shipped config, found \"{name}\"; did you mean 'grpo_llama'\? \(shipped: .*, grpo_llama, .*\)"
+    with pytest.raises(ConfigError, match=message):
         find(name)
+
+
+def test_find_names_the_config_in_a_runs_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf'found the folder "{tmp_path}" \(shipped'):
+        find(str(tmp_path))
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=rf"found the folder \"{tmp_path}\"; did you mean '{tmp_path}/config.toml'\?"):
+        find(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/", "a" * 5000, "\0", "../pyproject.toml"])

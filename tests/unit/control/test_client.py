@@ -11,12 +11,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from support.control_socket import STATUS, fail, never, refuse, serving
 from support.nursery import until
 from titan_rl.control.client import Endpoint, RequestFailed
 from titan_rl.control.server import ANNOUNCEMENT
-from titan_rl.ctl import main
+from titan_rl.ctl import MOST_ROWS, main, view
 
 
 def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
@@ -38,6 +39,20 @@ def test_ctl_shows_tables(tmp_path: Path, sockets: Path, capsys: pytest.CaptureF
     assert ["trainer[dp=0", "tp=0]", "11", "serving", "1", "min", "10", "s"] in lines
     assert lines[lines.index(["waits"]) + 1] == ["none"]
     assert lines[-2:] == [["restarts"], ["generators", "1"]]
+
+
+def test_a_long_table_shows_what_differs_and_counts_the_rest() -> None:
+    ranks = [{"rank": f"generator{i}[tp=0]", "pid": i, "state": "serving", "seconds": float(i)} for i in range(512)]
+    ranks[300]["state"] = "lost"
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(view({"ranks": ranks, "waits": ranks[:3]}))
+    lines = shown.get().splitlines()
+    assert len(lines) < 2 * MOST_ROWS
+    assert lines[2].split()[:3] == ["generator300[tp=0]", "300", "lost"]
+    assert lines[3].split()[0] == "generator511[tp=0]"
+    assert any(line.strip() == "and 480 more: 480 serving; --json shows all" for line in lines)
+    assert [line.split()[0] for line in lines[-3:]] == [f"generator{i}[tp=0]" for i in range(3)]
 
 
 def test_ctl_prints_json(tmp_path: Path, sockets: Path, capsys: pytest.CaptureFixture[str]) -> None:

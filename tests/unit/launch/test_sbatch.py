@@ -183,7 +183,7 @@ def test_all_problems_are_named_before_anything_is_submitted(
         r'launch.partition: expected one line of printable text, found "a\nb"',
         "launch.extra_args: expected arguments of sbatch, such as --constraint=h100, found 'constraint'",
         'launch.gpus_per_node: expected the GPUs of each node with hosts.device = "cuda", found 0',
-        "--on slurm: expected sbatch, squeue, scontrol on PATH, found no sbatch, squeue, scontrol",
+        "--on slurm: expected sbatch, squeue, scontrol on PATH, found no sbatch, squeue, scontrol; --print needs none",
         "training.seq_len: expected at least 507",
     ):
         assert expected in found
@@ -194,3 +194,22 @@ def test_a_printed_script_moves_no_old_run(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         launch("--print", "--job.fresh", f"--job.dump_folder={tmp_path}/run")
     assert "job.fresh: expected false with --print" in capsys.readouterr().err
+
+
+def test_a_tiny_trial_is_a_job_of_two_nodes_without_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of any config; what is printed is what changes, and nothing of the hosts that stood in for the nodes."""
+    folder = f"--job.dump_folder={tmp_path}/run"
+    assert main(["--config=grpo_llama3_70b", "--on=slurm", "--print", "--scale=tiny", folder]) == 0
+    said = capsys.readouterr()
+    text = said.out
+    assert "--nodes=2" in asked(text)
+    assert not any("gpus" in argument for argument in asked(text))
+    assert "hosts.count: 8 -> 2" in said.err
+    assert not any(key in said.err for key in ("hosts.addresses:", "hosts.kind:"))
+    path = tmp_path / "job.toml"
+    path.write_text(text.partition("<<'END_OF_CONFIG'\n")[2].partition("END_OF_CONFIG")[0])
+    tiny = load(path, [])
+    assert (tiny.generator.replicas, tiny.hosts.device, tiny.hosts.slots, tiny.hosts.number) == (2, "cpu", 4, 1)
+    assert main(["--config=grpo_llama3_70b", "--on=slurm", "--print", "--scale=tiny", folder, "--hosts.count=4"]) == 0
+    assert "--nodes=4" in asked(capsys.readouterr().out)
+    assert list(tmp_path.iterdir()) == [path]

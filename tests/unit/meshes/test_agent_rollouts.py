@@ -1,7 +1,7 @@
 """Agents on the environment mesh: overlapping turns, dying processes, vanishing clients; on loops of this process."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from support.environment_meshes import Scripted, scripted
-from support.fake_environments import fake_environments
+from support.fake_environments import drive, fake_environments
 from support.played import LIMITS, encoded
 from titan_rl.meshes import deaths
 from titan_rl.wire.types import Completion
@@ -47,10 +47,6 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the ranks that other tests of this process have spawned under the same names."""
     for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
         monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
-
-
-def drive(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 class Counting(Scripted):

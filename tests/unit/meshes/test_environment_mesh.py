@@ -3,14 +3,14 @@
 import asyncio
 import gc
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.environment_meshes import Scripted, scripted
-from support.fake_environments import fake_environments
+from support.fake_environments import drive, fake_environments
 from support.odd_environments import TURNS
 from support.played import LIMITS, prompt_of
 from titan_rl.agents.episode_news import Answer
@@ -44,10 +44,6 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the ranks that other tests of this process have spawned under the same names."""
     for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
         monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
-
-
-def drive(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 async def until(done: Callable[[], bool]) -> None:

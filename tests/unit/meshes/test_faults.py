@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import Watch, ask, failure, label
+from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label
 from titan_rl.meshes.spawn import SHIM
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
@@ -70,6 +70,19 @@ def test_the_death_behind_an_error_is_its_cause() -> None:
             watch.close()
 
     assert str(asyncio.run(body())).startswith("trainer[dp=1 tp=0] died")
+
+
+def test_a_peer_that_dies_is_the_cause_though_its_death_is_known_later() -> None:
+    ranks, error = ["role[tp=0]", "role[tp=1]"], RankFailed("role[tp=0] failed in watch: RuntimeError")
+
+    async def body() -> Exception:
+        asyncio.get_running_loop().call_later(0.1, deaths._ends.__setitem__, ranks[1], "was killed by signal 9")
+        return await death_behind(error, ranks)
+
+    assert str(asyncio.run(body())) == "role[tp=1] died: its process was killed by signal 9"
+    deaths._ends.clear()
+    assert asyncio.run(death_behind(error, ranks)) is error, "none died"
+    assert asyncio.run(death_behind(error, ranks[:1])) is error, "it has no peer"
 
 
 def test_an_error_of_no_rank_waits_for_no_death() -> None:

@@ -1,15 +1,21 @@
 """Which workers a run does not join, and how an agent's words become deaths."""
 
+import asyncio
 import os
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import pytest
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.host_agent import HostFacts, own_versions
+from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
 from titan_rl.meshes.remote_host import mismatch
 
-FACTS = HostFacts(own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", 2, [], "node1")
+FACTS = HostFacts(
+    own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1"
+)
 
 
 def test_a_worker_of_another_version_or_folder_is_refused() -> None:
@@ -17,6 +23,21 @@ def test_a_worker_of_another_version_or_folder_is_refused() -> None:
     assert "expected this run's versions, titan_rl" in mismatch(replace(FACTS, versions="titan_rl 0.0.1"))
     assert "found titan_rl 0.0.1; start its worker" in mismatch(replace(FACTS, versions="titan_rl 0.0.1"))
     assert "expected this run's current folder" in mismatch(replace(FACTS, folder="/elsewhere"))
+
+
+def test_a_question_that_was_long_on_its_way_does_not_prolong_the_lease() -> None:
+    """The controller counts from the last answer that it received, and the agent never counts from a later moment."""
+    now = [0.0]
+    lease = Lease(10, lambda: now[0])
+    for now[0] in (1.0, 2.0):
+        lease.asked()
+        lease.answered()
+    now[0] = 11.5
+    lease.asked()  # sent at 2.1, to a host that was cut off until now
+    lease.answered()
+    assert not lease.over
+    now[0] = 12.0
+    assert lease.over, "10 s after the answer at 2.0"
 
 
 @pytest.fixture
@@ -64,3 +85,42 @@ def test_a_rank_that_was_killed_before_it_was_born_is_killed_on_its_host(heard: 
     assert killed == [41]
     assert heard == []
     assert deaths.living() == []
+
+
+def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent of a second run is refused while the controller of the first asks, and waits while it is silent. What
+    cannot be written is said by its path."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def claim(agent: HostAgent, run: str, within: float = 0.2) -> Refusal | None:
+        return asyncio.run(agent.claimed(run, within))
+
+    first, second, third = (HostAgent(30) for _ in range(3))
+    assert claim(first, "the run in /a") is None
+    unsure = claim(second, "the run in /b")
+    assert unsure is not None
+    assert unsure[:2] == ("it is busy with the run in /a, whose controller may be silent", False)
+    assert 30 < unsure.seconds < 34, "its agent ends it then"
+    assert not first._awaited()
+    first._tell_when(1.0)
+    busy = claim(second, "the run in /b")
+    assert busy is not None
+    assert busy.final
+    assert busy.why.startswith("it is busy with the run in /a: wait")
+    first._tell_when(-10.0)  # a while ago: its controller was killed
+    waits = HostAgent(30)
+    began = time.monotonic()
+    told = claim(waits, "the run in /d", within=60)
+    assert told is not None
+    assert told[:2] == ("it is busy with the run in /a, whose controller is silent", False)
+    assert time.monotonic() - began < 30, "it is told at once"
+    began = time.monotonic()
+    assert claim(waits, "the run in /d", within=0.5) is not None
+    assert time.monotonic() - began >= 0.5, "and only once"
+    os.close(cast(int, first._claim))  # it has ended
+    assert claim(third, "the run in /c") is None
+    os.close(cast(int, third._claim))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    assert claim(second, "the run in /b") == Refusal(
+        f"its folder {tmp_path}/gone cannot be written to: No such file or directory", True
+    )

@@ -90,3 +90,18 @@ def test_an_older_snapshot_can_be_gone_back_to() -> None:
     policy.finish()
     assert [found.step for found in (snapshots.newest(), snapshots.newest(before=6)) if found] == [6, 5]
     snapshots.forget()
+
+
+def test_trainers_that_move_away_have_no_snapshots_and_that_is_said() -> None:
+    policy, said = Ranks("trainer", 2), list[str]()
+    snapshots = Snapshots(cast(ModelMesh, policy), None, said.append)
+    asyncio.run(snapshots.take("rl", 5, "{}"))
+    policy.finish()
+    asyncio.run(snapshots.bring())
+    assert snapshots.newest() is not None
+    assert said == []
+    policy.near = False
+    asyncio.run(snapshots.bring())
+    asyncio.run(snapshots.take("rl", 6, "{}"))
+    assert snapshots.newest() is None
+    assert ["steps since the last checkpoint" in line for line in said] == [True]

@@ -27,6 +27,8 @@ def attached(addresses: str, **keys: object) -> Config:
         ("ipc://a:1", {}, 'expected addresses such as "tls://node1:26600", found "ipc://a:1"'),
         ("tcp://a:1", {}, "hosts.insecure: expected true, because tcp:// has no encryption"),
         ("tls://a:1,tcp://b:1", {"hosts__insecure": True}, "expected all of them with tls://, or all with tcp://"),
+        ("tls://a:1", {"hosts__ports": "26700"}, "hosts.ports: expected at least 4 ports from 1 to 65535, such as"),
+        ("", {"hosts__kind": "local", "hosts__ports": "1-9"}, 'hosts.ports: expected "" with hosts.kind = "local"'),
         ("tcp://a:1", {"hosts__insecure": True, "hosts__isolation": "require"}, 'hosts.isolation: expected "auto" or'),
     ],
 )
@@ -46,6 +48,20 @@ def test_without_a_sound_certificate_there_is_no_run(tmp_path: Path) -> None:
     assert ["to be valid now" in problem for problem in expired] == [True, True], "the certificate, and the CA"
     make_certificates(tmp_path / "sound", ["head"])
     assert problems(attached("tls://a:1", hosts__tls=tmp_path / "sound" / "head")) == []
+
+
+def test_workers_that_ssh_shall_start_need_ssh_and_certificates(tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["head", "a"])
+    keys = {"hosts__kind": "ssh", "hosts__tls": tmp_path / "head", "hosts__ssh": "sh -c"}
+    assert problems(attached("tls://a:1", **keys)) == []
+    (problem,) = problems(attached("tls://a:1,tls://b:1", **keys))
+    assert problem.startswith(f"hosts.tls: expected the certificate of b in {tmp_path}/b, next to this machine's")
+    (problem,) = problems(attached("tls://a:1", **keys | {"hosts__ssh": "no-such-ssh -p 22"}))
+    assert problem == 'hosts.ssh: expected a program on PATH, found none named by "no-such-ssh -p 22"'
+    (problem,) = problems(attached("tls://a:1", **keys | {"hosts__ssh": "ssh '"}))
+    assert problem.startswith("hosts.ssh: expected a command")
+    (missing,) = missing_addresses(attached("", **keys | {"hosts__count": 2}).hosts)
+    assert missing == "hosts.addresses: expected 2, where workers shall listen, such as tls://node1:26600, found 0"
 
 
 def test_what_is_not_encrypted_is_said() -> None:

@@ -89,6 +89,32 @@ def test_the_defaults_run() -> None:
         ("[model]\nn_kv_heads = 3", "model.n_kv_heads: expected a divisor of the model's 4 heads, found 3"),
         ("[model]\nvocab_size = 10", "model.vocab_size: expected at least the built-in tokenizer's 52, found 10"),
         ('[model]\nflavor = "8"', "model.flavor: expected a dense llama3 (debugmodel, 1B,"),
+        (
+            '[model]\nname = "qwen3_moe"\nhidden_dim = 36',
+            "model.hidden_dim: expected a multiple of 8 with experts, found 36",
+        ),
+        ('[model]\nname = "qwen3_moe"\nexperts = 1', "model.experts_per_token: expected at most the model's 1 experts"),
+        (
+            '[model]\nname = "qwen3_moe"\n[parallelism]\ndata_parallel_shard_degree = 3',
+            "parallelism.data_parallel_shard_degree: expected a divisor of the model's 8 experts",
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\nhidden_dim = 24\n[parallelism]\ntensor_parallel_degree = 2',
+            "model.hidden_dim: expected a multiple of 16 with experts that parallelism.tensor_parallel_degree = 2 cuts",
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\nexperts = 4\n[parallelism]\nexpert_parallel_degree = 2\n'
+            "tensor_parallel_degree = 2\ndata_parallel_shard_degree = 4",
+            "parallelism.data_parallel_shard_degree x tensor_parallel_degree: expected a divisor of the model's 4 exp",
+        ),
+        (
+            '[model]\nname = "qwen3_moe"\n[parallelism]\nexpert_parallel_degree = 2',
+            "parallelism.expert_parallel_degree: expected a divisor of data_parallel_shard_degree x tensor_parallel",
+        ),
+        (
+            "[parallelism]\nexpert_parallel_degree = 2",
+            "parallelism.expert_parallel_degree: expected 1 for llama3, which has no experts, found 2",
+        ),
         ('[model]\nname = "qwen3"\nflavor = "30B-A3B"', "model.flavor: expected a dense qwen3 (debugmodel,"),
         ('[model]\nhf_assets_path = "/no/such"', "model.hf_assets_path: expected a Hugging Face folder, found none at"),
         ("[checkpoint]\nkeep_latest_k = 1", "checkpoint.keep_latest_k: expected 0 (all) or at least 2"),
@@ -110,6 +136,9 @@ def test_the_defaults_run() -> None:
         ),
         ('[task]\nreward = "no_such:f"', "No module named 'no_such'"),
         ('[task]\nreward = "json:no_such"', "module 'json' has no attribute 'no_such'"),
+        ('[task]\nreward = "json:lods"', "module 'json' has no attribute 'lods'; did you mean 'loads'?"),
+        ('[task]\nreward = "last_numbr"', "found 'last_numbr'; did you mean 'last_number'?"),
+        ('[model]\nhf_assets_path = "Qwen/Qwen3-0.6B"', "`hf download OWNER/NAME --local-dir FOLDER` fetches one"),
         (
             '[task]\nname = "jsonl"\n[eval]\nsize = 0',
             'task.path: expected a JSONL or Parquet file for task.name = "jsonl", found ""',

@@ -122,11 +122,30 @@ def test_all_problems_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_no_config(capsys: pytest.CaptureFixture[str]) -> None:
-    heading, problem = refused(capsys)
+    heading, problem = refused(capsys, "--dry-run")
     assert heading == "titan_rl: 1 problem in the command line"
-    assert problem.startswith("  - --config: expected a TOML file, or a shipped config (calc_agent_llama, calc_llama, ")
+    expected = (
+        "  - --config: expected a TOML file or a shipped config, found none (shipped: calc_agent_llama, calc_llama, "
+    )
+    assert problem.startswith(expected)
     assert "did you mean 'grpo_llama'" in refused(capsys, "--config", "grpo_lama")[1]
     assert "found none" in refused(capsys, "--config")[1]
+
+
+def test_flags_of_other_projects_are_answered_with_our_key(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = (
+        "--max_steps",
+        "3",
+        "--actor_rollout_ref.rollout.n=8",
+        "--algorithm.adv_estimator",
+        "grpo",
+        "data.val_files=x",
+    )
+    steps, group, name, files = refused(capsys, "--config", "grpo_llama", *theirs)[1:]
+    assert steps == "  - --max_steps: unknown flag; here it is --training.steps (docs/coming_from.md)"
+    assert group.endswith("here it is --rollout.group_size (docs/coming_from.md)")
+    assert name.endswith("here it is --algorithm.name (docs/coming_from.md)")
+    assert files.endswith('found "data.val_files=x"; here it is --task.eval_path (docs/coming_from.md)')
 
 
 def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +170,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         parse(["--config", "no such file", "-h"])
     assert left.value.code == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line != line.rstrip()] == []  # a pager would wrap the spaces
+    lines = [line.strip() for line in printed]
     for section, keys in schema().items():
         assert f"[{section}]" in lines
         for name, key in keys.items():  # whole on one line, for grep
@@ -159,6 +180,22 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             assert any(
                 line.split()[:1] == [name] and f"{key.doc} ({key.kind}; default {default})" in line for line in lines
             )
+
+
+@pytest.mark.parametrize("program", ["titan_rl", "titan_rl.run"])
+def test_without_arguments_the_program_says_how_to_use_it_and_names_all_others(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("COLUMNS", "80")
+    done = subprocess.run([sys.executable, "-m", program], capture_output=True, text=True, check=False, cwd=root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("titan_rl: RL post-training of language models\n\nusage: ")
+    modules = [path for path in (root / "titan_rl").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
+    packages = [path.parent for path in (root / "titan_rl").glob("*/__main__.py")]
+    names = {path.stem for path in modules + packages} - {"__main__", "run"}
+    assert {"ctl", "doctor"} < names
+    assert {name for name in names if f"\n  {name} " not in done.stderr} == set()
 
 
 words = st.one_of(

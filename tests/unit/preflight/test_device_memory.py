@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import VarlenMetadata
 from torchtitan.tools.utils import set_default_dtype
 
-from support.shapes import LLAMA_8B, QWEN_600M
+from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
+from titan_rl.actors.titan import experts
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config
 from titan_rl.preflight.device_memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
@@ -51,6 +53,7 @@ def _fused_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(shape: ModelShape, layers: int, mode: str) -> tuple[int, int]:
     """Return the bytes of activations after a forward, and of temporary tensors at the peak of the backward."""
     spec = build_spec(replace(shape, n_layers=layers, vocab_size=64), seq_len=TOKENS)
+    apply_overrides(OverrideConfig(imports=[*(experts.OVERRIDES if shape.experts else ())]), spec.model)
     with torch.device("meta"), set_default_dtype(torch.bfloat16):
         whole: Any = spec.model.build()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -76,19 +79,20 @@ def of_kind(tracker: MemTracker, when: Any, kind: str) -> int:
 
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M], ids=["llama", "qwen"])
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B], ids=["llama", "qwen", "experts"])
 def test_a_block_keeps_the_estimated_activations(shape: ModelShape, mode: str) -> None:
     config = Config()
     config = replace(config, training=replace(config.training, mixed_precision_param="bfloat16"))
     (one, _), (two, temporary) = counted(shape, 1, mode), counted(shape, 2, mode)
     state = 0 if mode == "full" else 16  # of the attention's random numbers
+    state += 4 * shape.experts if mode == "none" else 0  # where each expert's tokens end
     assert two - one == TOKENS * kept_per_token(config, shape, config.parallelism, mode) + state
     bound = TOKENS * gradients_per_token(config, shape, config.parallelism)
     assert temporary <= bound
     assert mode != "none" or temporary > 0.8 * bound
 
 
-@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, LLAMA_8B.with_value_head()])
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_600M, QWEN_30B_A3B, LLAMA_8B.with_value_head()])
 def test_groups_of_parameters_make_up_the_model(shape: ModelShape) -> None:
     sizes = {name: torch.Size(size).numel() for name, size in shape.hf_tensors().items()}
     block = sum(size for name, size in sizes.items() if name.startswith("model.layers.0."))

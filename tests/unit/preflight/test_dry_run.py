@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.folders import write_header, write_hf, write_models
-from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_32B, QWEN_600M
+from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
 from titan_rl.preflight.shapes import shape_of
@@ -30,7 +30,11 @@ GPU_CONFIGS = {
     ),
     "grpo_qwen3_32b": (
         QWEN_32B,
-        ["FSDP2 8 x TP 4", "vLLM x 16, TP 2", "0-3: staged weights 30.5", "4-7: received weights 244.1 GiB"],
+        ["FSDP2 8 x TP 4", "vLLM x 16, TP 2", "1-3: peers' snapshots 183.1 GiB", "5-7: received weights 61.0 GiB"],
+    ),
+    "grpo_qwen3_30b_a3b": (
+        QWEN_30B_A3B,
+        ["FSDP2 16, experts over 8", "1.91B parameters of its own x 4", "2: received weights 56.9 GiB"],
     ),
 }
 
@@ -59,7 +63,8 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
     flags = [*data, *assets(tmp_path / "model", shape), "--job.dump_folder", str(dump)]
     assert main(["--config", name, "--dry-run", *flags]) == 0
     out = re.sub(r"\s+", " ", capsys.readouterr().out)
-    expected += ["GiB by estimate", "concurrency", "staged weights", "8 hosts" if "0-3" in out else "another host"]
+    hosts = load(find(name)).hosts.number
+    expected += ["GiB by estimate", "concurrency", "staged weights", f"{hosts} hosts" if hosts > 1 else "another host"]
     assert [text for text in expected if text not in out] == []
     assert "hosts." not in out  # no warning about this host, which is not the one that is planned for
     assert not dump.exists()
@@ -89,8 +94,11 @@ def test_snapshots_that_exceed_a_hosts_memory_are_refused(
         main(run)
     assert stop.value.code == 2
     err = capsys.readouterr().err
-    assert "hosts.memory_gb: expected 460.0 GiB on a host (staged weights 65.7, snapshots 394.2), besides its" in err
-    assert "processes, found 256; fault.snapshot_interval = 0 needs 65.7 GiB" in err
+    assert (
+        "hosts.memory_gb: expected 854.2 GiB on a host (staged weights 65.7, snapshots 394.2, peers' snapshots 394.2),"
+        in err
+    )
+    assert "besides its processes, found 256; fault.snapshot_interval = 0 needs 65.7 GiB" in err
 
 
 @pytest.mark.parametrize("name", [name for name in shipped() if name not in GPU_CONFIGS])

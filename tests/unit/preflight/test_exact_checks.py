@@ -27,6 +27,7 @@ EXACT = "[debug]\nexact = true\n"
         ),
         ('[weight_sync]\nin_flight = "keep"', 'weight_sync.in_flight: expected "swap" or "drain" with debug.exact'),
         ("[hosts]\nthreads = 2", "hosts.threads: expected 0 or 1 with debug.exact, which computes on one, found 2"),
+        ('[model]\nname = "qwen3_moe"', "model.name: expected a dense model with debug.exact"),
         ("[compile]\nenable = true", "compile.enable: expected false with debug.exact"),
     ],
 )

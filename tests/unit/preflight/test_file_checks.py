@@ -20,7 +20,7 @@ def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
     [
         (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
         (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
-        (lambda f: edit(f / "config.json", model_type="gpt2"), 'expected llama, qwen2, qwen3 or mistral, found "gpt2"'),
+        (lambda f: edit(f / "config.json", model_type="gpt2"), 'qwen2, qwen3, qwen3_moe or mistral, found "gpt2"'),
         (
             lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)),
             "a vocab_size of at least the tokenizer's 52",
@@ -102,6 +102,14 @@ def test_good_rows(tmp_path: Path) -> None:
     chat = rows(tmp_path / "chat.jsonl", CHAT)
     text = f'[task]\nname = "jsonl"\ntemplate = "chat"\npath = "{chat}"\n[eval]\nsize = 0'
     assert problems(config(tmp_path, text)) == []
+
+
+def test_a_column_that_no_row_has_is_one_problem(tmp_path: Path) -> None:
+    train = rows(tmp_path / "train.jsonl", *[GOOD] * 30)
+    text = f'[task]\nname = "jsonl"\nanswer_key = "no"\nreward = "last_number"\npath = "{train}"\n[eval]\nsize = 0'
+    (problem,) = problems(config(tmp_path, text))
+    assert "train.jsonl:1: expected task.answer_key = 'no', found the columns ['answer', 'question']" in problem
+    assert problem.endswith(", in all 30 rows alike")
 
 
 def test_pairs_are_read_by_their_own_columns(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_32B, QWEN_600M
+from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, needs, on_gpus
@@ -29,6 +29,7 @@ def refused(config: Config, shape: ModelShape, gib: float, gpus: int = 8) -> lis
         (ONE, QWEN_600M, 1),
         ("grpo_llama3_70b", LLAMA_70B, 64),
         ("grpo_qwen3_32b", QWEN_32B, 64),
+        ("grpo_qwen3_30b_a3b", QWEN_30B_A3B, 32),
     ],
 )
 def test_a_preset_fits_the_gpus_that_it_is_for(name: str, shape: ModelShape, gpus: int) -> None:

@@ -97,7 +97,7 @@ def test_a_byte_crosses_a_link_once_per_receiving_host() -> None:
     )
     found = loads(config, [[100, 100]] * 8)
     assert [(load.received, load.sent) for load in found] == [(0, 3200), (0, 3200), (3200, 0), (3200, 0)]
-    assert [dict(load.held) for load in found] == [{"staged weights": 3200}] * 2 + [{"received weights": 6400}] * 2
+    assert [dict(load.held) for load in found] == [{"staged weights": 3200}] * 2 + [{"received weights": 3200}] * 2
 
 
 def test_nothing_crosses_a_link_within_a_host() -> None:

@@ -4,8 +4,10 @@ The limit on the size of a file (RLIMIT_FSIZE) stands for a full disk: a write t
 next one fails.
 """
 
+import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from titan_rl.record.ledger import NAME, Ledger
 from titan_rl.record.lines import LineFile, Unwritable, whole_lines
 from titan_rl.record.metric_docs import DOCS
 from titan_rl.record.run_log import RunLog
-from titan_rl.wire.errors import RunError
+from titan_rl.wire.errors import RankFailed, RunError
 
 
 @contextmanager
@@ -49,6 +51,20 @@ def test_a_write_that_fails_leaves_whole_lines_and_names_the_file(tmp_path: Path
             with pytest.raises(Unwritable):  # it would leave a gap
                 verb()
     assert path.read_bytes() == b"xxxxxxxxx\n" * 3
+
+
+def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path) -> None:
+    free = r"No space left on device \([\d,]+ bytes free\)"
+    for path in (tmp_path, tmp_path / "file.jsonl"):
+        error = Unwritable(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        assert re.fullmatch(f"{re.escape(str(path))} cannot be written: {free}", str(error))
+    assert "bytes free" not in str(Unwritable(tmp_path, OSError(errno.EACCES, os.strerror(errno.EACCES))))
+    rank = RankFailed("trainer[dp=0 tp=0] failed in save", "Traceback\nOSError: [Errno 28] No space left on device")
+    found = Unwritable.of_rank(tmp_path, rank)
+    assert found is not None
+    assert re.search(free, str(found))
+    assert not found.rank, "a new rank would meet it too"
+    assert Unwritable.of_rank(tmp_path, RankFailed("trainer[dp=0 tp=0] failed in save", "ValueError: 28")) is None
 
 
 def test_a_large_write_that_fails_leaves_none_of_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,31 @@ def test_a_short_or_broken_run_has_a_report(tmp_path: Path, capsys: pytest.Captu
     assert "no suspicions; a suspicion is a reason to read the samples, no proof" in out
 
 
-@pytest.mark.parametrize("argv", [["--rewards"], ["--rewards", "/no/such"], ["--rewards", "a", "b"]])
-def test_bad_usage_of_the_audit_of_rewards(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert "usage: python -m titan_rl.audit --rewards RUN: expected the folder of an RL run" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "error: the following arguments are required: RUN"),
+        (["a", "b"], "error: unrecognized arguments: b"),
+        (
+            ["/no/such"],
+            "titan_rl.audit: RUN: expected the dump folder of an RL run, with its ledger.jsonl, found no",
+        ),
+        (["--rewards"], "error: the following arguments are required: RUN"),
+        (["--rewards", "/"], "expected the dump folder of an RL run, with its rollouts.jsonl, found none in /\n"),
+    ],
+)
+def test_bad_usage_of_the_audit(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(argv)
+    except SystemExit as left:
+        code = left.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_the_audit_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    assert "--rewards" in capsys.readouterr().out

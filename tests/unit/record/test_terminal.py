@@ -87,6 +87,7 @@ def whole_run(terminal: Terminal, folder: Path) -> None:
     terminal.warn("this is [not markup] :smile:")
     (folder / "tb").mkdir()
     (folder / "metrics.jsonl").touch()
+    (folder / "control.json").touch()  # until the run has ended
     rollouts = [("12+34=", "640", 1.0, "640"), ("99+99=" + "x" * 90, "\x1b[31m8\n" + "y" * 90, 0.0, "891" * 9)]
     terminal.summary(SUMMARY, rollouts, folder, [f"tensorboard --logdir {folder}/tb"])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.traces import lanes, overlaps, read, tracks
 from titan_rl.record import timeline as module
-from titan_rl.record.timeline import Timeline, timeline
+from titan_rl.record.timeline import Clocks, Timeline, timeline
 from titan_rl.wire.spans import Recorded, Recorder, Span
 
 
@@ -138,6 +138,27 @@ def test_spans_are_collected_while_a_run_lasts_and_when_it_ends(tmp_path: Path) 
     assert [e["name"] for e in found["controller", "main"]] == ["the last"]
 
 
+def test_many_ranks_are_asked_rarely_and_the_controllers_spans_are_taken_all_the_same(tmp_path: Path) -> None:
+    path, recorder = tmp_path / "timeline.json", Recorder(most=4)
+    mesh = Mesh(*(f"generator{i}" for i in range(10_000)))
+
+    async def run() -> None:
+        async with timeline(path, [mesh], print, every=0.01, controller=recorder):
+            for number in range(12):
+                with recorder("step", number=number):
+                    pass
+                deadline = time.monotonic() + 60
+                while recorder._spans:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.01)
+            assert mesh.asked == 1
+
+    asyncio.run(run())
+    found = lanes(json.loads(path.read_text()))
+    assert [e["args"]["number"] for e in found["controller", "main"]] == [*range(12)]
+    assert mesh.asked == 2
+
+
 def test_a_rank_that_never_answers_does_not_keep_a_run_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,3 +198,24 @@ def test_a_file_that_cannot_be_written_is_told_and_is_no_failure(tmp_path: Path)
     asyncio.run(run())
     assert len(notes) == 1
     assert "missing" in notes[0]
+
+
+def test_a_clock_that_is_wrong_is_corrected_and_said_once() -> None:
+    """An answer arrives within 2 us of its question. The clocks of two ranks are an hour ahead; a third is right."""
+    notes: list[str] = []
+    clocks, hour = Clocks(lambda: 0, notes.append), 3600 * 10**9
+
+    def begins(rank: str, ahead: int, asked: int, begun: int) -> int:
+        taken = Recorded([Span("step", "main", begun + ahead, 10, {})], now=asked + 500 + ahead)
+        return clocks.corrected(rank, taken, asked, asked + 2000).spans[0].begin
+
+    assert begins("trainer[dp=0 tp=0]", 0, 10_000, 9_000) == 9_000
+    assert begins("trainer[dp=1 tp=0]", hour, 10_000, 9_000) == 9_500, "wrong by less than the answer took"
+    assert begins("trainer[dp=1 tp=0]", hour, 20_000, 19_000) == 19_500, "as before: nothing moves"
+    assert begins("generator0[tp=0]", hour, 10_000, 9_000) == 9_500
+    assert notes == [
+        "the clock of trainer[dp=1 tp=0]'s host is 3,600.0 s ahead of this one's; the timeline has this one's time"
+    ]
+    assert begins("generator0[tp=0]", 0, 10_000, 9_000) == 9_000, "on another host now"
+    assert begins("generator0[tp=0]", -hour, 10_000, 9_000) == 9_500
+    assert "3,600.0 s behind this one's" in notes[-1]

@@ -38,12 +38,13 @@ def test_the_forward_is_timed_with_its_projection_and_counted_without() -> None:
 
 def test_host_time_is_what_the_forward_leaves_and_ratios_are_to_bare_vllm() -> None:
     def rounds(*walls: float) -> list[dict[str, float]]:
-        return [{"wall": wall, "cpu": wall, "forward": 0.1} for wall in walls]
+        return [{"wall": wall, "cpu": wall, "forward": 0.1, "forward_cpu": 0.05} for wall in walls]
 
     rows = list(rows_of("case", {BEFORE: rounds(0.2, 0.3, 0.4), OURS: rounds(0.2), VLLM: rounds(0.125)}))
     found = {(row.way, row.measure): row for row in rows}
     assert found[BEFORE, "host, ms"].values == pytest.approx([100, 200, 300])
     assert found[OURS, "host share"].values == pytest.approx([0.5])
+    assert found[OURS, "host CPU, ms"].values == pytest.approx([150])
     assert found[OURS, "wall, ms"].ratio == pytest.approx(1.6)
     assert found[BEFORE, "host, ms"].ratio == pytest.approx(8)
     assert {row.ratio for row in rows if row.way == VLLM} == {1}

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
-from titan_rl.tasks.rubric import GRADER, Rubric
+from titan_rl.tasks.rubric import GRADER, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 T = TypeVar("T")
@@ -177,11 +177,59 @@ def test_a_process_that_swells_is_replaced_between_two_calls() -> None:
     assert pooled(PoolLimits(1, 60, memory_mb=1000), body) == 4
 
 
-def test_a_reward_that_cannot_be_imported_fails_its_answers_by_name() -> None:
-    async def body(pool: RewardPool) -> list[Judgement]:
-        return await judge(pool, ["a", "b"], Rubric((("no_such_module:f", 1.0),)))
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("import os; os._exit(3)", "the reward function's process ended with exit code 3"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_fails_once_and_for_all_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, found: str
+) -> None:
+    """No process is started again for the next group."""
+    (tmp_path / "changed_reward.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')\n{module}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rubric = Rubric((("changed_reward:f", 1.0),))
 
-    assert ["No module named 'no_such_module'" in v.error for v in pooled(PoolLimits(1, 60), body)] == [True, True]
+    async def body(pool: RewardPool) -> None:
+        asked = [asyncio.ensure_future(judge(pool, ["a", "b"], rubric, 2)) for _ in range(3)]
+        raised = await asyncio.gather(*asked, return_exceptions=True)
+        with pytest.raises(RewardUnusable):
+            await judge(pool, ["a"], rubric)
+        for error in raised:
+            assert isinstance(error, RewardUnusable)
+            assert str(error).startswith('task.reward: expected "changed_reward:f" to be imported, found ')
+            assert found in str(error)
+
+    pooled(PoolLimits(4, 60), body)
+    assert (tmp_path / "imports").read_text() == "x"
+
+
+def test_a_reward_that_was_imported_may_fail_to_be_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is being replaced, or a download: other processes judge on, and the next one may import it."""
+    (tmp_path / "gone_reward.py").write_text(
+        "from pathlib import Path\n"
+        f"tries = Path({str(tmp_path / 'tries')!r})\n"
+        "tries.write_text(tries.read_text() + 'x' if tries.exists() else 'x')\n"
+        "if 1 < len(tries.read_text()) < 4:\n"
+        "    raise OSError('not now')\n"
+        "import os\n"
+        "def f(completion):\n"
+        "    if completion == 'die':\n"
+        "        os._exit(3)\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rubric = Rubric((("gone_reward:f", 1.0),))
+
+    async def body(pool: RewardPool) -> list[Judgement]:
+        return [(await judge(pool, [text], rubric))[0] for text in ("a", "die", "b")]
+
+    a, died, b = pooled(PoolLimits(1, 60), body)
+    assert (a, b) == (Judgement(1.0), Judgement(1.0))
+    assert "exit code 3" in died.error
+    assert (tmp_path / "tries").read_text() == "xxxx"
 
 
 @pytest.mark.parametrize("then", ["sleep 60", "exit", "ok 1"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.chat_folders import chat_folder
@@ -27,6 +27,8 @@ def test_every_call_round_trips(form: CallFormat) -> None:
     values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v, max_size=3))
 
     @given(st.text(min_size=1), st.dictionaries(st.text(), values, max_size=3))
+    @example("</think>", {})
+    @example("f", {"text": "</think>"})
     def survives(name: str, arguments: dict[str, object]) -> None:
         if "<tool_call>" in f"{name}{arguments}" or "</tool_call>" in f"{name}{arguments}":
             return

@@ -1,6 +1,7 @@
 """The learner with meshes that only count and write empty checkpoints: what it asks for, and what it keeps on disk."""
 
 import asyncio
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,25 @@ def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None
     asyncio.run(body())
     assert len(notes) == 6
     assert on_disk(tmp_path / "checkpoint") == on_disk(tmp_path / "checkpoint/critic") == [3, 11]
+
+
+def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) -> None:
+    policy = Mesh(tmp_path / "checkpoint")
+    learns, notes = learner(tmp_path, Config(fault=FaultSection(max_failed_saves=1)), trainers=policy)
+    why = "Traceback\nOSError: [Errno 28] No space left on device"
+    policy.broken = RankFailed("trainer[dp=0 tp=0] failed in save", why, rank="trainer", kind="OSError")
+
+    async def body() -> None:
+        assert not await learns.save(1, "{}")
+        with pytest.raises(RunError) as error:
+            await learns.save(2, "{}")
+        where = re.escape(str(tmp_path / "checkpoint"))
+        full = r"cannot be written: No space left on device \([\d,]+ bytes free\)"
+        assert re.fullmatch(f"the checkpoint of step 2: {where} {full}", str(error.value))
+        assert "Traceback" not in error.value.details
+
+    asyncio.run(body())
+    assert re.search(r"step 1 failed, and is tried again .* No space left on device \([\d,]+ bytes free\)$", notes[0])
 
 
 def test_a_step_without_the_critics_half_is_not_resumed_from(tmp_path: Path) -> None:

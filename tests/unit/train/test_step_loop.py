@@ -13,6 +13,7 @@ from titan_rl.config.sections import CheckpointSection, Config
 from titan_rl.record.run_folder import Resume
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.health import Ruined
+from titan_rl.train.regrowth import Regrow
 from titan_rl.train.step_loop import StepDone, StepLoop
 from titan_rl.train.stop import Stop
 from titan_rl.wire.clock import Clock
@@ -28,6 +29,8 @@ class Learner:
     """Notes what it is asked to keep."""
 
     failed_saves = 0
+    saves = True
+    on_disk = False  # the last save was waited for
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -37,7 +40,18 @@ class Learner:
 
     async def save(self, step: int, state: str, *, last: bool, on_disk: bool) -> bool:
         self.events.append(f"save {step} {state}")
-        return True
+        self.on_disk = on_disk
+        return self.saves
+
+
+class Growth:
+    """Has room for more trainers from the start, or never."""
+
+    def __init__(self, due: bool) -> None:
+        self.due = due
+
+    def after(self, step: int) -> Regrow:
+        return Regrow(f"after {step}")
 
 
 def steps(
@@ -46,9 +60,11 @@ def steps(
     interval: int = 100,
     resume: Resume | None = None,
     grace: float = 1.0,
+    growth: bool = False,
+    learner: Learner | None = None,
 ) -> list[str]:
     """Make ten steps, and return what was kept in which order."""
-    learner = Learner()
+    learner = learner or Learner()
 
     async def body() -> None:
         task = asyncio.current_task()
@@ -56,7 +72,7 @@ def steps(
         stop = Stop(task, Clock(), Terminal(), grace)
         config = Config(checkpoint=CheckpointSection(interval=interval))
         report = SimpleNamespace(to_disk=lambda: learner.events.append("to disk"))
-        run: Any = SimpleNamespace(config=config, stop=stop, report=report)
+        run: Any = SimpleNamespace(config=config, stop=stop, report=report, regrowth=Growth(growth))
         found = resume or Resume(None, None)
         kept: Any = learner
         loop = StepLoop(run, kept, found)
@@ -151,3 +167,32 @@ def test_ruined_weights_are_never_saved() -> None:
 
     with pytest.raises(Ruined):
         steps(step, interval=1)
+
+
+def test_trainers_grow_after_the_next_checkpoint_which_is_waited_for() -> None:
+    async def step(n: int, stop: Stop, loop: StepLoop, learner: Learner) -> StepDone | None:
+        return done(n, learner)
+
+    learner = Learner()
+    with pytest.raises(Regrow, match="after 3"):
+        steps(step, interval=3, growth=True, learner=learner)
+    kept = [event for event in learner.events if not event.startswith(("snapshot", "to disk"))]
+    assert kept == ["ledger 3", 'save 3 {"at": 3}']
+    assert learner.on_disk
+
+
+def test_trainers_do_not_grow_after_the_last_step_a_failed_save_or_a_request_to_stop() -> None:
+    async def step(n: int, stop: Stop, loop: StepLoop, learner: Learner) -> StepDone | None:
+        return done(n, learner)
+
+    async def last(n: int, stop: Stop, loop: StepLoop, learner: Learner) -> StepDone | None:
+        if n == 2:
+            request_stop()
+            await asyncio.sleep(0.01)
+        return done(n, learner)
+
+    assert steps(step, growth=True) == ["ledger 10", 'save 10 {"at": 10}']
+    failing = Learner()
+    failing.saves = False
+    assert len(steps(step, interval=4, growth=True, learner=failing)) == 2 * 3
+    assert steps(last, growth=True, grace=100) == ["ledger 2", 'save 2 {"at": 2}']

@@ -6,7 +6,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.train.stragglers import Stragglers, median_of_others
+from support.operations import instructions
+from titan_rl.train.stragglers import Peers, Stragglers
 
 FACTOR, STEPS = 2.0, 3
 TIMES = st.sampled_from([0.0, 0.9, 1.0, 1.9, 2.1, 5.0, float("nan")])
@@ -64,7 +65,7 @@ def test_the_unit_of_time_does_not_matter(history: list[dict[str, float]], unit:
 def test_of_two_peers_the_median_of_the_others_is_the_other() -> None:
     assert watched([{"a": 1.0, "b": 2.5}] * 3) == [[], [], ["b"]]
     assert watched([{"a": 1.0, "b": 1.9}] * 9) == [[]] * 9
-    assert median_of_others({"a": 1.0, "b": 2.5}, "b") == 1.0
+    assert Peers({"a": 1.0, "b": 2.5}).median_without(2.5) == 1.0
 
 
 def test_who_recovers_and_relapses_is_named_again() -> None:
@@ -96,3 +97,13 @@ def test_a_sentence_says_by_how_much_and_which_key_sets_the_limit() -> None:
 
 def test_zero_steps_name_nobody() -> None:
     assert watched([{"a": 1.0, "b": 9.0}] * 9, steps=0) == [[]] * 9
+
+
+def test_a_rank_costs_the_same_among_many() -> None:
+    """Instructions are counted, not seconds."""
+
+    def step(ranks: int) -> float:
+        seconds = {f"trainer[dp={i}]": 1.0 + i % 7 for i in range(ranks)}
+        return instructions(lambda: Stragglers(FACTOR, STEPS).seen(1, seconds), "train/stragglers.py") / ranks
+
+    assert step(256) < 1.2 * step(64)

@@ -17,6 +17,7 @@ from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.weight_plan import Shard
+from titan_rl.wire.weight_source import Connection
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +32,13 @@ class FakeTrainers:
 
     def __init__(self) -> None:
         self.alive = 1  # the generation that can be read from; 0: none
+        self.places: Any = ()  # of the readers that it was told of
 
     async def shards(self) -> list[list[Shard]]:
         return [[Shard(name, 0, rows, 0, cols) for name, (rows, cols) in hf_sizes(TINY).items()]]
 
     async def stage(self, copies: Any, places: Any, sync: Any) -> list[Any]:
+        self.places = places
         return [{0: self.alive}]
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication:
@@ -49,13 +52,10 @@ class Reader(FakeEngine):
         super().__init__()
         self.trainers = trainers
 
-    async def do_place(self) -> str:
-        return "here"
-
-    async def do_connect(self, sources: Any, sync: Any) -> list[str]:
+    async def do_connect(self, sources: Any, sync: Any, siblings: Any) -> Connection:
         if [source.offer for source in sources] != [self.trainers.alive]:
             raise RankFailed("generator0[tp=0] failed in connect: FileNotFoundError", rank="generator0[tp=0]")
-        return await super().do_connect(sources, sync)
+        return await super().do_connect(sources, sync, siblings)
 
 
 async def running(trainers: FakeTrainers, folder: Path) -> tuple[GeneratorMesh, WeightSync, list[Reader]]:
@@ -99,6 +99,26 @@ def test_a_replica_that_comes_back_before_the_trainers_costs_one_restart(tmp_pat
         assert [incident.outcome for incident in mesh._policy.incidents.all] == ["back"]
         assert len(made) == 2
         assert [source.offer for source in made[1].connected[-1]] == [2]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sync", "places"),
+    [
+        (c.HostsSection(), c.WeightSyncSection(), ["here"]),
+        (c.HostsSection(kind="attach", count=2), c.WeightSyncSection(), ["any host of the run", "here"]),
+        (c.HostsSection(kind="attach", count=2), c.WeightSyncSection(transport="shm"), ["here"]),
+    ],
+)
+def test_trainers_can_be_read_from_hosts_that_have_no_replica_yet(
+    tmp_path: Path, hosts: c.HostsSection, sync: c.WeightSyncSection, places: list[str]
+) -> None:
+    async def body() -> None:
+        trainers = FakeTrainers()
+        _, weights, _ = await running(trainers, tmp_path)
+        await weights.connect(c.Config(hosts=hosts, weight_sync=sync), TINY)
+        assert trainers.places == places
 
     asyncio.run(body())
 

@@ -50,6 +50,7 @@ SHAPES = {
     "mistral without window": replace(LLAMA, family="mistral", n_kv_heads=1),
     "qwen yarn": replace(LLAMA, family="qwen3", rope_scaling=YARN, max_seq_len=4096),
     "qwen": replace(LLAMA, family="qwen3"),
+    "qwen moe": replace(LLAMA, family="qwen3_moe", experts=4, experts_per_token=3, norm_routes=True),
     "qwen tied head_dim": replace(LLAMA, family="qwen3", tied=True, head_dim=24, dim=50),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -73,7 +74,22 @@ def test_parameter_count_is_transformers(shape: ModelShape, tmp_path: Path) -> N
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())  # a tied weight is counted once
-    assert shape.hf_tensors() == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shape.hf_tensors() == on_disk({name: tuple(p.shape) for name, p in model.named_parameters()})
+
+
+def on_disk(sizes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that transformers writes for its parameters: stacks of experts one by one."""
+    found = dict[str, tuple[int, ...]]()
+    for name, size in sizes.items():
+        stack, _, half = name.rpartition(".")
+        if half == "gate_up_proj":
+            into = (size[1] // 2, size[2])
+            found |= {f"{stack}.{e}.{x}_proj.weight": into for e in range(size[0]) for x in ("gate", "up")}
+        elif len(size) == 3:
+            found |= {f"{stack}.{e}.{half}.weight": size[1:] for e in range(size[0])}
+        else:
+            found[name] = size
+    return found
 
 
 @shapes
@@ -87,7 +103,7 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
         model = AutoModelForSequenceClassification.from_config(config)
     assert type(model).__name__ == shape.parts.architectures["value"]
     assert valued.parameters == sum(p.numel() for p in model.parameters())
-    assert valued.hf_tensors() == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert valued.hf_tensors() == on_disk({name: tuple(p.shape) for name, p in model.named_parameters()})
 
 
 @shapes
@@ -151,8 +167,8 @@ def test_absent_llama_heads_follow_from_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, 'model_type: expected llama, qwen2, qwen3 or mistral, found "gpt2"'),
-        ({"model_type": "qwen3_moe"}, 'found "qwen3_moe", a mixture of experts'),
+        ({"model_type": "gpt2"}, 'model_type: expected llama, qwen2, qwen3, qwen3_moe or mistral, found "gpt2"'),
+        ({"model_type": "mixtral"}, 'found "mixtral", a mixture of experts of another kind'),
         ({"model_type": "gemma3_text"}, 'found "gemma3_text", a model with other norms, scales or activations'),
         ({"architectures": ["LlamaModel"]}, 'expected ["LlamaForCausalLM"] or ["LlamaForSequenceClassification"]'),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures"),
@@ -217,11 +233,18 @@ def test_shape_of_flavor() -> None:
     assert llama.rope_scaling == SCALING | {"factor": 8.0}
     qwen = shape_of(ModelSection(name="qwen3", flavor="0.6B"))
     assert (qwen.head_dim, qwen.tied, qwen.rope_scaling, qwen.parameters) == (128, True, None, 596_049_920)
+    mixed = shape_of(ModelSection(name="qwen3_moe", flavor="30B-A3B"))
+    assert (mixed.experts, mixed.experts_per_token, mixed.hidden_dim, mixed.norm_routes) == (128, 8, 768, True)
+    assert mixed.parameters == 30_532_122_624  # as published
 
 
 @pytest.mark.parametrize(
     ("name", "flavor", "message"),
-    [("llama3", "8b", "found \"8b\"; did you mean '8B'"), ("qwen3", "30B-A3B", "a mixture of experts")],
+    [
+        ("llama3", "8b", "found \"8b\"; did you mean '8B'"),
+        ("qwen3", "30B-A3B", "a mixture of experts"),
+        ("qwen3_moe", "32B", 'expected a qwen3_moe (debugmodel_moe, 30B-A3B, 235B-A22B), found "32B", a dense model'),
+    ],
 )
 def test_refused_flavors(name: Any, flavor: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -234,6 +257,14 @@ def test_refused_flavors(name: Any, flavor: str, message: str) -> None:
         ("qwen2", {"head_dim": 32}, "head_dim: expected hidden_size / num_attention_heads = 16, as vLLM's Qwen2For"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window: expected false, found true"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types: expected full attention only"),
+        ("qwen moe", {"num_experts": 0}, "num_experts: expected a positive integer of at most 16384, found null"),
+        ("qwen moe", {"num_local_experts": 5}, "num_local_experts: expected num_experts = 4, found 5"),
+        ("qwen moe", {"num_experts_per_tok": 5}, "a positive integer of at most num_experts = 4, found 5"),
+        ("qwen moe", {"moe_intermediate_size": None}, "moe_intermediate_size: expected a positive integer"),
+        ("qwen moe", {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, found 1"),
+        ("qwen moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: expected 1: experts in every layer, found 2"),
+        ("qwen moe", {"mlp_only_layers": [0]}, "mlp_only_layers: expected []: experts in every layer, found [0]"),
+        ("qwen moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size: expected false"),
         ("mistral", {"sliding_window": 0}, "sliding_window: expected null, or a positive integer"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "sliding attention only, for sliding_window is 96"),
         ("mistral without window", {"layer_types": ["sliding_attention"] * 2}, "full attention only"),

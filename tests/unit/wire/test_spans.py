@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from titan_rl.wire.clock import Clock
-from titan_rl.wire.spans import Recorded, Recorder, Stretch, span
+from titan_rl.wire.spans import Recorder, Stretch, span
 
 
 def test_a_span_says_what_when_how_long_and_where() -> None:
@@ -31,7 +31,7 @@ def test_what_was_taken_is_not_taken_again() -> None:
     recorder = Recorder()
     recorder.since(recorder.now(), "group", id=7)
     assert recorder.take().spans[0].id == 7
-    assert recorder.take() == Recorded([], 0)
+    assert recorder.take()[:2] == ([], 0)
 
 
 def test_memory_is_bounded_and_the_newest_stay() -> None:
@@ -42,7 +42,7 @@ def test_memory_is_bounded_and_the_newest_stay() -> None:
     taken = recorder.take()
     assert [s.args["step"] for s in taken.spans] == list(range(15, 25))
     assert taken.dropped == 15
-    assert recorder.take() == Recorded([], 0)
+    assert recorder.take()[:2] == ([], 0)
 
 
 def test_parts_follow_one_another() -> None:

@@ -1,5 +1,6 @@
 """The planner, compared with plain numpy."""
 
+import math
 import pickle
 import time
 from dataclasses import replace
@@ -31,6 +32,7 @@ def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, 
         return np.split(w, tp, axis)[rank]
 
     t, biases = {name.removesuffix(".weight"): w for name, w in tensors.items()}, dict[str, np.ndarray]()
+    stacks = dict[str, np.ndarray]()
     live = {"model.embed_tokens": mine(padded(t["model.embed_tokens"])), "model.norm": t["model.norm"]}
     for i in range(shape.n_layers):
         attn, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -40,21 +42,30 @@ def live_parameters(tensors: dict[str, np.ndarray], shape: ModelShape, tp: int, 
             q, k, v = (tensors[f"{attn}.{x}_proj.bias"] for x in "qkv")
             biases[f"{attn}.qkv_proj.bias"] = np.concatenate([mine(q), mine(kv(k)), mine(kv(v))])
         live[f"{attn}.o_proj"] = mine(t[f"{attn}.o_proj"], axis=1)
-        live[f"{mlp}.gate_up_proj"] = np.concatenate([mine(t[f"{mlp}.gate_proj"]), mine(t[f"{mlp}.up_proj"])])
-        live[f"{mlp}.down_proj"] = mine(t[f"{mlp}.down_proj"], axis=1)
+        if shape.experts:
+            each, live[f"{mlp}.gate"] = [f"{mlp}.experts.{e}" for e in range(shape.experts)], t[f"{mlp}.gate"]
+            stack = f"{mlp}.experts.routed_experts"
+            halves = [mine(t[f"{expert}.{half}_proj"]) for expert in each for half in ("gate", "up")]
+            stacks[f"{stack}.w13_weight"] = np.concatenate(halves)
+            stacks[f"{stack}.w2_weight"] = np.concatenate([mine(t[f"{e}.down_proj"], axis=1) for e in each])
+        else:
+            live[f"{mlp}.gate_up_proj"] = np.concatenate([mine(t[f"{mlp}.gate_proj"]), mine(t[f"{mlp}.up_proj"])])
+            live[f"{mlp}.down_proj"] = mine(t[f"{mlp}.down_proj"], axis=1)
         live |= {name: w for name, w in t.items() if name.startswith(f"model.layers.{i}.") and "norm" in name}
     if not shape.tied:
         live["lm_head"] = mine(padded(t["lm_head"]))
-    return {f"{name}.weight": w for name, w in live.items()} | biases
+    return {f"{name}.weight": w for name, w in live.items()} | biases | stacks
 
 
 @st.composite
 def shapes(draw: st.DrawFn, tp: int) -> ModelShape:
     kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
     heads = max(kv_heads, tp) * draw(st.integers(1, 2))
+    family = draw(st.sampled_from(["llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"]))
     return replace(
         TINY,
-        family=draw(st.sampled_from(["llama3", "qwen2", "qwen3", "mistral"])),
+        family=family,
+        experts=draw(st.integers(1, 6)) if family == "qwen3_moe" else 0,
         vocab_size=draw(st.integers(1, 150)),
         dim=draw(st.integers(2, 9)),
         n_layers=draw(st.integers(1, 2)),
@@ -74,7 +85,9 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
     mesh = data.draw(
         st.fixed_dictionaries({"replicate": st.integers(1, 3), "fsdp": st.integers(1, 5), "tp": st.integers(1, 3)})
     )
-    trainer = layout(shape, **mesh)
+    ranks = mesh["fsdp"] * mesh["tp"]
+    ep = data.draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]), "experts over")
+    trainer = layout(shape, **mesh, ep=ep)
     made = plan(trainer, [pieces(shape, tp=readers, rank=rank) for rank in range(readers)])
     assert list(made.copies) == [(t, r) for t in range(len(trainer)) for r in range(readers)], "one run for every pair"
 
@@ -83,7 +96,8 @@ def test_any_trainer_fills_any_generator_exactly_once(data: st.DataObject) -> No
         {s.name: tensors[s.name][s.row0 : s.row0 + s.rows, s.col0 : s.col0 + s.cols] for s in shards}
         for shards in trainer
     ]
-    sizes = {name: size if len(size) == 2 else (*size, 1) for name, size in param_shapes(shape, readers).items()}
+    planned = {name: size if len(size) > 1 else (*size, 1) for name, size in param_shapes(shape, readers).items()}
+    sizes = {name: (math.prod(size[:-1]), size[-1]) for name, size in planned.items()}
     live = [{name: np.zeros(size, np.int64) for name, size in sizes.items()} for _ in range(readers)]
     written = [{name: np.zeros(size, np.int64) for name, size in sizes.items()} for _ in range(readers)]
     execute(made, held, live)
@@ -189,9 +203,9 @@ def test_a_plan_is_read_by_rank_and_by_reader() -> None:
 
 
 def test_one_reader_reads_every_parameter_of_the_model() -> None:
-    for family in ("llama3", "qwen2", "qwen3", "mistral"):
+    for family in ("llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"):
         for tied in (False, True):
-            shape = replace(TINY, family=family, tied=tied)
+            shape = replace(TINY, family=family, tied=tied, experts=5 if family == "qwen3_moe" else 0)
             made = plan(layout(shape, fsdp=3), [pieces(shape, tp=1, rank=0)])
             assert made.received(0) == shape.parameters
             assert made.received(0) == sum(copy.elements for rank in range(3) for copy in made.copies[rank, 0])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config
+from titan_rl.wire.model_shape import ModelShape
 
 
 def check_exact(config: Config, device: str) -> Iterator[str]:
@@ -39,3 +40,9 @@ def check_exact(config: Config, device: str) -> Iterator[str]:
     if config.override.imports:
         replaced = ", ".join(config.override.imports)
         yield f"override.imports: expected none with debug.exact, which replaces the same parts, found {replaced}"
+
+
+def check_exact_model(config: Config, shape: ModelShape) -> Iterator[str]:
+    if config.debug.exact and shape.experts:
+        why = "with debug.exact, because a product of an expert depends on how many tokens it computes"
+        yield f'model.name: expected a dense model {why}, found "{shape.family}"'

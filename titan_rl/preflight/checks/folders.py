@@ -29,7 +29,7 @@ def check_folders(config: Config) -> Iterator[str]:
             found = f"which torch's safetensors writer takes for a pattern, found {as_toml(str(folder))}"
             yield f"job.dump_folder: expected a path without {' '.join(pattern)}, {found}"
             return
-        if found := _unwritable(folder):
+        if found := unwritable(folder):
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
         inner = [folder / attrgetter(key)(config) for key in INNER]
@@ -45,7 +45,7 @@ def _is_file(path: Path) -> bool:
     return os.path.lexists(path) and not path.is_dir()
 
 
-def _unwritable(folder: Path) -> str:
+def unwritable(folder: Path) -> str:
     """Return why files cannot be written to a folder that may not exist yet, or ""."""
     for part in (*reversed(folder.parents), folder):
         if len(os.fsencode(part.name)) > 255:

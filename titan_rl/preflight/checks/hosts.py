@@ -1,14 +1,18 @@
 """Checks of the hosts of a run, and of what is placed on them."""
 
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
-from titan_rl.wire.certificates import certificate_problems
+from titan_rl.wire.certificates import CERT, certificate_problems
 from titan_rl.wire.dial import split_address
+from titan_rl.wire.front_door import port_range
 
 MOST_PROCESSES = 64  # hosts on one machine
 HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
@@ -16,6 +20,8 @@ HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 def check_hosts(config: Config, gpus: int) -> Iterator[str]:
     """`gpus`: of one host, or of this machine, which `processes` share."""
+    if (least := config.fault.min_trainers) > (rows := config.parallelism.dp):
+        yield f"fault.min_trainers: expected at most {rows}, the trainer's dp rows, found {least}"
     unusable = [*_check_kind(config), *_check_roles(config)]
     yield from unusable
     if unusable or config.hosts.number == 1:
@@ -28,24 +34,32 @@ def check_hosts(config: Config, gpus: int) -> Iterator[str]:
 
 def _check_kind(config: Config) -> Iterator[str]:
     hosts = config.hosts
-    if hosts.kind != "attach" and hosts.addresses:
+    if not hosts.at_addresses and hosts.addresses:
         why = f'with hosts.kind = "{hosts.kind}"'
         yield f"hosts.addresses: expected none {why}, found {as_toml(hosts.addresses)}"
-    if hosts.kind == "attach":
-        yield from _check_attach(hosts)
+    if not hosts.at_addresses and hosts.ports:
+        yield f'hosts.ports: expected "" with hosts.kind = "{hosts.kind}", found {as_toml(hosts.ports)}'
+    if hosts.at_addresses:
+        yield from _check_addresses(hosts)
+    if hosts.kind == "ssh":
+        yield from _check_ssh(hosts)
     if hosts.kind == "local" and hosts.count > 1:
         yield f'hosts.count: expected 1 with hosts.kind = "local", found {hosts.count}; "processes" has several here'
     if hosts.kind == "processes" and hosts.count > MOST_PROCESSES:
         yield f'hosts.count: expected at most {MOST_PROCESSES} with hosts.kind = "processes", found {hosts.count}'
 
 
-def _check_attach(hosts: HostsSection) -> Iterator[str]:
+def _check_addresses(hosts: HostsSection) -> Iterator[str]:
     if hosts.isolation == "require":
-        yield 'hosts.isolation: expected "auto" or "off" with hosts.kind = "attach", found "require"'
+        yield f'hosts.isolation: expected "auto" or "off" with hosts.kind = "{hosts.kind}", found "require"'
     if hosts.addresses and hosts.count not in (0, len(hosts.addresses)):
         yield from missing_addresses(hosts)
     if len(set(hosts.addresses)) < len(hosts.addresses):
         yield f"hosts.addresses: expected each address once, found {as_toml(hosts.addresses)}"
+    try:
+        port_range(hosts.ports)
+    except ValueError as error:
+        yield f"hosts.ports: {error}"
     schemes = set[str]()
     for address in hosts.addresses:
         try:
@@ -63,17 +77,36 @@ def _check_attach(hosts: HostsSection) -> Iterator[str]:
         yield from (f"hosts.tls: {problem}" for problem in certificate_problems(Path(hosts.tls)))
 
 
+def _check_ssh(hosts: HostsSection) -> Iterator[str]:
+    try:
+        program = shlex.split(hosts.ssh)
+    except ValueError as error:
+        yield f"hosts.ssh: expected a command, found {as_toml(hosts.ssh)} ({error})"
+        return
+    if not program or not shutil.which(program[0]):
+        yield f"hosts.ssh: expected a program on PATH, found none named by {as_toml(hosts.ssh)}"
+    for address in hosts.addresses if hosts.tls else ():
+        with suppress(ValueError):  # which was said
+            scheme, host, _ = split_address(address)
+            folder = Path(hosts.tls).absolute().parent / host
+            if scheme == "tls" and not (folder / CERT).is_file():
+                yield f"hosts.tls: expected the certificate of {host} in {folder}, next to this machine's, found none"
+
+
 def missing_addresses(hosts: HostsSection) -> Iterator[str]:
-    """Yield that workers are missing, of which a dry run needs none."""
-    if hosts.kind == "attach" and hosts.number != len(hosts.addresses):
-        expected = f"{hosts.count or 'at least one'}, where workers wait (python -m titan_rl.worker)"
+    """Yield that addresses are missing, of which a dry run needs none."""
+    if hosts.at_addresses and hosts.number != len(hosts.addresses):
+        where = "where workers wait (python -m titan_rl.worker)"
+        if hosts.kind == "ssh":
+            where = "where workers shall listen, such as tls://node1:26600"
+        expected = f"{hosts.count or 'at least one'}, {where}"
         yield f"hosts.addresses: expected {expected}, found {len(hosts.addresses)}"
 
 
 def attach_warnings(config: Config) -> Iterator[str]:
     """Yield what a user must know about a run across hosts."""
     hosts = config.hosts
-    if hosts.kind != "attach":
+    if not hosts.at_addresses:
         return
     if any(address.startswith("tcp://") for address in hosts.addresses):
         yield (

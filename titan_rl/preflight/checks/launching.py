@@ -58,7 +58,8 @@ def check_submission(config: Config, on: Scheduler, prints: bool) -> Iterator[st
     if on == "slurm":
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing and not prints:
-            yield f"--on slurm: expected {', '.join(PROGRAMS)} on PATH, found no {', '.join(missing)}"
+            found = f"found no {', '.join(missing)}; --print needs none"
+            yield f"--on slurm: expected {', '.join(PROGRAMS)} on PATH, {found}"
         for mount in launch.mounts:
             if mount.startswith(CLAIMED):
                 yield f"launch.mounts: expected a folder of the nodes with --on slurm, found {as_toml(mount)}"

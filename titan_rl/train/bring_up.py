@@ -7,9 +7,9 @@ controller ── trainer mesh (dp, tp)                                    the f
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,13 +22,16 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
-from titan_rl.meshes import deaths, zygotes
+from titan_rl.config.sections import Config
+from titan_rl.meshes import deaths, keepers, zygotes
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.peer_snapshots import PeerSnapshots
+from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
@@ -55,11 +58,21 @@ class Meshes:
     critic: ModelMesh | None = None
     environments: EnvironmentMesh | None = None
     colocated: bool = False  # generators and trainers take turns on the same devices
+    on_gpus: bool = False  # which are GPUs
+    hosts: Sequence[Host] = ()  # of the run
+    berths: Berths | None = None  # where meshes are started again
 
     async def turn_of_trainers(self) -> None:
         """Put colocated engines to sleep until they are given new weights."""
         if self.colocated and self.generators is not None:
             await self.generators.sleep()
+
+    async def leave_gpus_to_trainers(self) -> None:
+        """End the trainers, which start again next, and wait for the replicas that are being started on the GPUs that
+        they share: vLLM measures how much memory is free, which nothing else may change meanwhile."""
+        if self.colocated and self.on_gpus and self.generators is not None:
+            await self.trainers.kill()
+            await self.generators.settled()
 
     def named(self, name: str) -> ModelMesh | None:
         """Return a mesh that is respawned as a whole; the generator mesh replaces its replicas itself."""
@@ -72,6 +85,10 @@ class Meshes:
         return [mesh for mesh in every if mesh is not None]
 
 
+Launch = Callable[[Setup, Terminal, Incidents, Callable[[], bool]], AbstractAsyncContextManager[tuple[Meshes, Watch]]]
+"""Starts all meshes of a run: `launch`, or a simulation of it."""
+
+
 @asynccontextmanager
 async def launch(
     setup: Setup, terminal: Terminal, incidents: Incidents, hurries: Callable[[], bool] = lambda: False
@@ -81,11 +98,19 @@ async def launch(
     killed."""
     zygotes.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
-    watch = Watch(tended=["generator", "environment"])
+    # A host whose agent dies is lost (remote_host.py).
+    watch = Watch(tended=["generator", "environment", "agent", keepers.MESH])
     meshes: Meshes | None = None
-    async with joined_hosts(setup) as hosts:
+
+    def back() -> None:
+        if meshes is not None and meshes.generators is not None:
+            meshes.generators.regrow()
+
+    async with joined_hosts(setup, terminal.warn, back) as hosts:
         try:
-            meshes = await watch.drive(_start(Berths(setup, hosts), setup, terminal, incidents))
+            berths = Berths(setup, hosts)
+            started = await watch.drive(_start(berths, setup, terminal, incidents))
+            meshes = replace(started, hosts=hosts, berths=berths)
             yield meshes, watch
         except RunError as error:
             raise await watch.explained(error) from None
@@ -124,7 +149,20 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
     others = [name for name in starting if name != "generators"]
     for names in (["generators"], others) if _share_gpus(setup) else (starting,):
         meshes |= zip(names, await asyncio.gather(*(starting[name]() for name in names)), strict=True)
-    return Meshes(**meshes, colocated=config.placement.kind == "colocated")
+    return Meshes(**meshes, colocated=config.placement.kind == "colocated", on_gpus=setup.device == "cuda")
+
+
+async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, terminal: Terminal) -> Snapshots:
+    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with keepers."""
+    trainers, critic = meshes.trainers, meshes.critic
+    if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
+        return Snapshots(trainers, critic, incidents.note)
+    ends = keepers.Keepers(meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+    snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
+    with terminal.phase("snapshots: keepers"):
+        copies, how = await snapshots.start()
+    terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")
+    return snapshots
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from titan_rl.config.toml import find, load, shipped
 from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.spawn import process_group
 from titan_rl.record.terminal import Terminal
-from titan_rl.train import launch
+from titan_rl.train import bring_up
 from titan_rl.train.berths import Berths, cuda_environment, resources
 from titan_rl.wire import gpus
 
@@ -26,7 +26,7 @@ PROGRAM = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
 from titan_rl.meshes import deaths
-from titan_rl.train.launch import shutdown
+from titan_rl.train.bring_up import shutdown
 
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 names = ["role[dp=0 tp=0]", "role[dp=1 tp=0]"]
@@ -119,16 +119,16 @@ class Started:
         self.events: list[str] = []
         self.env: Mapping[str, str] = {}
         monkeypatch.setattr(gpus, "_present_gpus", lambda: 12)
-        monkeypatch.setattr(launch, "verify_complete", lambda *_: None)
-        monkeypatch.setattr(launch, "GeneratorMesh", self)
-        monkeypatch.setattr(launch, "ModelMesh", self.model_mesh)
+        monkeypatch.setattr(bring_up, "verify_complete", lambda *_: None)
+        monkeypatch.setattr(bring_up, "GeneratorMesh", self)
+        monkeypatch.setattr(bring_up, "ModelMesh", self.model_mesh)
         shape: Any = SimpleNamespace(with_value_head=lambda: None)
         config = load(find("grpo_llama"), [(key.replace("__", "."), value) for key, value in keys.items()])
         setup: Any = SimpleNamespace(
             config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
         )
         nothing: Any = None
-        asyncio.run(launch._start(Berths(setup, [nothing]), setup, Terminal(), nothing))
+        asyncio.run(bring_up._start(Berths(setup, [nothing]), setup, Terminal(), nothing))
 
     def model_mesh(self, host: Any, role: str, *_: Any) -> Any:
         return SimpleNamespace(start=lambda: self._note(role))
@@ -176,18 +176,18 @@ def test_deterministic_engines_on_gpus_are_batch_invariant(monkeypatch: pytest.M
 def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
     monkeypatch: pytest.MonkeyPatch, device: str, seconds: float
 ) -> None:
-    async def none_started(*_: Any) -> launch.Meshes:
-        return launch.Meshes(SimpleNamespace(close=lambda: asyncio.sleep(0)))  # pyright: ignore[reportArgumentType]
+    async def none_started(*_: Any) -> bring_up.Meshes:
+        return bring_up.Meshes(SimpleNamespace(close=lambda: asyncio.sleep(0)))  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(deaths, "kill_seconds", 0.0)
     monkeypatch.setattr(hosts, "local_hosts", list)
-    monkeypatch.setattr(launch, "Berths", lambda *_: None)
-    monkeypatch.setattr(launch, "_start", none_started)
+    monkeypatch.setattr(bring_up, "Berths", lambda *_: None)
+    monkeypatch.setattr(bring_up, "_start", none_started)
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
     nothing: Any = None
 
     async def body() -> None:
-        async with launch.launch(setup, Terminal(), nothing):
+        async with bring_up.launch(setup, Terminal(), nothing):
             assert deaths.kill_seconds == seconds
 
     asyncio.run(body())
@@ -198,3 +198,22 @@ def test_what_outlives_a_kill_is_named_when_its_time_is_up(monkeypatch: pytest.M
     monkeypatch.setattr(deaths.os, "kill", lambda *_: None)
     monkeypatch.setattr(deaths, "kill_seconds", 0.05)
     assert asyncio.run(deaths.kill(["stubborn[tp=0]"])) == ["stubborn[tp=0]"]
+
+
+@pytest.mark.parametrize(("on_gpus", "first"), [(True, ["trainers end", "replicas are up"]), (False, [])])
+def test_replicas_that_start_on_the_trainers_gpus_do_so_while_no_trainer_is_there(
+    on_gpus: bool, first: list[str]
+) -> None:
+    events: list[str] = []
+
+    def noted(what: str) -> Any:
+        async def note() -> None:
+            events.append(what)
+
+        return note
+
+    trainers: Any = SimpleNamespace(kill=noted("trainers end"))
+    generators: Any = SimpleNamespace(settled=noted("replicas are up"))
+    meshes = bring_up.Meshes(trainers, generators, colocated=True, on_gpus=on_gpus)
+    asyncio.run(meshes.leave_gpus_to_trainers())
+    assert events == first

@@ -1,0 +1,101 @@
+"""One run over a link: RDMABuffer reads into the memory that the readers of a host share, of slices that it lacks."""
+
+import math
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from monarch.rdma import RDMAAction, RDMABuffer
+from torch import Tensor
+
+from titan_rl.actors.sync.host_memory import EMPTY, HeldRun, Words
+from titan_rl.wire.manifest import Manifest, checksum
+from titan_rl.wire.weight_source import SLOTS, Registered, one_sided
+
+
+class Remote:
+    """Reads of a run's slices, all in flight together."""
+
+    def __init__(
+        self, registered: Registered, held: HeldRun, blocks: Sequence[tuple[int, int]], *, delta: bool
+    ) -> None:
+        """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums are taken for
+        equal bytes, so that what another publication brought is not fetched again."""
+        self.name = one_sided(registered.stamps.backend)
+        self.received = 0  # bytes that this reader has fetched
+        self._held, self._delta = held, delta
+        sizes = [part.size() for part in registered.slices[0]]
+        self._parts: list[list[tuple[RDMABuffer, Tensor]]] = [
+            list(zip(slices, held.octets.split(sizes), strict=True)) for slices in registered.slices
+        ]
+        self._whole = [_reads(parts) for parts in self._parts]  # resubmitted: addresses never change
+        self._stamps = torch.empty(SLOTS, dtype=torch.int64)
+        self._stamp = _reads([(registered.stamps, self._stamps.view(torch.uint8))])
+        self._found: int | None = None  # the trainer's stamp, if the last read brought another publication
+        ends = np.cumsum(sizes)
+        firsts, lasts = np.array([first for first, _ in blocks]), np.array([last for _, last in blocks])
+        # By block, the slices that it touches; by slice, the blocks. Both are ranges [first, last).
+        self._touched = list(
+            zip(
+                np.searchsorted(ends, firsts, side="right").tolist(),
+                np.searchsorted(ends - sizes, lasts, side="left").tolist(),
+                strict=True,
+            )
+        )
+        self._touching = list(
+            zip(
+                np.searchsorted(lasts, ends - sizes, side="right").tolist(),
+                np.searchsorted(firsts, ends, side="left").tolist(),
+                strict=True,
+            )
+        )
+
+    def run(self, slot: int) -> Tensor:
+        """Return the run's bytes, as the last fetch of any reader of this host left them.  # [nbytes]"""
+        return self._held.octets
+
+    async def fetch_blocks(
+        self, manifest: Manifest, wanted: Sequence[int], timeout: float, *, again: bool = False
+    ) -> None:
+        """Fetch the slices of the `wanted` blocks that the memory lacks; with `again`, whatever it says that it has.
+        The caller holds the memory's lock."""
+        held, keys, self._found = self._held, self._keys(manifest), None
+        wanted_slices = sorted({part for block in wanted for part in range(*self._touched[block])})
+        if again:
+            held.keys[wanted_slices] = EMPTY
+        missing = [part for part in wanted_slices if held.keys[part] != keys[part]]
+        if missing:
+            if held.stamp[0] != manifest.serial:
+                held.stamp[0] = EMPTY
+            held.keys[missing] = EMPTY
+            parts = self._parts[manifest.slot]
+            whole = len(missing) == len(parts)
+            reads = self._whole[manifest.slot] if whole else _reads([parts[part] for part in missing])
+            await reads.submit(timeout=math.ceil(timeout))
+            await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
+            self.received += sum(len(parts[part][1]) for part in missing)
+            if (found := int(self._stamps[manifest.slot])) != manifest.serial:
+                self._found = found
+                return
+            held.keys[missing] = keys[missing]
+        held.stamp[0] = manifest.serial
+
+    def stamp(self, slot: int) -> int:
+        """Return the publication that the run holds now. If the trainer's slot had another one when this reader read
+        it, return that."""
+        return int(self._held.stamp[0]) if self._found is None else self._found
+
+    def _keys(self, manifest: Manifest) -> Words:
+        """Return what the keys of the slices are once they hold a publication.  # [slices]"""
+        if not self._delta:
+            return np.full(len(self._touching), manifest.serial, np.uint64)
+        sums = array("Q", manifest.checksums)
+        return np.array([checksum(sums[first:last].tobytes()) for first, last in self._touching], np.uint64)
+
+
+def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
+    action = RDMAAction()
+    for source, target in parts:
+        action.read_remote(target, source)
+    return action

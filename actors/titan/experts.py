@@ -1,0 +1,162 @@
+"""The feed-forward of a mixture of experts, with the arithmetic that transformers and vLLM have.
+
+TorchTitan's own parts differ: its experts compute in bfloat16 whatever dtype the forward has, and its router asks for
+float32 by autocast, which a CPU does not know. With tensor parallelism its experts may send no gradient back.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive, override
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
+from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+
+from titan_rl.wire.model_shape import ModelShape
+
+
+class Experts(GroupedExperts):
+    """Feed-forwards of tokens that are sorted by expert, in the dtype of the weights."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        w1_EFD, w2_EDF, w3_EFD = (_local(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        ends_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        in_RD = x_RD.to(w1_EFD.dtype)
+        hidden_RF = F.silu(_grouped(in_RD, w1_EFD, ends_E)) * _grouped(in_RD, w3_EFD, ends_E)
+        return _grouped(hidden_RF, w2_EDF, ends_E).type_as(x_RD)
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _grouped(x_RI: torch.Tensor, w_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each expert by its weight. Expert e has the rows up to ends_E[e]."""
+    return F.grouped_mm(x_RI, w_EOI.transpose(-2, -1), offs=ends_E)
+
+
+class Router(TokenChoiceTopKRouter):
+    """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward."""
+
+    counted_BL: torch.Tensor | None = None  # positive at the places whose experts are counted
+    routed_E: torch.Tensor  # tokens counted for each expert, on this rank
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the weights and the ids of each token's experts, and the probabilities of all."""
+        assert expert_bias_E is None, "a bias would steer the trainer's routes only"
+        probs_BLE = F.softmax(self.gate(x_BLD).float(), dim=-1)
+        _, ids_BLK = torch.topk(probs_BLE, k=self.top_k, dim=-1)
+        weights_BLK = probs_BLE.gather(-1, ids_BLK)
+        if self.route_norm:
+            weights_BLK = weights_BLK / weights_BLK.sum(dim=-1, keepdim=True)
+        if self.counted_BL is not None:
+            self._count(ids_BLK, self.counted_BL)
+        return weights_BLK, ids_BLK, probs_BLE
+
+    def _count(self, ids_BLK: torch.Tensor, counted_BL: torch.Tensor) -> None:
+        if isinstance(ids_BLK, DTensor):
+            mesh = ids_BLK.device_mesh
+            for dim, placement in enumerate(ids_BLK.placements):
+                if placement.is_shard(1):  # this rank routes a part of the row
+                    counted_BL = counted_BL.chunk(mesh.size(dim), 1)[mesh.get_local_rank(dim)]
+            ids_BLK = ids_BLK.to_local()
+        on_BLK = (counted_BL > 0).float()[..., None].expand_as(ids_BLK)
+        self.routed_E.index_add_(0, ids_BLK.flatten(), on_BLK.flatten())
+
+
+class Mixture(MoE):
+    """A router and its experts, whose input has arrived before they take it.
+
+    With tensor parallelism TorchTitan gathers the input asynchronously. If there is one row, DTensor still holds the
+    unfinished gather (AsyncCollectiveTensor) when local_map hands it to the experts; local_map then waits by wait(),
+    whose result has no autograd history, so that no gradient comes back from the experts (torch 2.13)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        return super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)  # a copy waits, and is recorded
+
+
+def count_routes(model: nn.Module, counted_BL: torch.Tensor | None) -> None:
+    """Make the routers of a model count the tokens of each expert in the next forward, at the places where `counted_BL`
+    is positive, or nowhere."""
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.counted_BL = counted_BL
+            if counted_BL is not None and not hasattr(router, "routed_E"):
+                router.routed_E = torch.zeros(router.num_experts, device=counted_BL.device)
+
+
+def take_routed(model: nn.Module, dims: ParallelDims) -> torch.Tensor | None:
+    """Return how many tokens were counted for each expert of each layer since the last call, over all ranks: [N, E], or
+    None without experts. What a backward computes again counts twice, in every layer."""
+    counts = [module.routed_E for module in model.modules() if isinstance(module, Router)]
+    if not counts:
+        return None
+    routed_NE = torch.stack(counts)
+    for count_E in counts:
+        count_E.zero_()
+    dealt = dims.tp_enabled and dims.ep_enabled  # tensor-parallel ranks then route other tokens each
+    for mesh in [dims.get_optional_mesh("loss"), dims.get_mesh("tp") if dealt else None]:
+        if mesh is not None:
+            dist.all_reduce(routed_NE, group=mesh.get_group())
+    return routed_NE
+
+
+def moe_config(shape: ModelShape, inner: dict[str, Any], outer: dict[str, Any]) -> Mixture.Config:
+    """Return the config of a layer's experts and router. `outer` initializes the two matrices that make_ffn_config
+    initializes by depth.
+
+    There is no bias for balancing load: vLLM's model has none, so trainer and generator would take other experts."""
+    init, by_depth = inner["weight"], outer["weight"]
+    config = make_moe_config(
+        num_experts=shape.experts,
+        load_balance_coeff=None,
+        router=make_router_config(
+            dim=shape.dim,
+            num_experts=shape.experts,
+            gate_param_init=inner,
+            top_k=shape.experts_per_token,
+            score_func="softmax",
+            route_norm=shape.norm_routes,
+        ),
+        routed_experts=make_routed_experts_config(
+            dim=shape.dim,
+            hidden_dim=shape.hidden_dim,
+            num_experts=shape.experts,
+            top_k=shape.experts_per_token,
+            param_init={"w1_EFD": init, "w2_EDF": by_depth, "w3_EFD": by_depth},
+            comm_backend="standard",
+        ),
+    )
+    return derive(config, Mixture.Config)
+
+
+@override(target=GroupedExperts.Config, exact=True, description="Experts in the dtype of the forward.")
+def experts(config: GroupedExperts.Config) -> Experts.Config:
+    return derive(config, Experts.Config)
+
+
+@override(target=TokenChoiceTopKRouter.Config, exact=True, description="Softmax in float32 of the forward's logits.")
+def router(config: TokenChoiceTopKRouter.Config) -> Router.Config:
+    return derive(config, Router.Config)
+
+
+OVERRIDES = [f"{__name__}.experts", f"{__name__}.router"]

@@ -1,0 +1,255 @@
+"""Runs across hosts that share nothing but a kernel and a file system, and whose links can be cut."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.namespaces import SeparateHost, Switch, why_not
+from support.outputs import same
+from support.running import Run, Runs
+from titan_rl.wire.certificates import make_certificates
+
+HOSTS = ("node1", "node2", "node3")
+HEAD = "head"
+KEYS: dict[str, Any] = {
+    "cold_start__steps": 3,
+    "training__steps": 16,
+    "generator__replicas": 2,
+    "task__reward": "held_reward:exact",
+}
+PORT = 26600
+PORTS, HEAD_PORTS = range(26700, 26710), range(26800, 26804)  # at which workers serve runs, and runs their workers
+DETECT_SECONDS = 4
+HOLD = "HOLD_WRITE"  # names a file: while it exists, the second trainer rank stops inside its part of a checkpoint
+HOLDING = f"""
+import os, pathlib, time
+opened, held = pathlib.Path.open, os.environ.get("{HOLD}", "")
+def open(self, mode="r", *args, **options):
+    file = opened(self, mode, *args, **options)
+    if "w" in mode and self.name == "__1_0.distcp" and os.path.exists(held):
+        os.rename(held, held + ".reached")
+        file.write(b"half of it")
+        file.flush()
+        while os.path.exists(held + ".reached"):
+            time.sleep(0.05)
+    return file
+pathlib.Path.open = open
+"""
+
+
+class Cluster:
+    """Three hosts with a worker each, and one for the controller."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.folder = folder
+        self.switch = Switch(stack, folder / "hosts", [*HOSTS, HEAD])
+        make_certificates(folder, [*HOSTS, HEAD])
+        (folder / "sitecustomize.py").write_text(HOLDING)
+        self.hold = folder / "hold"
+        workers = {name: self.start_worker(name, stack) for name in HOSTS}
+        for name, worker in workers.items():
+            log = folder / f"{name}.log"
+            wait_for(lambda log=log: "worker at" in log.read_text(), f"{name}'s worker", worker.poll)
+
+    def host(self, name: str) -> SeparateHost:
+        return self.switch.hosts[name]
+
+    def start_worker(self, name: str, stack: ExitStack) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "titan_rl.worker", "--address", f"tls://{name}:{PORT}"]
+        env = {key: value for key, value in os.environ.items() if key != "TITAN_RL_ZYGOTES"}  # this host forks its own
+        env |= {HOLD: str(self.hold), "PYTHONPATH": os.pathsep.join([str(self.folder), os.getcwd()])}
+        command += ["--ports", f"{PORTS[0]}-{PORTS[-1]}"]
+        with open(self.folder / f"{name}.log", "wb") as log:
+            inside = self.host(name).command(*command, "--tls", str(self.folder / name))
+            worker = subprocess.Popen(inside, stdout=log, stderr=log, env=env)
+        stack.callback(worker.wait)
+        stack.callback(worker.kill)
+        return worker
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {
+            "hosts__kind": "attach",
+            "hosts__addresses": ",".join(f"tls://{name}:{PORT}" for name in HOSTS),
+            "hosts__tls": str(self.folder / HEAD),
+            "hosts__ports": f"{HEAD_PORTS[0]}-{HEAD_PORTS[-1]}",
+            "hosts__orphan_seconds": 4,
+            "placement__hosts": '{trainer = "0-1", generator = "1-2"}',
+        }
+
+
+def wait_for(condition: Callable[[], Any], what: str, ended: Callable[[], int | None], timeout: float = 300) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert ended() is None, f"it ended before {what}"
+        assert time.monotonic() < deadline, f"{what}: not within {timeout:g} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if why := why_not():
+        pytest.skip(why)
+    with ExitStack() as stack:
+        yield Cluster(stack, tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Runs().finish(tmp_path_factory.mktemp("local") / "run", **KEYS)
+
+
+class Told:
+    """A run of the cluster whose output is read while it runs."""
+
+    def __init__(self, cluster: Cluster, folder: Path, **keys: object) -> None:
+        runs = Runs(cluster.host(HEAD).command())
+        self.run = runs.start(folder, **{**KEYS, **cluster.keys, **keys})
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.run.process.stdout is not None
+        self.lines += self.run.process.stdout  # line by line
+
+    @property
+    def said(self) -> str:
+        return " ".join(" ".join(self.lines).split())
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        try:
+            wait_for(condition, what, self.run.process.poll)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{''.join(self.lines)}") from None
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """Return what the run has recorded of its losses: a line when one is noticed, and one when it is over."""
+        path = self.run.folder / "faults.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def __enter__(self) -> "Told":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.run.process.kill()
+        self.run.process.wait()
+
+
+def test_hosts_that_share_no_network_and_no_memory_change_no_bit(
+    local: Run, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they listen at no other ports than docs/scaling.md says."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    with Told(cluster, tmp_path / "run") as told:
+        told.run.wait_for_step(1)
+        held.touch()
+        found = {name: cluster.host(name).reachable_ports() for name in (*HOSTS, HEAD)}
+        held.unlink()
+        code = told.run.process.wait(300)
+    head, others = found.pop(HEAD), {name: ports - {PORT, *PORTS} for name, ports in found.items()}
+    assert len(head) == 1
+    assert head <= {*HEAD_PORTS}
+    assert {name: len(ports) for name, ports in others.items()} == {"node1": 1, "node2": 1, "node3": 0}, "gloo's"
+    meets = {name: len(ports & {*PORTS}) for name, ports in found.items()}
+    assert meets == {"node1": 2, "node2": 1, "node3": 1}, "the trainers meet on the first"
+    assert code == 0, told.said
+    assert same(told.run, local)
+    assert "by RDMABuffer (TCP fallback) x 3, shared memory x 1" in told.said
+
+
+def test_cut_hosts_are_replaced_and_taken_back_and_cost_no_bit(
+    local: Run, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First a generator's host, then a trainer's, for whose ranks there is room only on the one that came back. The
+    link of each is whole again as soon as it is given up, while its ranks live on."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("HELD_REWARD", str(held))
+    first, second = cluster.host("node3"), cluster.host("node1")
+    with Told(cluster, tmp_path / "run", hosts__slots=2, fault__detect_seconds=DETECT_SECONDS) as told:
+        told.run.wait_for_step(1)
+        held.touch()
+        generator = cut_until_replaced(told, first, ["generator1"])
+        told.wait_for(lambda: f"{first.name}:{PORT} is back: its slots are free" in told.said, "the first is back")
+        assert not generator & first.pids(), "its ranks of before have ended"
+        held.unlink()
+
+        told.run.wait_for_step(4)
+        held.touch()
+        trainer = cut_until_replaced(told, second, ["trainer", "generator1"])
+        assert not trainer & second.pids(), "those that are replaced publish and save nothing any more"
+        assert set(first.ranks()) == {"trainer[dp=1 tp=0]", "generator1[tp=0]"}
+        told.wait_for(lambda: f"{second.name}:{PORT} is back: its slots are free" in told.said, "the second is back")
+        held.unlink()
+        code = told.run.process.wait(300)
+    assert code == 0, told.said
+    assert same(told.run, local)
+    resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", told.said)
+    assert resumed
+    assert int(resumed[1]) >= 2, "it resumes from a checkpoint of this run"
+    silences = [float(found) for found in re.findall(r"does not answer, for (\S+) s", told.said)]
+    assert len(silences) == 3
+    assert max(silences) <= DETECT_SECONDS
+    audited(told.run)
+
+
+def test_a_host_that_is_cut_off_inside_a_save_leaves_no_checkpoint_to_resume_from(
+    local: Run, cluster: Cluster, tmp_path: Path
+) -> None:
+    """The rank that is cut off goes on to write when the run has given it up. Its mesh continues on the other hosts."""
+    host, reached = cluster.host("node2"), cluster.hold.with_name("hold.reached")
+    where = '{trainer = "0-1", generator = "0,2"}'
+    keys = {"fault__detect_seconds": DETECT_SECONDS, "placement__hosts": where, "fault__snapshot_interval": 0}
+    with Told(cluster, tmp_path / "run", **keys) as told:
+        told.run.wait_for_step(2)
+        told.wait_for(lambda: (told.run.folder / "checkpoint/step-2/.metadata").exists(), "a checkpoint is whole")
+        cluster.hold.touch()
+        told.wait_for(reached.exists, "a save is begun")
+        (half,) = half_written(told.run)
+        host.cut()
+        told.wait_for(lambda: told.incidents(), f"{host.name} is given up")
+        reached.unlink()
+        told.wait_for(lambda: told.incidents()[-1]["outcome"] == "back", "the trainers are back")
+        assert not host.ranks(), "no second writer is left when the trainers resume"
+        host.heal()
+        code = told.run.process.wait(300)
+    assert code == 0, told.said
+    assert same(told.run, local)
+    resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", told.said)
+    assert resumed
+    assert int(resumed[1]) == half - 2, "the step before, which is whole"
+    audited(told.run)
+
+
+def half_written(run: Run) -> list[int]:
+    """Return the steps whose checkpoints are not whole."""
+    folders = (run.folder / "checkpoint").glob("step-*")
+    return [int(each.name.removeprefix("step-")) for each in folders if not (each / ".metadata").exists()]
+
+
+def audited(run: Run) -> None:
+    audit = [sys.executable, "-m", "titan_rl.audit", str(run.folder)]
+    done = subprocess.run(audit, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def cut_until_replaced(told: Told, host: SeparateHost, lost: Sequence[str]) -> set[int]:
+    """Cut a host off until the run has noticed, and wait until what was lost is back. Return the pids of its ranks."""
+    before, seen = host.pids(), len(told.incidents())
+    assert {rank.partition("[")[0] for rank in host.ranks()} == set(lost)
+    host.cut()
+    told.wait_for(lambda: set(lost) <= {each["who"] for each in told.incidents()[seen:]}, f"{host.name} is given up")
+    host.heal()
+    ended = {(role, "back") for role in lost}
+    told.wait_for(lambda: ended <= {(e["who"], e["outcome"]) for e in told.incidents()[seen:]}, f"{lost} are back")
+    return before

@@ -1,0 +1,72 @@
+"""Replicas for which there is no room, until there is."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from support.fake_engines import FakeEngine, fake_mesh, fake_replica
+from titan_rl.meshes import deaths
+from titan_rl.meshes.generator_mesh import GeneratorMesh
+from titan_rl.meshes.replica import Replica
+from titan_rl.wire.errors import RankDied, RunError
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
+async def given_up(folder: Path) -> tuple[GeneratorMesh, list[bool]]:
+    """Return a mesh that has given its second replica up, and a list that a test empties to make room."""
+    engines, full = [FakeEngine(), FakeEngine()], [True]
+
+    async def make(index: int) -> Replica:
+        if full:
+            raise RunError(f"generator{index} cannot be started again: expected 1 more free slots")
+        return fake_replica(index, FakeEngine(), mesh._policy)
+
+    async def catch_up(_: Replica) -> None: ...
+
+    mesh = fake_mesh(engines, folder, make=make, max_restarts=2)
+    await mesh.start()
+    mesh.tend(catch_up, lambda _: None)
+    engines[1].dead.set_exception(RankDied("generator1[tp=0]", "is gone"))
+    await settled(mesh)
+    assert list(mesh.replicas) == [0]
+    return mesh, full
+
+
+async def settled(mesh: GeneratorMesh) -> None:
+    async with asyncio.timeout(5):
+        await asyncio.sleep(0.05)
+        while mesh.coming:
+            await asyncio.sleep(0.01)
+
+
+def test_a_replica_that_was_given_up_is_spawned_once_there_is_room(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, full = await given_up(tmp_path)
+        full.clear()
+        mesh.regrow()
+        await settled(mesh)
+        assert sorted(mesh.replicas) == [0, 1]
+        mesh.regrow()
+        assert not mesh.coming, "nothing is missing any more"
+        await mesh.close()
+
+    asyncio.run(body())
+
+
+def test_a_replica_that_the_user_does_without_stays_away(tmp_path: Path) -> None:
+    async def body() -> None:
+        mesh, full = await given_up(tmp_path)
+        assert await mesh.scale(1) == 1
+        full.clear()
+        mesh.regrow()
+        assert not mesh.coming
+        await mesh.close()
+
+    asyncio.run(body())

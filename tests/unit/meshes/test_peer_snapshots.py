@@ -1,0 +1,358 @@
+"""Snapshots with keepers that are plain objects: ranks, keepers and hosts die in any order; what is restored is whole,
+of one step, and where the rank is."""
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.meshes import deaths
+from titan_rl.meshes.hosts import Host
+from titan_rl.meshes.keepers import KeeperEnd, Keepers, Place
+from titan_rl.meshes.kept_parts import KeptParts
+from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.peer_snapshots import PeerSnapshots
+from titan_rl.wire.errors import RankDied
+from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot, peer_of
+
+BLOCK = 2500  # bytes: a part of one page has two blocks
+
+
+@dataclass(eq=False)
+class Home:
+    """A host. It is lost with its keeper, and with the ranks on it."""
+
+    name: str
+    gone: bool = False
+
+    def lost(self) -> bool:
+        return self.gone
+
+
+@dataclass(eq=False)
+class FakeKeeper:
+    """A keeper in this process, which reads another one's parts without messages."""
+
+    host: Home
+    killed: bool = False
+    parts: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
+    gate: asyncio.Event | None = None  # which a copy to this keeper waits for
+
+    @property
+    def alive(self) -> bool:
+        return not self.killed and not self.host.gone
+
+    def check(self) -> None:
+        if not self.alive:
+            raise RankDied(f"keeper of {self.host.name}", "is gone")
+
+    async def hold(self, mesh: str) -> Place:
+        self.check()
+        return Place(cast(KeeperEnd, self), os.getpid(), self.parts.hold(mesh))
+
+    async def stamped(self, fds: list[int], serial: int) -> list[bool]:
+        self.check()
+        found = await self.parts.stamped(fds, serial, 0.0)
+        await asyncio.sleep(0)
+        return found
+
+    async def fetch(self, fd: int, serial: int, source: Place, nbytes: int = 0, rate: float = 0.0) -> int:
+        keeper, part = cast(FakeKeeper, source.keeper), self.parts.part(fd)
+        keeper.check()
+
+        async def read(number: int, block: memoryview) -> None:
+            if self.gate is not None:
+                await self.gate.wait()
+            self.check()
+            keeper.check()
+            block[:] = keeper.parts.part(source.fd).blocks[number]
+
+        return await self.parts.fetch(part, await keeper.parts.offer(source.fd, serial), read, rate)
+
+    async def drop(self, fds: list[int]) -> None:
+        self.check()
+        self.parts.drop(fds)
+
+
+class FakeKeepers:
+    def __init__(self, homes: list[Home]) -> None:
+        self.homes, self.every = homes, dict[str, FakeKeeper]()
+        self.started: list[FakeKeeper] = []  # a dead one's memory is freed by the kernel, but this process is alive
+
+    async def of(self, host: Home) -> FakeKeeper:
+        found = self.every.get(host.name)
+        if found is None or not found.alive:
+            found = self.every[host.name] = FakeKeeper(host)
+            self.started.append(found)
+        return found
+
+    async def hold(self, keeper: FakeKeeper, mesh: str) -> Place:
+        return await keeper.hold(mesh)
+
+    def peer_of(self, host: Home) -> Home:
+        peer = peer_of(self.homes.index(host), ["" if each.gone else each.name for each in self.homes])
+        return host if peer is None else self.homes[peer]
+
+
+class Ranks:
+    """A mesh whose ranks copy their state, which names the step and the rank, when `finish` says so."""
+
+    def __init__(self, name: str, homes: list[Home]) -> None:
+        self.name, self.dp, self.tp, self.near = name, len(homes), 1, False
+        self.homes = homes
+        self.copying: list[tuple[int, int, bytes]] = []  # memory, serial, state
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        return {f"{self.name}[dp={i}]": cast(Host, home) for i, home in enumerate(self.homes)}
+
+    async def snapshot(self, snapshot: Snapshot) -> list[int]:
+        for rank, part in enumerate(snapshot.parts(self.name)):
+            self.copying.append((os.open(part.path, os.O_RDWR), part.serial, state(snapshot.step, rank)))
+            os.pwrite(self.copying[-1][0], HEAD.pack(WRITING, 0, 0), 0)
+        return [8] * self.dp
+
+    def finish(self, ranks: int | None = None) -> None:
+        """Let the oldest copies become whole: all of them, or some."""
+        for _ in range(len(self.copying) if ranks is None else min(ranks, len(self.copying))):
+            fd, serial, held = self.copying.pop(0)
+            os.pwrite(fd, held, HEAD.size)
+            os.pwrite(fd, HEAD.pack(serial, HEAD.size, HEAD.size + len(held)), 0)
+            os.close(fd)
+
+
+def state(step: int, rank: int) -> bytes:
+    return f"the state of rank {rank} after step {step}".encode()
+
+
+def restored(snapshot: Snapshot) -> list[bytes]:
+    found: list[bytes] = []
+    for part in snapshot.parts("trainer"):
+        with open(part.path, "rb") as memory:
+            serial, start, end = HEAD.unpack(memory.read(HEAD.size))
+            assert serial == snapshot.serial
+            memory.seek(start)
+            found.append(memory.read(end - start))
+    return found
+
+
+@dataclass
+class World:
+    homes: list[Home]
+    mesh: Ranks
+    keepers: FakeKeepers
+    store: PeerSnapshots
+    notes: list[str]
+
+    @classmethod
+    def of(cls, hosts: int, ranks: int) -> "World":
+        homes = [Home(f"host{number}") for number in range(hosts)]
+        mesh, keepers, notes = Ranks("trainer", homes[:ranks]), FakeKeepers(homes), list[str]()
+        store = PeerSnapshots(cast(ModelMesh, mesh), None, cast(Keepers, keepers), notes.append)
+        return cls(homes, mesh, keepers, store, notes)
+
+    async def taken(self, step: int) -> None:
+        """Take a snapshot, and wait until it is whole with its copies."""
+        await self.store.take("rl", step, "{}")
+        self.mesh.finish()
+        await self.store.settle()
+
+    async def half_taken(self, step: int, copier: str) -> asyncio.Event:
+        """Take a snapshot whose parts are whole, and whose copy on one host waits for the event that is returned."""
+        gate = self.keepers.every[copier].gate = asyncio.Event()
+        await self.store.take("rl", step, "{}")
+        self.mesh.finish()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return gate
+
+    def lose(self, home: Home) -> None:
+        """Lose a host; its ranks move to the last host that is left."""
+        home.gone = True
+        left = [each for each in self.homes if not each.gone]
+        self.mesh.homes = [left[-1] if each.gone else each for each in self.mesh.homes]
+
+
+def test_a_lost_host_costs_the_steps_since_the_snapshot() -> None:
+    async def run() -> None:
+        world = World.of(hosts=3, ranks=2)
+        await world.taken(4)
+        await world.taken(8)
+        for lost in (0, 1):  # host 0's ranks move to host 2; then host 1's do
+            world.lose(world.homes[lost])
+            await world.store.settle()
+            await world.store.bring()
+            newest = world.store.newest()
+            assert newest is not None
+            assert newest.step == 8
+            assert restored(newest) == [state(8, 0), state(8, 1)]
+            await world.taken(8)  # the copies that were lost are made again
+        assert world.notes == []
+
+    asyncio.run(run())
+
+
+def test_without_its_copies_a_snapshot_is_not_whole() -> None:
+    async def run() -> None:
+        world = World.of(hosts=2, ranks=1)
+        await world.taken(1)
+        gate = await world.half_taken(2, copier="host1")
+        newest = world.store.newest()
+        assert newest is not None
+        assert newest.step == 1, "the part is whole, its copy is not"
+        await world.store.take("rl", 3, "{}")
+        assert "no snapshot of step 3: that of step 2 is still being copied" in world.notes[0]
+        await world.store.take("rl", 4, "{}")
+        assert len(world.notes) == 1
+        gate.set()
+        await world.store.settle()
+        newest = world.store.newest()
+        assert newest is not None
+        assert newest.step == 2
+
+    asyncio.run(run())
+
+
+def test_a_host_that_is_lost_while_its_part_is_copied_leaves_the_snapshot_before() -> None:
+    async def run() -> None:
+        world = World.of(hosts=3, ranks=2)
+        await world.taken(1)
+        gate = await world.half_taken(2, copier="host1")
+        world.lose(world.homes[0])
+        gate.set()
+        await world.store.settle()
+        assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+        await world.store.bring()
+        newest = world.store.newest()
+        assert newest is not None
+        assert newest.step == 1
+        assert restored(newest) == [state(1, 0), state(1, 1)]
+
+    asyncio.run(run())
+
+
+def test_the_first_copy_that_fails_ends_the_others_and_leaves_no_memory() -> None:
+    async def run() -> None:
+        world = World.of(hosts=3, ranks=2)
+        await world.taken(1)
+        world.keepers.every["host2"].gate = asyncio.Event()  # which is never set
+        gate = await world.half_taken(2, copier="host1")
+        assert len(world.keepers.every["host2"].parts._parts) == 2
+        world.lose(world.homes[0])
+        gate.set()
+        await world.store.settle()
+        assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(world.keepers.every["host2"].parts._parts) == 1, "the copy of step 1"
+        newest = world.store.newest()
+        assert newest is not None
+        assert newest.step == 1
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_rank_that_dies_while_it_copies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        world = World.of(hosts=2, ranks=2)
+        await world.taken(1)
+        await world.store.take("rl", 2, "{}")
+        world.mesh.finish(ranks=1)
+        monkeypatch.setattr(deaths, "_ends", {"trainer[dp=1]": "was killed by signal 9"})
+        await world.store.settle()
+        assert world.notes == [
+            "the snapshot of step 2 has no copy on other hosts: trainer[dp=1] did not finish copying"
+        ]
+        newest = world.store.newest()
+        assert newest is not None
+        assert newest.step == 1
+        monkeypatch.setattr(deaths, "_ends", {})
+        await world.taken(3)  # into new memory: the dead rank's copy might still be written
+        world.mesh.finish()
+        newest = world.store.newest()
+        assert newest is not None
+        assert restored(newest) == [state(3, 0), state(3, 1)]
+
+    asyncio.run(run())
+
+
+def test_a_dead_keeper_is_replaced_and_both_dead_lose_the_snapshot() -> None:
+    async def run() -> None:
+        world = World.of(hosts=2, ranks=1)
+        await world.taken(1)
+        world.keepers.every["host0"].killed = True
+        newest = world.store.newest()
+        assert newest is not None, "its copy is alive"
+        await world.store.bring()
+        newest = world.store.newest()
+        assert newest is not None
+        assert restored(newest) == [state(1, 0)]
+        await world.taken(2)
+        for keeper in world.keepers.every.values():
+            keeper.killed = True
+        assert world.store.newest() is None
+        await world.store.bring()
+        await world.taken(3)
+        newest = world.store.newest()
+        assert newest is not None
+        assert restored(newest) == [state(3, 0)]
+
+    asyncio.run(run())
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("take"), st.just(0)),
+    st.tuples(st.just("finish"), st.integers(0, 3)),
+    st.tuples(st.just("turns"), st.integers(1, 30)),
+    st.tuples(st.just("keeper"), st.integers(0, 3)),
+    st.tuples(st.just("host"), st.integers(0, 3)),
+    st.tuples(st.just("rewind"), st.just(0)),
+)
+
+
+@given(st.lists(EVENTS, max_size=25))
+@settings(max_examples=3 * settings().max_examples)
+def test_what_is_restored_is_whole_whatever_dies(events: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        world, step = World.of(hosts=4, ranks=3), 0
+        for event, number in events:
+            if event == "take":
+                step += 1
+                await world.store.take("rl", step, "{}")
+            elif event == "finish":
+                world.mesh.finish(number)
+            elif event == "turns":
+                for _ in range(number):
+                    await asyncio.sleep(0)
+            elif event == "keeper" and f"host{number}" in world.keepers.every:
+                world.keepers.every[f"host{number}"].killed = True
+            elif event == "host" and sum(not home.gone for home in world.homes) > 2:
+                world.lose(world.homes[number])
+            if event in ("host", "rewind"):
+                before = world.store.newest()
+                world.mesh.finish()
+                await world.store.settle()
+                await world.store.bring()
+                newest = world.store.newest()
+                assert before is None or (newest is not None and newest.serial >= before.serial)
+                if newest is not None:
+                    assert restored(newest) == [state(newest.step, rank) for rank in range(3)]
+                    world.store.forget(but=newest)
+        world.mesh.finish()
+        await world.store.settle()
+        for keeper in world.keepers.started:
+            keeper.parts.drop(list(keeper.parts._parts))
+
+    asyncio.run(run())
+
+
+def test_the_peer_is_the_next_host_on_another_machine() -> None:
+    assert [peer_of(host, ["a", "b", "c"]) for host in range(3)] == [1, 2, 0]
+    assert [peer_of(host, ["a", "a", "b"]) for host in range(3)] == [2, 2, 0]
+    assert [peer_of(host, ["a", "a", ""]) for host in range(2)] == [1, 0]
+    assert peer_of(0, ["a", ""]) is None
+    assert peer_of(0, ["a"]) is None

@@ -1,0 +1,105 @@
+"""Replicas of one host: which one makes the memory for what is read from other hosts, and which one reads first."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.fake_engines import FakeEngine, fake_mesh, fake_replica
+from titan_rl.config.sections import WeightSyncSection
+from titan_rl.meshes import deaths
+from titan_rl.meshes.replica import Replica
+from titan_rl.wire.errors import RankDied
+from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.weight_source import Connection, HostCopy
+
+SYNC = WeightSyncSection()
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the ranks that other tests of this process have spawned under the same names."""
+    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+
+
+class Reader(FakeEngine):
+    """Shares the memory of the first of its siblings, or makes one. The first that fetches into it reads 100 bytes."""
+
+    made = 0
+    full: set[int]  # memories
+
+    def __init__(self, place: str, events: list[str], name: str) -> None:
+        super().__init__()
+        self.where, self.events, self.name, self.fails = place, events, name, False
+
+    async def do_place(self) -> str:
+        return self.where
+
+    async def do_connect(self, sources: Any, sync: Any, siblings: Any) -> Connection:
+        await super().do_connect(sources, sync, siblings)
+        Reader.made += not siblings
+        self.memory = siblings[0].inode if siblings else Reader.made
+        return Connection(["a link"], HostCopy(self.where, 1, 1, self.memory))
+
+    async def do_fetch_weights(self, manifests: Any, timeout: float) -> ReaderCost:
+        self.events.append(f"{self.name} begins")
+        await asyncio.sleep(0.01)
+        if self.fails:
+            raise RankDied("generator0[tp=0]", "was killed by signal 9")
+        self.events.append(f"{self.name} ends")
+        missing = self.memory not in Reader.full
+        Reader.full.add(self.memory)
+        return ReaderCost(bytes=100, remote=100 * missing, blocks=1)
+
+
+def test_one_replica_of_each_host_reads_before_the_others_and_another_one_if_it_fails(tmp_path: Path) -> None:
+    async def body() -> None:
+        events, Reader.full, Reader.made = list[str](), set[int](), 0
+        engines = [Reader(place, events, name) for place, name in zip("xxxy", "abcd", strict=True)]
+        came: list[Replica] = []
+
+        async def make(index: int) -> Replica:
+            came.append(fake_replica(index, Reader("x", events, "e"), mesh._policy))
+            return came[0]
+
+        mesh = fake_mesh(engines, tmp_path, make=make, max_restarts=1)
+        await mesh.start()
+        mesh.tend(lambda replica: mesh.connect_late(replica, [[]], SYNC, 5), lambda name: None)
+        assert await mesh.connect([[]], SYNC) == ["a link"] * 4
+        assert (Reader.made, sorted(mesh.sharers)) == (2, [1, 3])
+        cost = await mesh.pull(1, [[]])
+        assert (cost.bytes, cost.into_host) == (400, 100)
+        assert max(map(events.index, ("a ends", "d begins"))) < min(map(events.index, ("b begins", "c begins")))
+
+        events.clear()
+        Reader.full = set()
+        engines[0].fails = True
+        cost = await mesh.pull(2, [[]])
+        assert cost.bytes == 300
+        assert events[0] == "a begins"
+        assert events.index("b begins") > 0
+        assert {"b ends", "c ends", "d ends"} < set(events)
+
+        while mesh.coming:
+            await asyncio.sleep(0.01)
+        assert mesh.replicas[0] is came[0]
+        assert came[0].memory == mesh.replicas[1].memory
+        assert Reader.made == 2
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_workers_on_one_machine_share_reads_unless_links_between_them_are_pretended(tmp_path: Path) -> None:
+    async def body() -> None:
+        ways = {1: WeightSyncSection(), 2: WeightSyncSection(transport="rdma")}
+        for memories, sync in ways.items():
+            Reader.full, Reader.made = set[int](), 0
+            mesh = fake_mesh([Reader("x", [], name) for name in "ab"], tmp_path)
+            for index, replica in mesh.replicas.items():
+                replica._host = f"host{index}"
+            await mesh.connect([[]], sync)
+            assert len(mesh.sharers) == memories
+
+    asyncio.run(asyncio.wait_for(body(), 30))

@@ -1,0 +1,100 @@
+"""What a worker's door tells, and what callers make of other listeners."""
+
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from titan_rl.wire.dial import address_of, split_address
+from titan_rl.wire.front_door import NoDoor, answer, ask_door, free_port, listener, open_door, port_range
+
+
+def test_a_door_tells_where_its_worker_serves_now() -> None:
+    address = f"tls://127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(ConnectionRefusedError):
+        ask_door(address)
+    serves = [""]
+    answer(open_door(address), lambda: serves[0], pytest.fail)
+    assert ask_door(address) == "", "it does not serve yet"
+    for port in (4711, 4712):
+        serves[0] = f"tls://127.0.0.1:{port}"
+        assert ask_door(address) == f"tls://127.0.0.1:{port}"
+    socket.create_connection(("127.0.0.1", split_address(address)[2])).close()  # it looks whether anything listens
+    assert ask_door(address) == "tls://127.0.0.1:4712"
+    with pytest.raises(NoDoor, match="its worker does not answer tcp://, but tls://"):
+        ask_door(address.replace("tls", "tcp"))
+
+
+def test_a_door_survives_that_no_more_files_can_be_opened() -> None:
+    said = list[str]()
+    address = f"tls://127.0.0.1:{free_port('127.0.0.1')}"
+    answer(open_door(address), lambda: "tls://127.0.0.1:4711", said.append)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as first, socket.socket() as second:
+        for caller in (first, second):
+            caller.settimeout(60)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            for caller in (first, second):  # the kernel may have a file in hand for the first
+                caller.connect(("127.0.0.1", split_address(address)[2]))
+            deadline = time.monotonic() + 60
+            while not said and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for caller in (first, second):
+            assert caller.recv(64) == b"titan_rl tls 4711\n", "it was kept waiting"
+    assert ask_door(address) == "tls://127.0.0.1:4711"
+    assert said == [
+        f"a run that asks where this worker serves is not answered, and waits: {os.strerror(errno.EMFILE)}"
+    ], "the reason is said once"
+
+
+def test_ports_are_taken_from_a_range_the_latest_ones_last() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        ports = range(taken, taken + 4)
+        found = {free_port("127.0.0.1", ports) for _ in range(40)}
+        assert found <= {*ports} - {taken}
+        assert found, "a port that is taken is passed over"
+        used = sorted(found)
+        assert free_port("127.0.0.1", used, used) == used[0]
+        with pytest.raises(OSError, match=f"none of the ports {taken}-{taken} of 127.0.0.1 is free") as error:
+            listener("127.0.0.1", [taken])
+    assert error.value.errno == errno.EADDRINUSE
+
+
+@pytest.mark.parametrize("text", ["26700", "26700-26702", "26710-26700", "0-10", "65530-65536", "a-b", "-1", "1-2-3"])
+def test_a_range_of_ports_is_refused_by_what_was_found(text: str) -> None:
+    with pytest.raises(ValueError, match=f'such as "26700-26799", found "{text}"'):
+        port_range(text)
+    assert port_range("26700-26703") == range(26700, 26704)
+    assert not port_range("")
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"titan_rl tls port\n", b"x" * 1000])
+def test_what_is_no_door_is_named(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def speak() -> None:
+            caller, _ = other.accept()
+            with caller:
+                caller.sendall(said)
+
+        threading.Thread(target=speak).start()
+        with pytest.raises(NoDoor, match="does not answer as a worker"):
+            ask_door(f"tls://127.0.0.1:{other.getsockname()[1]}", 5)
+
+
+def test_a_silent_listener_may_only_be_busy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(TimeoutError):
+        ask_door(f"tls://127.0.0.1:{other.getsockname()[1]}", 0.1)
+
+
+@pytest.mark.parametrize("address", ["tls://node1:26600", "tcp://10.0.0.7:1", "tls://[fd00::1]:26600"])
+def test_an_address_is_put_together_as_it_was_taken_apart(address: str) -> None:
+    assert address_of(*split_address(address)) == address

@@ -1,0 +1,80 @@
+"""Names of other projects' settings, and the keys that do the same here.
+
+`--max_steps 200` is answered with `training.steps`; docs/coming_from.md has the names that most people know.
+"""
+
+KEYS = {
+    # TRL: GRPOConfig, and what it has from transformers' TrainingArguments
+    "bf16": "training.mixed_precision_param",
+    "chat_template_path": "task.chat_template",
+    "dataset_name": "task.path",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "eval_steps": "eval.interval",
+    "gradient_checkpointing": "activation_checkpoint.mode",
+    "learning_rate": "optimizer.lr",
+    "loss_type": "algorithm.aggregation",
+    "lr_scheduler_type": "lr_scheduler.decay_type",
+    "mask_truncated_completions": "algorithm.overlong_filter",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_grad_norm": "training.max_norm",
+    "max_steps": "training.steps",
+    "model_name_or_path": "model.hf_assets_path",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "algorithm.epochs",
+    "output_dir": "job.dump_folder",
+    "per_device_train_batch_size": "rollout.groups_per_step",
+    "reward_funcs": "task.reward",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep_latest_k",
+    "scale_rewards": "algorithm.normalize",
+    "vllm_gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "vllm_importance_sampling_correction": "algorithm.correction",
+    "vllm_tensor_parallel_size": "generator.tensor_parallel_degree",
+    # verl: PPO and GRPO trainers
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
+    "actor_rollout_ref.actor.grad_clip": "training.max_norm",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "training.local_batch_size",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "algorithm.minibatches",
+    "actor_rollout_ref.model.path": "model.hf_assets_path",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "generator.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.n": "rollout.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "generator.tensor_parallel_degree",
+    "algorithm.adv_estimator": "algorithm.name",
+    "critic.optim.lr": "critic.lr",
+    "custom_reward_function.path": "task.reward",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.train_batch_size": "rollout.groups_per_step",
+    "data.train_files": "task.path",
+    "data.val_files": "task.eval_path",
+    "trainer.default_local_dir": "job.dump_folder",
+    "trainer.n_gpus_per_node": "hosts.slots",
+    "trainer.nnodes": "hosts.count",
+    "trainer.save_freq": "checkpoint.interval",
+    "trainer.test_freq": "eval.interval",
+    "trainer.total_epochs": "training.steps",
+    "trainer.total_training_steps": "training.steps",
+    # OpenRLHF
+    "actor_learning_rate": "optimizer.lr",
+    "generate_max_len": "rollout.max_new_tokens",
+    "init_kl_coef": "algorithm.kl_coef",
+    "n_samples_per_prompt": "rollout.group_size",
+    "pretrain": "model.hf_assets_path",
+    "prompt_data": "task.path",
+    "rollout_batch_size": "rollout.groups_per_step",
+    "save_path": "job.dump_folder",
+    "vllm_num_engines": "generator.replicas",
+}
+"""Dashes are read as underscores, as in our own flags."""
+
+
+def foreign_hint(name: str) -> str:
+    """Return the end of a message about an unknown flag: our key, if another project has a setting of that name."""
+    key = KEYS.get(name.removeprefix("--").replace("-", "_"))
+    return f"; here it is --{key} (docs/coming_from.md)" if key else ""

@@ -1,0 +1,111 @@
+"""A worker's front door: it says at which port the worker serves the run that comes next, or that it has now.
+
+    run ── connects to tls://node1:26600 ──> "titan_rl tls 40173" ── attaches to ──> tls://node1:40173
+
+Each run is served at a port of its own. Monarch keeps one connection per address for as long as a process lives: a
+worker that has ended a run, or was started again, is not reached again at an address where it was lost. The door says
+nothing else, and whoever connects may hear it; who may use the port is decided there, by TLS.
+"""
+
+import errno
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from titan_rl.wire.dial import address_of, split_address
+
+WORD = "titan_rl"
+SECONDS = 3.0
+AGAIN_SECONDS = 0.2  # from a caller that could not be taken to the next try
+FEWEST = 4  # ports of a worker: for a run, for its return, and for the ranks of its meshes to meet
+LONGEST = 64  # bytes of an answer
+
+
+class NoDoor(OSError):
+    """What listens there is no worker's front door: str() says what it did."""
+
+
+def open_door(address: str) -> socket.socket:
+    """Listen at a worker's address, and at no other one of this host."""
+    _, host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
+
+
+def answer(door: socket.socket, serves: Callable[[], str], say: Callable[[str], None]) -> None:
+    """Tell each caller what address `serves` returns, as long as the process lives. Empty: none yet. A caller that the
+    kernel does not hand over, because no more files can be opened for example, waits; `say` shows each reason once."""
+
+    def answering() -> None:
+        said = set[int | None]()
+        while True:
+            try:
+                caller, _ = door.accept()
+            except OSError as error:
+                if error.errno not in said:
+                    said.add(error.errno)
+                    say(f"a run that asks where this worker serves is not answered, and waits: {error.strerror}")
+                time.sleep(AGAIN_SECONDS)
+                continue
+            with caller:
+                scheme, _, port = split_address(served) if (served := serves()) else ("", "", 0)
+                caller.settimeout(SECONDS)
+                try:
+                    caller.sendall(f"{WORD} {scheme or 'none'} {port}\n".encode())
+                except OSError:  # it only looked whether anything listens
+                    continue
+
+    threading.Thread(target=answering, name="front door", daemon=True).start()
+
+
+def port_range(text: str) -> range:
+    """Return the ports of "26700-26799", none of "", or raise ValueError, which says what is expected."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    ports = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    if len(ports) < FEWEST or ports[0] < 1 or ports[-1] >= 2**16:
+        raise ValueError(f'expected at least {FEWEST} ports from 1 to 65535, such as "26700-26799", found "{text}"')
+    return ports
+
+
+def listener(host: str, ports: Sequence[int] = (), used: Sequence[int] = ()) -> socket.socket:
+    """Listen at a free port of this host's address: any, or one of `ports`. Those that were `used` come last, the
+    latest at the end: Monarch does not find a worker again at a port where it lost one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    fresh = [port for port in random.sample(ports, len(ports)) if port not in used]
+    for port in [*fresh, *(port for port in used if port in ports)] if ports else (0,):
+        try:
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"none of the ports {ports[0]}-{ports[-1]} of {host} is free")
+
+
+def free_port(host: str, ports: Sequence[int] = (), used: Sequence[int] = ()) -> int:
+    """Return a port of this host's address that is free now."""
+    with listener(host, ports, used) as free:
+        return free.getsockname()[1]
+
+
+def ask_door(address: str, seconds: float = SECONDS) -> str:
+    """Return the address at which a worker serves. "": it does not serve yet. Raise OSError if nothing listens or
+    answers, NoDoor if something else answers, or a worker with another scheme."""
+    scheme, host, port = split_address(address)
+    with socket.create_connection((host, port), seconds) as door:
+        said = b""
+        while not said.endswith(b"\n") and len(said) < LONGEST and (more := door.recv(LONGEST)):
+            said += more
+    words = said.decode(errors="replace").split()
+    if len(words) != 3 or words[0] != WORD or not words[2].isdecimal():
+        raise NoDoor("something listens there, but does not answer as a worker of this version")
+    _, theirs, inner = words
+    if inner == "0":
+        return ""
+    if theirs != scheme:
+        raise NoDoor(f"its worker does not answer {scheme}://, but {theirs}://")
+    return address_of(scheme, host, int(inner))
