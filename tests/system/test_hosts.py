@@ -29,6 +29,7 @@ KEYS: dict[str, Any] = {
     "hosts__threads": 0,  # they follow from the cores
 }
 THREE = {"hosts__count": 3, "placement__hosts": '{trainer = "0-1", generator = "1-2"}'}
+TOGETHER = {"hosts__count": 3, "hosts__slots": 1, "placement__kind": "colocated"}
 
 
 @dataclass
@@ -100,7 +101,7 @@ def back(run: Run) -> set[str]:
 
 @pytest.mark.parametrize(
     ("placed", "lost", "ranks"),
-    [(THREE, 0, ["trainer[dp=0 tp=0]"]), (THREE, 2, ["generator1[tp=0]"])],
+    [(TOGETHER, 0, ["trainer[dp=0 tp=0]", "generator0[tp=0]"]), (THREE, 2, ["generator1[tp=0]"])],
 )
 def test_a_lost_host_costs_no_bit(
     runs: Runs,
