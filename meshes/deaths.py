@@ -34,6 +34,7 @@ kill_seconds = KILL_SECONDS["cpu"]  # of this run
 _lock = threading.Lock()
 _followed: dict[int, str] = {}  # name of each live rank of this machine, by pid
 _away: dict[str, "Shim"] = {}  # live ranks of other hosts, by name
+_unborn: dict[str, str] = {}  # host of each rank whose shim has not reported yet, by name
 _lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
 _meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
 _ends: dict[str, str] = {}  # how each dead rank's process ended
@@ -50,12 +51,14 @@ class Call:
     death: str | None = None  # how the rank died. Kept here because its name may be in use again when this is read
 
 
-def follow(names: Collection[str], report: str = "") -> dict[str, dict[str, str]]:
+def follow(names: Collection[str], report: str = "", host: str = "") -> dict[str, dict[str, str]]:
     """Expect processes under these names; earlier processes of a name are forgotten. Return what the environment of
-    each one's shim must have. `report`: the socket that passes on what they report, on another host."""
+    each one's shim must have. `report`: the socket that passes on what they report, on another host; `host`: its
+    name."""
     with _lock:
         for name in names:
             _lives[name] = _lives.get(name, 0) + 1
+            _unborn[name] = host
             _ends.pop(name, None)
             _meant.discard(name)
         return {n: {"TITAN_RL_SHIM": f"{_lives[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
@@ -89,6 +92,14 @@ def living() -> list[str]:
     """Return the names of all live ranks, on other hosts too."""
     with _lock:
         return [*_followed.values(), *_away]
+
+
+def host_lost(host: str, how: str) -> None:
+    """End those that are expected on a host, which is lost: their shims will never report."""
+    with _lock:
+        unborn = [(name, _lives[name]) for name, where in _unborn.items() if where == host]
+    for name, life in unborn:
+        _end(name, life, how)
 
 
 async def kill(names: Collection[str]) -> list[str]:
@@ -175,6 +186,9 @@ class Shim:
         if word == "name":
             life, self.name = rest.split(" ", 1)
             self.life = int(life)
+            with _lock:
+                if _lives.get(self.name) == self.life:
+                    _unborn.pop(self.name, None)
         elif word == "cold":
             zygotes.warn_cold(*rest.split(" ", 1))
         elif word == "pid":
@@ -197,23 +211,30 @@ class Shim:
     def end(self, how: str) -> None:
         if self.ended:
             return
-        self.ended, name = True, self.name
+        self.ended = True
         with _lock:
             if self.connection is not None:
                 _followed.pop(self.pid, None)
-            elif _away.get(name) is self:
-                del _away[name]
-            if _lives.get(name) != self.life:  # the name is in use again
-                return
-            _ends[name] = how
-            waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
-            for call in waiting:
-                call.death = how
+            elif _away.get(self.name) is self:
+                del _away[self.name]
+        _end(self.name, self.life, how)
+
+
+def _end(name: str, life: int, how: str) -> None:
+    """Tell all who wait for a rank, or listen, how it ended."""
+    with _lock:
+        if _lives.get(name) != life:  # the name is in use again
+            return
+        _unborn.pop(name, None)
+        _ends[name] = how
+        waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
         for call in waiting:
-            if not call.loop.is_closed():
-                call.loop.call_soon_threadsafe(call.answer.cancel)
-        for listener in listeners:
-            listener(name, how)
+            call.death = how
+    for call in waiting:
+        if not call.loop.is_closed():
+            call.loop.call_soon_threadsafe(call.answer.cancel)
+    for listener in listeners:
+        listener(name, how)
 
 
 _path = ""  # of the socket that shims report to

@@ -156,7 +156,7 @@ class EnvironmentProcess:
         await end([self.rank], self._procs)
 
     async def _ask(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
-        call = getattr(self._actor, verb).call_one(*arguments)
+        call = getattr(self._actor, verb).call(*arguments)
         return await ask(call, actor=self.rank, verb=verb, seconds=seconds or self._hang_seconds)
 
     def _put(self, verb: str, item: Any) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from monarch.actor import HostMesh, attach_to_workers, this_host
 
+from titan_rl.meshes import deaths
 from titan_rl.meshes.host_agent import HostFacts
 from titan_rl.wire.cores import here
 from titan_rl.wire.errors import RunError
@@ -74,9 +75,7 @@ async def worker_processes(count: int, folder: Path, logs: Path, seconds: float)
         yield await asyncio.gather(*(worker.joined(deadline) for worker in started))
     finally:
         for worker in started:
-            worker.process.kill()
-        for worker in started:
-            worker.process.wait()
+            worker.end()
 
 
 class Worker:
@@ -96,6 +95,18 @@ class Worker:
                 env={**os.environ, "TMPDIR": str(folder)},
             )
 
+        self._loop, self._ended = asyncio.get_running_loop(), os.pidfd_open(self.process.pid)
+
+    def _lost(self) -> None:
+        self._loop.remove_reader(self._ended)
+        deaths.host_lost(self.name, f"{deaths.GONE}: the worker of its host {self.name} has ended")
+
+    def end(self) -> None:
+        self._loop.remove_reader(self._ended)
+        os.close(self._ended)
+        self.process.kill()
+        self.process.wait()
+
     async def joined(self, deadline: float) -> Host:
         while not self._socket.exists():
             if (code := self.process.poll()) is not None:
@@ -104,6 +115,7 @@ class Worker:
                 raise RunError(f"{self.name} did not join within hosts.join_seconds", last_lines(self._log))
             await asyncio.sleep(POLL_SECONDS)
         mesh = attach_to_workers(ca="trust_all_connections", workers=[f"ipc://{self._socket}"], name=self.name)
+        self._loop.add_reader(self._ended, self._lost)
         return Host(mesh, self.name, self.process.pid, lost=lambda: self.process.poll() is not None)
 
 

@@ -37,14 +37,14 @@ class KeeperEnd:
 
     async def transport(self, seconds: float) -> str:
         """Return how it reads from other hosts."""
-        return await ask(self.actor.transport.call_one(), actor=self.name, verb="transport", seconds=seconds)
+        return await ask(self.actor.transport.call(), actor=self.name, verb="transport", seconds=seconds)
 
     async def hold(self, mesh: str, seconds: float) -> "Place":
-        pid, fd = await ask(self.actor.hold.call_one(mesh), actor=self.name, verb="hold", seconds=seconds)
+        pid, fd = await ask(self.actor.hold.call(mesh), actor=self.name, verb="hold", seconds=seconds)
         return Place(self, pid, fd)
 
     async def stamped(self, fds: Sequence[int], serial: int) -> list[bool]:
-        call = self.actor.stamped.call_one(list(fds), serial, STAMP_SECONDS)
+        call = self.actor.stamped.call(list(fds), serial, STAMP_SECONDS)
         return await ask(call, actor=self.name, verb="stamped", seconds=self.seconds)
 
     async def fetch(self, fd: int, serial: int, source: "Place", nbytes: int = 0, rate: float = 0.0) -> int:
@@ -52,7 +52,7 @@ class KeeperEnd:
         second, over all copies to it, which have `nbytes`; 0: no bound. Raise at once if either dies: the one that
         reads would wait."""
         seconds = self.seconds + (nbytes / rate if rate else 0.0)
-        call = self.actor.fetch.call_one(fd, serial, source.keeper.actor, source.fd, seconds, rate)
+        call = self.actor.fetch.call(fd, serial, source.keeper.actor, source.fd, seconds, rate)
         fetched = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=seconds))
         task, other = asyncio.current_task(), source.keeper.name
         with deaths.cancelled_by_death(other, fetched) as dying:
@@ -64,7 +64,7 @@ class KeeperEnd:
                 raise RankDied(other, dying.death) from None
 
     async def drop(self, fds: Sequence[int]) -> None:
-        await ask(self.actor.drop.call_one(list(fds)), actor=self.name, verb="drop", seconds=self.seconds)
+        await ask(self.actor.drop.call(list(fds)), actor=self.name, verb="drop", seconds=self.seconds)
 
 
 @dataclass(frozen=True, slots=True)

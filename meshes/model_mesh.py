@@ -90,7 +90,7 @@ class ModelMesh:
         address = ""
         if apart:
             name, rank = next(iter(self._ranks.items()))
-            opened = rank.open_meeting.call_one()
+            opened = rank.open_meeting.call()
             address = await ask(opened, actor=name, verb="open_meeting", seconds=self._init_seconds)
         return await self._all("start", address, seconds=self._init_seconds)
 
@@ -199,7 +199,7 @@ class ModelMesh:
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Ask each rank, by name, what it recorded since the last call. It answers between two verbs."""
         ranks = self._ranks.items()
-        return {name: ask(rank.spans.call_one(), actor=name, verb="spans", seconds=None) for name, rank in ranks}
+        return {name: ask(rank.spans.call(), actor=name, verb="spans", seconds=None) for name, rank in ranks}
 
     async def close(self) -> None:
         await self._all("close", seconds=self._seconds)  # an asynchronous checkpoint ends first
@@ -209,7 +209,7 @@ class ModelMesh:
 
     async def _all(self, verb: str, *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Broadcast one verb, gather the answers in rank order."""
-        calls = {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
+        calls = {name: getattr(rank, verb).call(*arguments) for name, rank in self._ranks.items()}
         return await self._answers(verb, calls, seconds)
 
     async def _scatter(
@@ -217,7 +217,7 @@ class ModelMesh:
     ) -> list[Any]:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
         ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
+        calls = {name: getattr(rank, verb).call(own, *arguments) for (name, rank), own in ranks}
         return await self._answers(verb, calls, seconds)
 
     async def _answers(self, verb: str, calls: dict[str, Any], seconds: float | None) -> list[Any]:

@@ -203,17 +203,18 @@ class Remote:
                 if not self._shims[connection].hear(line):
                     del self._shims[connection]
         self.lost.set()
-        silent = time.monotonic() - self._heard
+        how = f"{deaths.GONE}: its host {self.address} does not answer, for {time.monotonic() - self._heard:.2f} s"
         for shim in list(self._shims.values()):
             if not shim.ended:
-                shim.end(f"is gone: its host {self.address} does not answer, for {silent:.2f} s")
+                shim.end(how)
+        deaths.host_lost(self.address, how)
 
     async def _next(self) -> list[tuple[int, bytes]] | None:
         """Wait for the agent's answer. None: the host is lost. One that is only slow still takes a connection, because
         its kernel does."""
         quarter = self._detect_seconds / 4
         within = min(quarter, self._orphan_seconds / 4)
-        answer = asyncio.ensure_future(self._agent.take.call_one(within).as_asyncio())
+        answer = asyncio.ensure_future(self._agent.take.call(within).as_asyncio())
         began, patience = time.monotonic(), 2 * quarter
         while not (await asyncio.wait({answer}, timeout=patience))[0]:
             reached = await asyncio.to_thread(takes_connections, self.served, quarter)

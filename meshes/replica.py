@@ -89,18 +89,18 @@ class Replica:
 
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
         """Make the same call on every rank. Returns the futures by rank name."""
-        return {name: getattr(rank, verb).call_one(*arguments) for name, rank in self._ranks.items()}
+        return {name: getattr(rank, verb).call(*arguments) for name, rank in self._ranks.items()}
 
     async def head(self, verb: str, *arguments: Any, seconds: float | None) -> Any:
         """Call rank 0, which decides for the other ranks."""
         name, rank = next(iter(self._ranks.items()))
         limit = seconds and self.patience(seconds)
-        return await ask(getattr(rank, verb).call_one(*arguments), actor=name, verb=verb, seconds=limit)
+        return await ask(getattr(rank, verb).call(*arguments), actor=name, verb=verb, seconds=limit)
 
     async def scatter(self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float) -> list[Any]:
         """Call every rank, each with its own first argument."""
         ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call_one(own, *arguments) for (name, rank), own in ranks}
+        calls = {name: getattr(rank, verb).call(own, *arguments) for (name, rank), own in ranks}
         return await ask_all(calls, verb=verb, seconds=self.patience(seconds))
 
     async def locate(self, how: str, seconds: float) -> None:
@@ -114,7 +114,7 @@ class Replica:
         """Tell each rank where to read weights, and with which ranks of the `siblings` it shares what it reads."""
         given = [[c.copy for each in siblings for c in each._connections[r : r + 1] if c.copy] for r in range(self.tp)]
         calls = {
-            name: rank.connect.call_one(own, sync, copies)
+            name: rank.connect.call(own, sync, copies)
             for (name, rank), own, copies in zip(self._ranks.items(), sources, given, strict=True)
         }
         self._connections = await ask_all(calls, verb="connect", seconds=self.patience(seconds))

@@ -27,6 +27,7 @@ COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
 READY_SECONDS = 120.0  # to import an engine on a busy machine; a cold start takes as long there
 LET_GO_SECONDS = 30.0
+HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks: so long it looks like a host that has room
 
 
 _ready: dict[Path, bool] = {}  # whether the zygote of a socket has answered
@@ -49,7 +50,9 @@ async def spawn(
     zygote = await zygote_of(kind) if kind and host.facts is None else ""
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     names = [label(name, {**point, (axis := next(iter(shape))): point[axis] + first}) for point in points]
-    expected = deaths.follow(names, host.facts.report if host.facts else "")
+    expected = deaths.follow(names, host.facts.report if host.facts else "", host.name)
+    if host.lost():
+        deaths.host_lost(host.name, f"{deaths.GONE}: its host {host.name} was lost before")
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
@@ -151,6 +154,8 @@ async def end(names: Collection[str], *meshes: ProcMesh) -> None:
     """Kill these processes, whatever their state. Monarch releases dead ones in the background, which takes seconds."""
     if left := await deaths.kill(names):
         raise DeadlinePassed(f"{', '.join(left)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
+    if any(deaths.ended(name) == deaths.GONE for name in names):
+        await asyncio.sleep(HOST_SECONDS)
 
     async def let_go(procs: ProcMesh) -> None:
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost

@@ -43,7 +43,7 @@ def test_a_question_that_was_long_on_its_way_does_not_prolong_the_lease() -> Non
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The deaths that listeners hear of, with no earlier ranks."""
-    for name in ("_followed", "_away", "_lives", "_meant", "_ends", "_waiting"):
+    for name in ("_followed", "_away", "_unborn", "_lives", "_meant", "_ends", "_waiting"):
         monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(deaths, "_listeners", [lambda name, how: found.append((name, how))])
@@ -74,6 +74,21 @@ def test_ranks_of_a_lost_host_are_dead(heard: list[tuple[str, str]]) -> None:
     shim.end("is gone: its host tls://node1:26600 does not answer")
     assert heard == [("generator0[tp=0]", "is gone: its host tls://node1:26600 does not answer")]
     assert deaths.living() == []
+
+
+def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_shim_reported_them(
+    heard: list[tuple[str, str]],
+) -> None:
+    deaths.follow(["generator0[tp=0]"], host="host2")  # moved on to host1:
+    deaths.follow(["generator0[tp=0]"], host="host1")
+    born = deaths.follow(["trainer[dp=0 tp=0]"], host="host2")["trainer[dp=0 tp=0]"]
+    deaths.Shim(host="host2").hear(f"name {born['TITAN_RL_SHIM']}\n".encode())
+    deaths.follow(["generator1[tp=0]"], host="host2")
+    deaths.host_lost("host2", "is gone: the worker of its host host2 has ended")
+    assert heard == [("generator1[tp=0]", "is gone: the worker of its host host2 has ended")]
+    deaths.host_lost("host2", "again")
+    assert len(heard) == 1
+    assert deaths.ended("generator1[tp=0]") is not None, "calls to it end at once"
 
 
 def test_a_rank_that_was_killed_before_it_was_born_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:
