@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import xxhash
 
 from titan_rl.wire.snapshot import HEAD, WRITING, PartManifest, head
+from titan_rl.wire.together import together
 
 BLOCK = 8 << 20  # bytes of one read: 4 to 8 MB measured best over Monarch's TCP fallback
 IN_FLIGHT = 4  # reads of a keeper at a time, over all copies: what bounds the memory of Monarch's messages
@@ -170,12 +171,7 @@ class KeptParts:
                         "digest of its manifest, found another one: the part has changed, or was damaged on its way"
                     )
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(IN_FLIGHT, len(lacking))):
-                    group.create_task(some())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        await together(some() for _ in range(min(IN_FLIGHT, len(lacking))))
 
 
 def _digest(block: memoryview) -> bytes:

@@ -13,10 +13,9 @@ is as in snapshot_store.py.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
@@ -25,11 +24,10 @@ from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
+from titan_rl.wire.together import ended, together
 from titan_rl.wire.types import PhaseName
 
 SETTLE_SECONDS = 10.0  # that ranks which are alive may still copy, after a mesh was lost: a hung one never ends it
-
-T = TypeVar("T")
 
 _drops: set[asyncio.Task[None]] = set()
 
@@ -226,23 +224,6 @@ class PeerSnapshots(Snapshots):
         rest = [place for place in (piece.own, piece.copy) if place is not there]
         piece.own, piece.copy = there, next((place for place in rest if place.keeper.alive), rest[0])
         release([place for place in rest if place is not piece.copy])
-
-
-async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what the calls return. The first error of one ends the others and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
-async def ended(calls: Iterable[Awaitable[object]]) -> None:
-    """Return when all calls have ended; then raise the first error of one."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
 
 
 def paths_of(pieces: Sequence[Piece]) -> dict[str, tuple[str, ...]]:

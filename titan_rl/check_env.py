@@ -265,19 +265,31 @@ def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
     if not any(rollout.valid or rollout.error for rollout in rollouts):
         judge = ", ".join(config.task.rewards) or config.task.reward
         yield f"reward     none from the environment: in a run, the task's reward ({judge}) judges the last turn"
+    lost, read = unknown(setup, found)
+    if lost and not config.model.hf_assets_path:
+        yield (
+            f"tokens     {lost} of {read} that are read stand for characters that the tokenizer of the examples lacks; "
+            "--model.hf_assets_path FOLDER takes that of your model"
+        )
     yield from (f"wrong: {line}" for line in wrong(setup, found))
 
 
+def unknown(setup: "Setup", found: Rehearsal) -> tuple[int, int]:
+    """Return how many tokens that are read stand for characters without a token, and how many are read."""
+    unknown = setup.tokenizer.tokenizer.token_to_id("<unk>")
+    read = [token for rollout in found.rollouts for turn in rollout.turns for token in turn.context]
+    return (0 if unknown is None else read.count(unknown)), len(read)
+
+
 def wrong(setup: "Setup", found: Rehearsal) -> Iterator[str]:
-    rollouts, tokenizer = found.rollouts, setup.tokenizer
+    rollouts = found.rollouts
     for error, count in Counter(rollout.error for rollout in rollouts if rollout.error).items():
         yield f"{count} of {len(rollouts)} rollouts failed: {error}"
     if found.sessions is not None and found.sessions < (wanted := min(len(rollouts), 1 << 16)):
         yield f"environment.concurrency: its server takes {found.sessions} sessions, and {wanted} rollouts were played"
-    unknown = tokenizer.tokenizer.token_to_id("<unk>")
-    read = [token for rollout in rollouts for turn in rollout.turns for token in turn.context]
-    if unknown is not None and (lost := read.count(unknown)):
-        yield f"model.hf_assets_path: {lost} of {len(read)} tokens that are read stand for characters without a token"
+    lost, read = unknown(setup, found)
+    if lost and setup.config.model.hf_assets_path:
+        yield f"model.hf_assets_path: {lost} of {read} tokens that are read stand for characters without a token"
     if more := sum(len(rollout.branches) > 1 for rollout in rollouts):
         yield f"{more} of {len(rollouts)} rollouts began branches: what was read before was changed, and is read again"
 

@@ -58,8 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve_run(given.address, given.parent)
     if given.init_tls:
         hosts = [name.strip() for name in given.hosts.split(",") if name.strip()]
+        if not hosts:
+            complain("--hosts: expected the names or IPs of the hosts, as --hosts head,node1, found none")
+            return USAGE
         make_certificates(Path(given.init_tls), hosts, given.days)
-        print(f"made certificates for {', '.join(hosts) or 'no host'} in {given.init_tls}; ca.key is for no host")
+        print(f"made certificates for {', '.join(hosts)} in {given.init_tls}; ca.key is for no host")
         return DONE
     if problems := refusals(given.address, given.tls, given.ports, insecure=given.insecure):
         print("\n".join(f"titan_rl.worker: {problem}" for problem in problems), file=sys.stderr)

@@ -21,13 +21,12 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import Config
 from titan_rl.meshes.faults import Watch, label
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.bring_up import Meshes
+from titan_rl.train.bring_up import Meshes, generator_policy
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import StepStats
 
@@ -143,14 +142,7 @@ def settings_of(setup: Setup) -> EngineSettings:
 
 
 def generators_of(setup: Setup, incidents: Incidents, procs: SimulatedProcs, pace: float) -> GeneratorMesh:
-    config, g = setup.config, setup.config.generator
-    policy = GeneratorPolicy(
-        init_seconds=config.comm.init_timeout_seconds,
-        seconds=config.comm.train_timeout_seconds,
-        hang_seconds=config.fault.hang_seconds,
-        steals=config.rollout.lag > 0 and g.replicas > 1,
-        incidents=incidents,
-    )
+    g, policy = setup.config.generator, generator_policy(setup.config, incidents)
 
     def replica(index: int) -> Replica:
         own: Any = _OwnProcess(procs.of(index), setup.shape.vocab_size, pace)

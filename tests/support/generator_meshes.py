@@ -71,6 +71,19 @@ def started(
         runner.run(mesh.stop())
 
 
+async def begun(mesh: GeneratorMesh) -> None:
+    """Return once every replica that has requests has sampled tokens of them."""
+    while not (busy := [replica for replica in mesh.replicas.values() if replica.busy]):
+        await asyncio.sleep(0)
+
+    async def sampled() -> list[int]:
+        return [(await replica.head("stats", seconds=60)).tokens for replica in busy]
+
+    before = await sampled()
+    while not all(now > was + 1 for was, now in zip(before, await sampled(), strict=True)):
+        await asyncio.sleep(0.002)
+
+
 def requests(n: int, sampling: Sampling, samples: int = 2) -> list[Request]:
     return [Request(f"r{i}", [1, 4 + i % 60, *range(i % 7)], list(range(samples)), sampling) for i in range(n)]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.generator_meshes import Running, greedy, requests, started
+from support.generator_meshes import Running, begun, greedy, requests, started
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import EngineSettings, SampleId, Withdrawn
 from titan_rl.config import sections as c
@@ -69,7 +69,7 @@ def test_requests_join_and_leave_a_running_batch(running: Running) -> None:
 def test_a_pull_amid_sampling_switches_every_rank_at_one_step(running: Running, model: Any) -> None:
     async def work() -> list[list[Completion]]:
         sampling = asyncio.gather(*map(running.mesh.generate, asked))
-        await asyncio.sleep(0.05)
+        await begun(running.mesh)
         assert (await running.mesh.pull(1)).bytes == 0  # nothing connected, nothing read
         done = await sampling
         await running.mesh.pull(0)
@@ -99,7 +99,7 @@ def test_a_sample_that_is_withdrawn_goes_on_elsewhere_as_if_nothing_had_happened
 
     async def work() -> tuple[list[Completion], list[Completion]]:
         staying = first.put(asked)
-        await asyncio.sleep(0.05)
+        await begun(running.mesh)
         withdrawn: list[Withdrawn] = await first.head("withdraw", [SampleId("a", 0), SampleId("a", 2)], seconds=5)
         assert [w.sample.nth for w in withdrawn] == [0, 2]
         rest = Request("a~1", asked.tokens, [0, 2], asked.sampling, [w.begun for w in withdrawn])

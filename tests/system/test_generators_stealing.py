@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.generator_meshes import Running, connected, requests, started, versions
+from support.generator_meshes import Running, begun, connected, requests, started, versions
 from support.tiny import tiny_llama
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.wire.errors import RunError
@@ -99,7 +99,7 @@ def test_a_replica_that_dies_before_it_could_be_relieved_fails_what_it_held(stea
         waiting = [
             asyncio.create_task(stealing.mesh.generate(request)) for request in requests(2, Sampling(600), samples=8)
         ]
-        await asyncio.sleep(0.05)
+        await begun(stealing.mesh)
         os.kill(stealing.pids[0], signal.SIGSTOP)
         relieved, _ = await asyncio.gather(waiting[1], asyncio.sleep(3))
         assert len(relieved) == 8

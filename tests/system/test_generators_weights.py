@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.generator_meshes import Running, connected, greedy, requests, started, versions
+from support.generator_meshes import Running, begun, connected, greedy, requests, started, versions
 from support.tiny import tiny_llama
 from titan_rl.wire.errors import DeadlinePassed, RunError
 from titan_rl.wire.types import Completion, Request, Sampling
@@ -34,7 +34,7 @@ def test_swap_and_keep_go_on_with_the_new_weights_and_drain_finishes_on_the_old(
         _, weights = await connected(running, model, in_flight=how)
         await weights.sync(10)
         early = asyncio.gather(*map(running.mesh.generate, requests(4, Sampling(150, 0.0), samples=1)))
-        await asyncio.sleep(0.05)
+        await begun(running.mesh)
         syncing, late = asyncio.create_task(weights.sync(11)), []
         while not syncing.done():  # short ones that join: a drain must not wait for them, nor may they straddle it
             late.append(await running.mesh.generate(Request(f"late{len(late)}", [1, 5], [0], Sampling(4))))
@@ -56,7 +56,7 @@ def test_refused_weights_sample_nothing_until_good_ones_come(running: Running, m
         trainer, weights = await connected(running, model)
         await weights.sync(20)
         sampling = asyncio.create_task(running.mesh.generate(Request("across", [1, 5], [0], Sampling(200, 0.0))))
-        await asyncio.sleep(0.05)
+        await begun(running.mesh)
         bad = await weights.publish(21)
         trainer.corrupt(bad.slot)
         with pytest.raises(RunError, match=r"generator\d\[tp=0\] failed in switch: WeightsRefused") as refused:

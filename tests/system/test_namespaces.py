@@ -191,12 +191,7 @@ def test_cut_hosts_are_replaced_and_taken_back_and_cost_no_bit(
         assert set(first.ranks()) == {"trainer[dp=1 tp=0]", "generator1[tp=0]"}
         told.wait_for(lambda: f"{second.name}:{PORT} is back: its slots are free" in told.said, "the second is back")
         held.unlink()
-        code = told.run.process.wait(300)
-    assert code == 0, told.said
-    assert same(told.run, local)
-    resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", told.said)
-    assert resumed
-    assert int(resumed[1]) >= 2, "it resumes from a checkpoint of this run"
+        assert resumed_after(told, local) >= 2, "it resumes from a checkpoint of this run"
     silences = [float(found) for found in re.findall(r"does not answer, for (\S+) s", told.said)]
     assert len(silences) == 3
     assert max(silences) <= DETECT_SECONDS
@@ -222,13 +217,17 @@ def test_a_host_that_is_cut_off_inside_a_save_leaves_no_checkpoint_to_resume_fro
         told.wait_for(lambda: told.incidents()[-1]["outcome"] == "back", "the trainers are back")
         assert not host.ranks(), "no second writer is left when the trainers resume"
         host.heal()
-        code = told.run.process.wait(300)
-    assert code == 0, told.said
+        assert resumed_after(told, local) == half - 2, "the step before, which is whole"
+    audited(told.run)
+
+
+def resumed_after(told: Told, local: Run) -> int:
+    """Wait for the end of a run that is the local one to the last bit; return after which step its trainer resumed."""
+    assert told.run.process.wait(300) == 0, told.said
     assert same(told.run, local)
     resumed = re.search(r"trainer is back after \S+ s: the run continues after step (\d+)", told.said)
     assert resumed
-    assert int(resumed[1]) == half - 2, "the step before, which is whole"
-    audited(told.run)
+    return int(resumed[1])
 
 
 def half_written(run: Run) -> list[int]:

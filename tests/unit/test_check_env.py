@@ -108,7 +108,8 @@ def rollout(reward: float = 1.0, **more: Any) -> Rollout:
 def test_what_is_wrong_is_said_once_each(tmp_path: Path) -> None:
     characters.build(tmp_path)
     tokenizer = TextTokenizer.load(tmp_path)
-    setup: Any = SimpleNamespace(config=config_of(parser().parse_args(["hunt"]), []), tokenizer=tokenizer)
+    config = config_of(parser().parse_args(["hunt"]), [("model.hf_assets_path", str(tmp_path))])
+    setup: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
     failed = [rollout(float("nan"), status="error", error="ValueError: no (a.py:3)") for _ in range(2)]
     metrics = {"tools/add/calls": 3.0, "tools/add/failures": 1.0, "seconds": 0.5}
     played = [rollout(metrics=metrics), rollout(others=[Branch([])]), *failed]
@@ -132,3 +133,14 @@ def test_that_the_task_judges_is_no_fault_of_an_environment(tmp_path: Path) -> N
     said = list(facts(setup, Rehearsal([rollout(float("nan"))], 1.0, True, None)))
     judged = "in a run, the task's reward (last_number) judges the last turn"
     assert f"reward     none from the environment: {judged}" in said
+
+
+def test_what_the_tokenizer_of_the_examples_lacks_is_no_fault_of_an_environment(tmp_path: Path) -> None:
+    characters.build(tmp_path)
+    setup: Any = SimpleNamespace(
+        config=config_of(parser().parse_args(["hunt"]), []), tokenizer=TextTokenizer.load(tmp_path)
+    )
+    said = list(facts(setup, Rehearsal([rollout()], 1.0, True, None)))
+    assert said[-1].startswith(
+        "tokens     1 of 2 that are read stand for characters that the tokenizer of the examples"
+    )

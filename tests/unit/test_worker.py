@@ -16,7 +16,8 @@ from titan_rl.config.sections import HostsSection
 from titan_rl.meshes.ssh_workers import ssh_workers
 from titan_rl.wire.front_door import free_port
 from titan_rl.wire.host_holder import RUN, Holder, holder_in
-from titan_rl.worker import door_of
+from titan_rl.wire.program import USAGE
+from titan_rl.worker import door_of, main
 
 OTHER = """
 import socket, subprocess, sys, time
@@ -132,3 +133,9 @@ def test_a_run_says_once_which_worker_that_it_started_waits(tmp_path: Path) -> N
     (message,) = said
     assert message.startswith("waiting for tcp://127.0.0.1:26600, for at most "), message
     assert message.endswith(" s (hosts.join_seconds = 60): process 7 has it"), message
+
+
+def test_certificates_are_made_for_named_hosts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--init-tls", str(tmp_path / "tls")]) == USAGE
+    assert "--hosts: expected the names or IPs of the hosts" in capsys.readouterr().err
+    assert not (tmp_path / "tls").exists()

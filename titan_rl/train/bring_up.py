@@ -219,6 +219,18 @@ async def launch_environments(
                 await asyncio.wait_for(mesh.close(), CLOSE_SECONDS)
 
 
+def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPolicy:
+    return GeneratorPolicy(
+        init_seconds=config.comm.init_timeout_seconds,
+        seconds=config.comm.train_timeout_seconds,
+        hang_seconds=config.fault.hang_seconds,
+        # What a moved sample draws depends on when it moved: never in a synchronous run.
+        steals=config.rollout.lag > 0 and config.generator.replicas > 1,
+        incidents=incidents,
+        min_replicas=config.fault.min_replicas,
+    )
+
+
 async def _generators(
     berth_of: Callable[[int], Berth],
     setup: Setup,
@@ -247,15 +259,7 @@ async def _generators(
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),
-            policy=GeneratorPolicy(
-                init_seconds=config.comm.init_timeout_seconds,
-                seconds=config.comm.train_timeout_seconds,
-                hang_seconds=config.fault.hang_seconds,
-                # What a moved sample draws depends on when it moved: never in a synchronous run.
-                steals=config.rollout.lag > 0 and g.replicas > 1,
-                incidents=incidents,
-                min_replicas=config.fault.min_replicas,
-            ),
+            policy=generator_policy(config, incidents),
         )
         ranks = await mesh.start()
         for rank in ranks:

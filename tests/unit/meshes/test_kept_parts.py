@@ -43,6 +43,11 @@ class Pair:
         self.reads.clear()
         return await self.peer.fetch(self.peer.part(self.copy), await self.source.offer(self.part, serial), read)
 
+    async def fetch_anew(self, serial: int) -> int:
+        """Fetch undisturbed into a new part."""
+        self.meanwhile, self.copy = None, self.peer.hold("trainer")
+        return await self.fetch(serial)
+
     def copied(self, serial: int) -> bytes:
         found, start, end = head(self.copy)
         assert found == serial
@@ -156,9 +161,7 @@ def test_a_read_that_fails_ends_the_copy_and_its_other_reads(pair: Pair) -> None
         with pytest.raises(RuntimeError, match="the link is down"):
             await pair.fetch(3)
         assert len(pair.reads) <= IN_FLIGHT
-        pair.meanwhile = None
-        pair.copy = pair.peer.hold("trainer")
-        await pair.fetch(3)
+        await pair.fetch_anew(3)
         assert pair.copied(3) == STATE
 
     run(work())
@@ -182,9 +185,7 @@ def test_a_copy_that_is_dropped_ends_and_leaves_its_reads_to_others(pair: Pair) 
         pair.peer.drop([pair.copy])
         with pytest.raises(RuntimeError, match="found that it was dropped"):
             await fetching
-        pair.meanwhile = None
-        pair.copy = pair.peer.hold("trainer")
-        await pair.fetch(3)
+        await pair.fetch_anew(3)
         assert pair.copied(3) == STATE
 
     run(work())
