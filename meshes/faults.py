@@ -66,10 +66,9 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
     except SupervisionError as error:
         raise failure(str(error)) from None
     except ValueError as error:
-        if (place := _UNBORN.search(str(error))) is None:
+        if (failed := unborn(actor, str(error))) is None:
             raise
-        why = "Its output, or its worker's log, says why; the disk of that host's TMPDIR may be full."
-        raise RankFailed(f"{actor} cannot be started on {place[1]}", f"{why}\n{error}", rank=actor) from None
+        raise failed from None
     except TimeoutError:
         raise DeadlinePassed(
             f"{actor}.{verb} did not answer within {seconds:g} s",
@@ -125,7 +124,20 @@ def remote(error: ActorError) -> str:
 
 _ACTOR = re.compile(r"The actor <root>\.<\S* (?P<name>[\w-]+)\{(?P<rank>[^}]*)\}>")
 _UNBORN = re.compile(r"error creating proc .* agent host_agent\.service@(\S+?)<")
+_UNANSWERED = re.compile(r"error spawning proc mesh: statuses: Timeout\((?P<seconds>[\d.]+)s\)")
 _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)")
+
+
+def unborn(actor: str, report: str) -> RankFailed | None:
+    """Turn what Monarch says of a process that it could not start into an error that names the rank."""
+    if place := _UNBORN.search(report):
+        why = "Its output, or its worker's log, says why; the disk of that host's TMPDIR may be full."
+        return RankFailed(f"{actor} cannot be started on {place[1]}", f"{why}\n{report}", rank=actor)
+    if late := _UNANSWERED.search(report):
+        why = "The worker of its host is stopped, or so busy that it does not answer Monarch."
+        what = f"{actor} was not started within {float(late['seconds']):.0f} s"
+        return RankFailed(what, f"{why}\n{report}", rank=actor)
+    return None
 
 
 def failure(report: str) -> RankFailed:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -147,18 +147,25 @@ def rows_of_commit(rows: list[dict[str, str]], commit: str) -> list[dict[str, st
 
 
 def summary(rows: list[dict[str, str]]) -> list[str]:
-    """Return a line per way: how many seeds reached the score, and the median of their seconds; then the ratios."""
-    lines, medians = [], dict[str, float]()
+    """Return a line per way: how many seeds reached the score, and the median of their seconds; then the median of each
+    seed's ratio to TRL, which starts from the same policy."""
+    lines, by_seed = [], dict[str, dict[str, float]]()
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
-        seconds = [float(row["seconds"]) for row in own if row["reached"] == "True"]
-        lines.append(f"{way}: {len(seconds)} of {len(own)} reached {own[0]['score']}")
-        if seconds:
-            medians[way] = statistics.median(seconds)
-            lines[-1] += f" after {medians[way]:.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
-    return lines + [
-        f"{way} / TRL: {medians[way] / medians[TRL]:.2f}" for way in medians if TRL in medians and way != TRL
-    ]
+        reached = by_seed[way] = {row["seed"]: float(row["seconds"]) for row in own if row["reached"] == "True"}
+        lines.append(f"{way}: {len(reached)} of {len(own)} reached {own[0]['score']}")
+        if reached:
+            lines[-1] += f" after {spread(reached.values(), '.1f')} s"
+    theirs = by_seed.pop(TRL, {})
+    for way, seconds in by_seed.items():
+        if ratios := [seconds[seed] / theirs[seed] for seed in seconds.keys() & theirs.keys()]:
+            lines.append(f"{way} / TRL, by seed: {spread(ratios, '.2f')}")
+    return lines
+
+
+def spread(figures: Collection[float], form: str) -> str:
+    """Return the median of figures, and their range."""
+    return f"{statistics.median(figures):{form}} ({min(figures):{form}} to {max(figures):{form}})"
 
 
 if __name__ == "__main__":

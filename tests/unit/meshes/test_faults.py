@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label
+from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label, unborn
 from titan_rl.meshes.spawn import SHIM
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
@@ -28,7 +28,7 @@ OURS_TOO = KILLED.replace(
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
+    for name in ("_followed", "_unborn", "_lives", "_meant", "_ends", "_waiting"):
         monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
@@ -47,6 +47,20 @@ def test_the_axis_of_hosts_is_no_part_of_a_name() -> None:
 def test_an_actor_that_aborts_is_named_too() -> None:
     report = "The actor <root>.<titan_rl.x.Y y{'p': 0/1}> and all ...:\n  actor explicitly aborted due to: Traceback"
     assert str(failure(report)) == "y[p=0] failed"
+
+
+def test_a_process_that_monarch_could_not_start_is_named_with_its_host_or_the_time_it_had() -> None:
+    refused = "error creating proc 0 (host rank 0), agent host_agent.service@ipc:///tmp/h0/worker<hyper>: No space left"
+    late = "error spawning proc mesh: statuses: Timeout(30.00119794s)=0..1"
+    for report, what in (
+        (refused, "generator1[tp=0] cannot be started on ipc:///tmp/h0/worker"),
+        (late, "generator1[tp=0] was not started within 30 s"),
+    ):
+        failed = unborn("generator1[tp=0]", report)
+        assert failed is not None
+        assert (str(failed), failed.rank) == (what, "generator1[tp=0]")
+        assert report in failed.details
+    assert unborn("generator1[tp=0]", "expected a number") is None, "a bug of ours, which is not hidden"
 
 
 def test_labels() -> None:

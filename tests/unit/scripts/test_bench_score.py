@@ -4,25 +4,30 @@ import pytest
 from bench_score import TRL, rows_of_commit, summary
 
 
-def row(way: str, seconds: float, commit: str, reached: bool = True) -> dict[str, str]:
-    return {"way": way, "seconds": str(seconds), "score": "0.95", "reached": str(reached), "commit": commit}
+def row(way: str, seed: int, seconds: float, commit: str, reached: bool = True) -> dict[str, str]:
+    given = {"way": way, "seed": str(seed), "seconds": str(seconds), "commit": commit}
+    return given | {"score": "0.95", "reached": str(reached)}
 
 
 ROWS = [
-    row("titan_rl", 100, "aaa111"),
-    row(TRL, 100, "aaa111"),
-    row("titan_rl", 20, "bbb222"),
-    row("titan_rl", 30, "bbb222"),
-    row("titan_rl", 600, "bbb222", reached=False),
-    row(TRL, 50, "bbb222"),
+    row("titan_rl", 0, 100, "aaa111"),
+    row(TRL, 0, 100, "aaa111"),
+    row("titan_rl", 0, 20, "bbb222"),
+    row("titan_rl", 1, 30, "bbb222"),
+    row("titan_rl", 2, 600, "bbb222", reached=False),
+    row(TRL, 0, 50, "bbb222"),
+    row(TRL, 1, 50, "bbb222"),
+    row(TRL, 2, 50, "bbb222"),
 ]
 
 
-def test_ratios_are_of_one_commits_rows() -> None:
-    expected = ["titan_rl: 2 of 3 reached 0.95 after 25.0 s (20.0 to 30.0)", "TRL: 1 of 1 reached 0.95 after 50.0 s"]
-    lines = summary(rows_of_commit(ROWS, "bbb"))
-    assert [lines[0], lines[1].partition(" (")[0], lines[2]] == [*expected, "titan_rl / TRL: 0.50"]
-    assert summary(rows_of_commit(ROWS, "aaa111"))[-1] == "titan_rl / TRL: 1.00"
+def test_ratios_are_of_one_commits_rows_and_of_each_seed() -> None:
+    assert summary(rows_of_commit(ROWS, "bbb")) == [
+        "titan_rl: 2 of 3 reached 0.95 after 25.0 (20.0 to 30.0) s",
+        "TRL: 3 of 3 reached 0.95 after 50.0 (50.0 to 50.0) s",
+        "titan_rl / TRL, by seed: 0.50 (0.40 to 0.60)",
+    ]
+    assert summary(rows_of_commit(ROWS, "aaa111"))[-1] == "titan_rl / TRL, by seed: 1.00 (1.00 to 1.00)"
 
 
 @pytest.mark.parametrize("commit", ["", "ccc"])
