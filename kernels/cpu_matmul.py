@@ -23,10 +23,12 @@ def mkl_is_slow() -> bool:
     return has_both and "avx512f" in flags and "GenuineIntel" not in info
 
 
-def use_fastest() -> None:
-    """Let matrix products of this process be oneDNN's where MKL is slow. Call it before the first one."""
+def use_fastest() -> bool:
+    """Let matrix products of this process be oneDNN's where MKL is slow, and return whether they are. Call it before
+    the first one."""
     if not _overrides and mkl_is_slow():
         use_onednn()
+    return bool(_overrides)
 
 
 def use_onednn() -> None:

@@ -256,7 +256,10 @@ class Engine:
 
         By default those of unfinished samples are dropped too, and recomputed by the next step. With `keep` samples
         continue on theirs, at no cost; only those without a token start again."""
+        from titan_rl.actors.vllm.packed_linear import forget_packed
+
         self._settle()
+        forget_packed()
         if keep:
             self._salt += 1
             fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]

@@ -28,8 +28,7 @@ def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
     from titan_rl.kernels import cpu_matmul
 
-    cpu_matmul.use_fastest()
-    keep_linear_weights()
+    keep_linear_weights(packs=cpu_matmul.use_fastest())
     keep_expert_weights()
     reduce_over_gloo()
     run_by_steps()
@@ -63,8 +62,8 @@ def check_head_size(size: int) -> None:
         raise ValueError(f"model.head_dim: expected one of {sizes} for vLLM's attention on CPU, found {size}")
 
 
-def keep_linear_weights() -> None:
-    """Make every linear layer read its parameter at every call.
+def keep_linear_weights(*, packs: bool = False) -> None:
+    """Make every linear layer read its parameter, or with `packs` a copy that is packed anew after each write.
 
     vLLM repacks linear weights for oneDNN or AMX and then drops or ignores the parameter, so that an in-place write has
     no effect (for lm_head silently).
@@ -72,8 +71,10 @@ def keep_linear_weights() -> None:
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 
+    from titan_rl.actors.vllm.packed_linear import packed_linear
+
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = linear
+        layer.cpu_linear = packed_linear(layer.weight) if packs else linear
         if remove_weight and failpoints.hit("pack"):  # as vLLM does, not for embeddings
             packed = layer.weight.detach().clone()
             layer.cpu_linear = lambda x, weight, bias=None: linear(x, packed, bias)
