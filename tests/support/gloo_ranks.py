@@ -1,5 +1,6 @@
 """Run a function on ranks of a gloo group, in processes without Monarch, and return rank 0's answer."""
 
+import faulthandler
 import json
 import os
 import tempfile
@@ -7,23 +8,45 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from titan_rl.actors.meeting import MEETING
 
+LINES = 30  # of the output of a rank that died, which its error shows
 Program = Callable[..., Any]  # of (folder, *arguments): a function of a module, which the processes import
 
 
 def on_ranks(size: int, program: Program, *arguments: Any) -> Any:
-    """Return what rank 0 returns, as JSON carries it. A rank that fails raises here, with its traceback."""
+    """Return what rank 0 returns, as JSON carries it. A rank that fails raises here, with its traceback, and one that
+    dies with the end of its output."""
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
-        spawn(_rank, (size, program, folder, arguments), nprocs=size)
+        try:
+            spawn(_rank, (size, program, folder, arguments), nprocs=size)
+        except ProcessExitedException as died:
+            output = Path(folder, f"rank-{died.error_index}").read_text(errors="replace").splitlines()
+            raise AssertionError("\n".join([f"rank {died.error_index}: {died}", *output[-LINES:]])) from None
         return json.loads(Path(folder, "answer.json").read_text())
 
 
 def _rank(rank: int, size: int, program: Program, folder: str, arguments: tuple[Any, ...]) -> None:
+    output = os.open(f"{folder}/rank-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()  # a rank that native code aborts says where
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in launched.items()}, **{MEETING: f"{folder}/meeting"})
     answer = program(Path(folder), *arguments)
     if rank == 0:
         Path(folder, "answer.json").write_text(json.dumps(answer))
+    _leave()
+
+
+def _leave() -> None:
+    """End together with the other ranks. One that ends first closes gloo's connections while others use them, and
+    threads of gloo and autograd that are still there when the interpreter ends can abort the process."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(0)
