@@ -20,7 +20,7 @@ from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.dispatch import Dispatch
 from titan_rl.meshes.faults import ask, ask_all
-from titan_rl.meshes.healing import Fleet, GeneratorPolicy
+from titan_rl.meshes.healing import Fleet, GeneratorPolicy, Make
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Load
@@ -43,7 +43,7 @@ class GeneratorMesh:
         policy: GeneratorPolicy,
         *,
         slots: int | None = None,
-        make: Callable[[int], Awaitable[Replica]] | None = None,
+        make: Make | None = None,
     ) -> None:
         """`slots`: how many samples an engine advances in one step, if replicas steal; see Routing."""
         self.replicas = {replica.index: replica for replica in replicas}
@@ -56,18 +56,19 @@ class GeneratorMesh:
     @classmethod
     async def spawn(
         cls,
-        host: HostMesh | Callable[[int], Berth],
+        host: HostMesh | Callable[[int, bool], Berth],
         settings: EngineSettings,
         *,
         replicas: int,
         env: Mapping[str, str],
         policy: GeneratorPolicy = POLICY,
     ) -> "GeneratorMesh":
-        """`host`: one for all replicas, or a function that returns where a replica goes."""
+        """`host`: one for all replicas, or a function of a replica, and whether it did not start where it was, that
+        returns where it goes."""
         tp = settings.tensor_parallel_degree
 
-        async def make(replica: int) -> Replica:
-            berth = Berth(Host(host), tp) if isinstance(host, HostMesh) else host(replica)
+        async def make(replica: int, elsewhere: bool = False) -> Replica:
+            berth = Berth(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
             name = f"generator{replica}"
             procs = await spawn(
                 berth.host,

@@ -26,6 +26,9 @@ CAUSE_SECONDS = 0.5  # a trainer that dies breaks its readers' transfers: its de
 DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it has
 
 
+Make = Callable[[int, bool], Awaitable[Replica]]  # of a replica, and whether it did not start where it was
+
+
 @dataclass(frozen=True, slots=True)
 class GeneratorPolicy:
     """Deadlines of a generator mesh, and what it does about slow and lost replicas."""
@@ -46,11 +49,12 @@ class Fleet:
         replicas: dict[int, Replica],
         dispatch: Dispatch,
         policy: GeneratorPolicy,
-        make: Callable[[int], Awaitable[Replica]] | None,
+        make: Make | None,
     ) -> None:
         self.replicas = replicas
         self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
         self._missing: set[int] = set()  # given up, until there is room again
+        self._unstarted: dict[int, str] = {}  # being spawned again after it did not start: on which host
         self.error: Exception | None = None  # final once set: too few replicas are left
         self._dispatch, self._make = dispatch, make
         self._policy, self._incidents = policy, policy.incidents
@@ -175,9 +179,14 @@ class Fleet:
         """Bring up a replica: its processes, its engine, the weights that the others serve, and then requests."""
         assert self._make is not None
         assert self._catch_up is not None
-        replica = self.coming[index] = await self._make(index)
+        before = self._unstarted.get(index)
+        replica = self.coming[index] = await self._make(index, before is not None)
+        self._unstarted[index] = replica.host
+        if before and before != replica.host and self._incidents is not None:
+            self._incidents.note(f"{replica.name} did not start on {before}: it is tried on {replica.host}")
         try:
             await ask_all(replica.calls("start"), verb="start", seconds=self._policy.init_seconds)
+            del self._unstarted[index]
             await self._catch_up(replica)
         except RunError as error:
             replica.fail(error)
@@ -190,6 +199,7 @@ class Fleet:
 
     async def _grow(self, index: int) -> None:
         """Add a replica. One that fails to come up is treated as lost."""
+        self._unstarted.pop(index, None)
         try:
             await self._join(index)
         except RunError as error:

@@ -53,7 +53,7 @@ class Replica:
         self._procs = procs
         self._hang_seconds, self._seconds, self._init_seconds = hang_seconds, seconds, init_seconds
         self._warm = False
-        self._host, self._connections = host, list[Connection]()
+        self.host, self._connections = host, list[Connection]()
         self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
@@ -106,7 +106,7 @@ class Replica:
     async def locate(self, how: str, seconds: float) -> None:
         """Find out where its ranks are, which are all on one host. Under "rdma", workers count as hosts."""
         place = await self.head("place", seconds=seconds)
-        self.home, self._connections = f"{place} {self._host}" if how == "rdma" else place, []
+        self.home, self._connections = f"{place} {self.host}" if how == "rdma" else place, []
 
     async def connect(
         self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float

@@ -10,7 +10,7 @@ from titan_rl.actors.vllm.engine import Done, EngineReport, EngineSettings, Samp
 from titan_rl.actors.vllm.generator import News
 from titan_rl.config.sections import FaultSection
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.healing import GeneratorPolicy, Make
 from titan_rl.meshes.replica import Replica
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.reports import ReaderCost
@@ -118,7 +118,7 @@ def fake_mesh(
     engines: Sequence[FakeEngine],
     folder: Path,
     *,
-    make: Callable[[int], Awaitable[Replica]] | None = None,
+    make: Make | None = None,
     max_restarts: int = 0,
     **seconds: float,
 ) -> GeneratorMesh:

@@ -68,3 +68,17 @@ class WorkerHost:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def hosts_of(controller: int) -> dict[str, str]:
+    """Return the host of each rank of a run with hosts.kind = "processes": a shim stands for it in its worker."""
+    mine = psutil.Process(controller).children(recursive=True)
+    shims = [process for process in mine if "zygote_shim.py" in " ".join(process.cmdline())]
+    return {shim.environ()["TITAN_RL_SHIM"].split(" ", 1)[1]: _worker_of(shim) for shim in shims}
+
+
+def _worker_of(shim: psutil.Process) -> str:
+    for parent in shim.parents():
+        if "titan_rl.worker" in (command := parent.cmdline()):
+            return Path(command[command.index("--address") + 1]).parent.name
+    return ""

@@ -17,8 +17,9 @@ import pytest
 
 from support.running import Run, Runs
 from support.small_disk import SmallDisk
-from support.worker_hosts import WorkerHost, free_address
+from support.worker_hosts import WorkerHost, free_address, hosts_of
 from titan_rl.meshes.zygotes import VARIABLE
+from titan_rl.wire import failpoints
 
 KEYS: dict[str, Any] = {
     "hosts__kind": "attach",
@@ -117,6 +118,29 @@ def test_a_host_serves_one_run_at_a_time_through_the_deaths_of_an_agent_and_a_co
     assert f"waiting for {first.address}" not in rest, "it is said once"
     whose = f"it is busy with the run in {run.folder} (process {run.process.pid} on {socket.gethostname()})"
     assert f"s (hosts.join_seconds = 60): {whose}, whose controller " in rest, out
+
+
+def test_a_replica_that_does_not_start_on_one_host_is_started_on_another(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failpoints.FOLDER, str(tmp_path))
+    where = '{trainer = "0", generator = "0-1"}'
+    more = {"hosts__kind": "processes", "hosts__count": 2, "hosts__insecure": False, "placement__hosts": where}
+    run = runs.start(tmp_path / "run", **{**KEYS, **more})
+    run.wait_for_step(1)
+    assert hosts_of(run.process.pid)["generator1[tp=0]"] == "h1"
+    failpoints.give(tmp_path, "generator1[tp=0]", "start", failpoints.FaultOrder("raise"))
+    psutil.Process(run.workers()["generator1[tp=0]"]).kill()
+    deadline = time.monotonic() + 120
+    while not (faults := run.folder / "faults.jsonl").exists() or '"back"' not in faults.read_text():
+        assert run.process.poll() is None, said(run)
+        assert time.monotonic() < deadline, said(run)
+        time.sleep(0.1)
+    assert hosts_of(run.process.pid)["generator1[tp=0]"] == "h0"
+    run.process.send_signal(signal.SIGINT)
+    out = said(run)
+    assert "generator1[tp=0] failed in start: InjectedFault" in out, out
+    assert "generator1 did not start on host1: it is tried on host0" in out, out
 
 
 def test_a_run_folder_without_room_ends_the_run_by_name_and_the_same_command_goes_on(

@@ -18,6 +18,7 @@ import pytest
 
 from support.outputs import losses, same, sampled
 from support.running import Run, Runs
+from support.worker_hosts import hosts_of
 from titan_rl.train.regrowth import STEADY
 from titan_rl.wire.certificates import make_certificates
 from titan_rl.wire.dial import split_address, takes_connections
@@ -77,14 +78,6 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Runs().finish(tmp_path_factory.mktemp("local") / "run", **KEYS)
 
 
-def worker_of(pid: int) -> str:
-    """Return the host of a rank: its shim's parent is the worker."""
-    for parent in psutil.Process(pid).parents():
-        if "titan_rl.worker" in (command := parent.cmdline()):
-            return Path(command[command.index("--address") + 1]).parent.name
-    return ""
-
-
 def test_three_processes_as_hosts_change_no_bit(runs: Runs, local: Run, tmp_path: Path) -> None:
     keys = {**KEYS, "hosts__kind": "processes", **THREE}
     run = runs.finish(tmp_path / "run", **keys)
@@ -138,8 +131,7 @@ def test_ranks_are_where_the_plan_says_and_end_with_the_controller(runs: Runs, t
     run = runs.start(tmp_path / "run", **{**KEYS, "training__steps": 1000, "hosts__kind": "processes", **THREE})
     run.wait_for_step(1)
     mine = psutil.Process(run.process.pid).children(recursive=True)
-    shims = {process.environ()["TITAN_RL_SHIM"].split(" ", 1)[1]: process.pid for process in mine if is_shim(process)}
-    assert {name: worker_of(pid) for name, pid in shims.items()} == {
+    assert hosts_of(run.process.pid) == {
         "trainer[dp=0 tp=0]": "h0",
         "trainer[dp=1 tp=0]": "h1",
         "generator0[tp=0]": "h1",
@@ -149,10 +141,6 @@ def test_ranks_are_where_the_plan_says_and_end_with_the_controller(runs: Runs, t
     run.finish()
     _, left = psutil.wait_procs(mine, timeout=60)
     assert not left
-
-
-def is_shim(process: psutil.Process) -> bool:
-    return "zygote_shim.py" in " ".join(process.cmdline())
 
 
 def start_worker(folder: Path, address: str, tls: Path | None) -> "subprocess.Popen[str]":

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -44,18 +45,26 @@ class Berths:
         self._placement = place(setup.config, self._slots)
         machines = {host.facts.machine: host.facts.cores for host in joined if host and host.facts}
         self._cores = sum(machines.values()) or usable_cores()
-        self._left_out: list[Host] = []  # on which the trainer did not start
+        self._left_out = defaultdict[str, list[Host]](list)  # by mesh: hosts on which it did not start
         self._before: set[int] = set()  # hosts of the trainer before it was placed last
 
     def of_model(self, role: str) -> list[Berth]:
         return [self._berth(share, "model") for share in self._shares(role)]
 
-    def of_replica(self, index: int) -> Berth:
-        """Return where a replica goes. One that is added during a run goes where slots are left."""
+    def of_replica(self, index: int, elsewhere: bool = False) -> Berth:
+        """Return where a replica goes. One that is added during a run goes where slots are left, and one that did not
+        start where it was goes `elsewhere`, if there is room on a host that it has not failed on."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
-        (share,) = self._shares(name)
+        if elsewhere:
+            self._left_out[name] += [self._hosts[share.host] for share in self._placement[name]]
+        try:
+            (share,) = self._shares(name)
+        except RunError:
+            if not self._left_out.pop(name, None):
+                raise
+            (share,) = self._shares(name)
         return self._berth(share, "generator")
 
     def of_environment(self, number: int) -> Host:
@@ -84,7 +93,7 @@ class Berths:
         """Return the hosts on which a mesh cannot be started, and those that it does not have and that have not been
         there for `seconds`."""
         own, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
-        left_out = self._left_out if mesh == "trainer" else []
+        left_out = self._left_out[mesh]
         return [
             number
             for number, host in enumerate(self._hosts)
@@ -108,7 +117,7 @@ class Berths:
         if any(self._hosts[number].lost() for number in given):
             return []
         left = [self._hosts[number] for number in sorted(given - self._before)]
-        self._left_out += left
+        self._left_out["trainer"] += left
         return [host.name for host in left]
 
     def _berth(self, share: Share, kind: Kind) -> Berth:

@@ -178,7 +178,7 @@ async def launch_loaded(
         with without_lines(b"Monarch internal logs are being written"):
             host = Host(this_host())
 
-        def seated(replica: int) -> Berth:
+        def seated(replica: int, _: bool) -> Berth:
             tp = setup.config.generator.tensor_parallel_degree
             devices = visible_devices()[replica * tp : (replica + 1) * tp] if setup.device == "cuda" else []
             return Berth(host, tp, resources(setup, "generator", devices))
@@ -232,7 +232,7 @@ def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPo
 
 
 async def _generators(
-    berth_of: Callable[[int], Berth],
+    berth_of: Callable[[int, bool], Berth],
     setup: Setup,
     terminal: Terminal,
     incidents: Incidents | None,

@@ -60,7 +60,7 @@ def test_one_replica_of_each_host_reads_before_the_others_and_another_one_if_it_
         engines = [Reader(place, events, name) for place, name in zip("xxxy", "abcd", strict=True)]
         came: list[Replica] = []
 
-        async def make(index: int) -> Replica:
+        async def make(index: int, _: bool) -> Replica:
             came.append(fake_replica(index, Reader("x", events, "e"), mesh._policy))
             return came[0]
 
@@ -98,7 +98,7 @@ def test_workers_on_one_machine_share_reads_unless_links_between_them_are_preten
             Reader.full, Reader.made = set[int](), 0
             mesh = fake_mesh([Reader("x", [], name) for name in "ab"], tmp_path)
             for index, replica in mesh.replicas.items():
-                replica._host = f"host{index}"
+                replica.host = f"host{index}"
             await mesh.connect([[]], sync)
             assert len(mesh.sharers) == memories
 

@@ -33,6 +33,9 @@ class Hosts:
     def replica(self, index: int) -> str:
         return self.berths.of_replica(index).host.name
 
+    def elsewhere(self, index: int) -> str:
+        return self.berths.of_replica(index, elsewhere=True).host.name
+
 
 def test_no_slot_is_dealt_twice_once_meshes_have_moved() -> None:
     hosts = Hosts()
@@ -89,6 +92,17 @@ def test_a_host_on_which_the_trainer_did_not_start_is_left_out_until_it_is_joine
     assert hosts.trainer() == [("host0 anew", 1), ("host1", 1)]
     hosts.lost = {1, 2}
     assert hosts.berths.leave_out() == [], "the host that was lost is the reason"
+
+
+def test_a_replica_goes_round_the_hosts_on_which_it_did_not_start() -> None:
+    hosts = Hosts(hosts__slots=2)
+    assert (hosts.trainer(), hosts.replica(0), hosts.replica(1)) == ([("host0", 1), ("host1", 1)], "host0", "host1")
+    assert [hosts.elsewhere(1), hosts.replica(1)] == ["host2", "host2"], "a later loss leaves it there"
+    assert hosts.replica(0) == "host0", "what fails for one replica may serve another"
+    assert hosts.elsewhere(1) == "host2", "it has failed on both that have room"
+    assert hosts.elsewhere(1) == "host1"
+    hosts.lost = {1}
+    assert hosts.replica(1) == "host2", "better a host on which it failed than none"
 
 
 def test_colocated_meshes_of_a_lost_host_share_slots_on_another() -> None:

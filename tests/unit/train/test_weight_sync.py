@@ -61,7 +61,7 @@ class Reader(FakeEngine):
 async def running(trainers: FakeTrainers, folder: Path) -> tuple[GeneratorMesh, WeightSync, list[Reader]]:
     made = [Reader(trainers)]
 
-    async def make(index: int) -> Replica:
+    async def make(index: int, _: bool) -> Replica:
         made.append(Reader(trainers))
         return fake_replica(index, made[-1], mesh._policy)
 
