@@ -75,7 +75,7 @@ class Generator(Actor):
     async def start(self) -> EngineInfo:
         """Build the engine. It does not sample before its first switch."""
         with _fatal():
-            failpoints.hit("start")
+            await failpoints.reached("start")
             self._engine = Engine(self._settings)
             if self._settings.tensor_parallel_degree > 1:
                 from torch import distributed as dist

@@ -8,6 +8,7 @@ or more are the same, and one row, which oneDNN computes otherwise, is computed 
 """
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class PackedLinear:
     """What vLLM calls in place of torch's linear, for one layer."""
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._calls = 0  # with more than one row, since the weight was written
         self._packed: Tensor | None = None
         self._refused = False
@@ -48,16 +49,15 @@ class PackedLinear:
 
     def _pack(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> None:
         """Keep a packed copy, unless it takes too much memory or multiplies to other bits on this CPU."""
-        self._refused = SHARE * sum(layer._nbytes for layer in _layers) > host_memory()
-        if not self._refused:
-            packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-            if torch.equal(_product(x, packed, bias), product):
-                self._packed = packed
-            else:
-                self._refused = True
-                warnings.warn(
-                    f"weights of {tuple(weight.shape)} are not packed: it would change products", stacklevel=2
-                )
+        if not _fit():
+            self._refused = True
+            return
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        if torch.equal(_product(x, packed, bias), product):
+            self._packed = packed
+        else:
+            self._refused = True
+            warnings.warn(f"weights of {tuple(weight.shape)} are not packed: it would change products", stacklevel=2)
 
 
 def packed_linear(weight: Tensor) -> Any:
@@ -72,6 +72,12 @@ def forget_packed() -> None:
     """Let every layer of this process use its weight again, which has been written."""
     for layer in _layers:
         layer.forget()
+
+
+@cache
+def _fit() -> bool:
+    """Return whether there is memory for copies of all layers, which are built before the first is packed."""
+    return SHARE * sum(layer.nbytes for layer in _layers) <= host_memory()
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from titan_rl.actors.meeting import MEETING
 
-LINES = 30  # of the output of a rank that died, which its error shows
+LINES = 60  # of the output of a rank that died, which its error shows
 Program = Callable[..., Any]  # of (folder, *arguments): a function of a module, which the processes import
 
 
@@ -32,7 +32,7 @@ def _rank(rank: int, size: int, program: Program, folder: str, arguments: tuple[
     output = os.open(f"{folder}/rank-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    faulthandler.enable()  # a rank that native code aborts says where
+    faulthandler.enable(all_threads=False)  # a rank that native code aborts says where, after what the code says
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in launched.items()}, **{MEETING: f"{folder}/meeting"})
     answer = program(Path(folder), *arguments)

@@ -73,6 +73,7 @@ def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) 
         environment__concurrency=16,
         generator__replicas=1,
         training__steps=24,
+        fault__hang_seconds=30,  # no deadline finds these faults; a busy machine starved a process for the default's 5
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert found["problems"] == []
@@ -82,7 +83,7 @@ def test_an_agent_and_its_endpoint_may_be_killed_in_mid_rollout(tmp_path: Path) 
     again = re.findall(
         r"environment\d is back after .*: (\d+) rollouts? to play again", (tmp_path / "run" / "chaos.log").read_text()
     )
-    assert len(again) >= 2, "a process that a busy machine starves for fault.hang_seconds is replaced, too"
+    assert len(again) == 2
     assert max(map(int, again)) > 0, "no rollout was running"
     lines = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     rollouts = [line for line in lines if line["kind"] == "rl"]

@@ -19,6 +19,7 @@ def on_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's own products as kernels/cpu_matmul.py leaves them, in a process without layers."""
     monkeypatch.setattr(packed_linear, "linear", plain)
     monkeypatch.setattr(packed_linear, "_layers", [])
+    packed_linear._fit.cache_clear()
     with torch.inference_mode():
         yield
 

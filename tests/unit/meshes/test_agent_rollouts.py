@@ -11,8 +11,9 @@ import pytest
 from support.environment_meshes import Scripted, scripted
 from support.fake_environments import drive, fake_environments
 from support.played import LIMITS, encoded
-from titan_rl.meshes import deaths
 from titan_rl.wire.types import Completion
+
+pytestmark = pytest.mark.usefixtures("no_ranks")
 
 TURNS = 3
 
@@ -40,13 +41,6 @@ async def hasty(base_url: str, api_key: str) -> float:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(post(http, base_url, api_key, "7="), 0.3)
         return float(await post(http, base_url, api_key, "7=") == "8")
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 class Counting(Scripted):

@@ -15,13 +15,14 @@ from support.odd_environments import TURNS
 from support.played import LIMITS, prompt_of
 from titan_rl.agents.episode_news import Answer
 from titan_rl.agents.episodes import Reply
-from titan_rl.meshes import deaths
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import ContextOverflow, DriverLost
 from titan_rl.wire.types import Completion, Request, Sampling, Turn
+
+pytestmark = pytest.mark.usefixtures("no_ranks")
 
 ODD, UNRULY = "support.odd_environments:Odd", "support.lookalikes:Unruly"
 
@@ -37,13 +38,6 @@ class Moody:
 
     def step(self, reply: Reply) -> tuple[str, float, bool, dict[str, Any]]:
         return "0", 1.0, False, {}
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 async def until(done: Callable[[], bool]) -> None:

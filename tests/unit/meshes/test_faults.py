@@ -16,6 +16,8 @@ from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label, unb
 from titan_rl.meshes.spawn import SHIM
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
+pytestmark = pytest.mark.usefixtures("no_ranks")
+
 KILLED = (
     "The actor <root>.<titan_rl.actors.model_rank.ModelRank trainer{'dp': 1/2, 'tp': 0/1}> and all its descendants "
     "have failed:\n  the process this actor was running on failed: Killed(sig=9)"
@@ -23,13 +25,6 @@ KILLED = (
 OURS_TOO = KILLED.replace(
     "titan_rl.actors.model_rank.ModelRank trainer", "monarch._src.spmd.actor.SPMDActor _SPMDActor"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_unborn", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 def test_a_death_is_named() -> None:

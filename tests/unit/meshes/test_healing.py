@@ -6,17 +6,11 @@ from pathlib import Path
 import pytest
 
 from support.fake_engines import FakeEngine, fake_mesh, fake_replica
-from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+pytestmark = pytest.mark.usefixtures("no_ranks")
 
 
 async def given_up(folder: Path) -> tuple[GeneratorMesh, list[bool]]:

@@ -41,10 +41,8 @@ def test_a_question_that_was_long_on_its_way_does_not_prolong_the_lease() -> Non
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def heard(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The deaths that listeners hear of, with no earlier ranks."""
-    for name in ("_followed", "_away", "_unborn", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(deaths, "_listeners", [lambda name, how: found.append((name, how))])
     return found

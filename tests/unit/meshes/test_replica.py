@@ -11,7 +11,6 @@ from support.weight_layouts import TINY
 from titan_rl.actors.vllm.engine import Done
 from titan_rl.actors.vllm.generator import News
 from titan_rl.config import sections as c
-from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
@@ -19,14 +18,9 @@ from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request, Sampling
 
+pytestmark = pytest.mark.usefixtures("no_ranks")
+
 DIED = RankDied("generator1[tp=0]", "was killed by signal 9")
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 async def serving(mesh: GeneratorMesh) -> None:

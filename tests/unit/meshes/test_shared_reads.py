@@ -8,20 +8,14 @@ import pytest
 
 from support.fake_engines import FakeEngine, fake_mesh, fake_replica
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.meshes import deaths
 from titan_rl.meshes.replica import Replica
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.weight_source import Connection, HostCopy
 
+pytestmark = pytest.mark.usefixtures("no_ranks")
+
 SYNC = WeightSyncSection()
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 class Reader(FakeEngine):

@@ -19,9 +19,7 @@ TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+def unwarned(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygotes, "_warned", set())
 
 

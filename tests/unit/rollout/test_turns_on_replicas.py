@@ -9,11 +9,12 @@ import pytest
 from support.fake_engines import FakeEngine, fake_mesh
 from support.turn_drivers import SAMPLING, Answering, Conversation, player
 from titan_rl.actors.vllm.engine import Done
-from titan_rl.meshes import deaths
 from titan_rl.rollout.player import Play
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.spans import span
 from titan_rl.wire.types import Prompt, Request, Rollout
+
+pytestmark = pytest.mark.usefixtures("no_ranks")
 
 ROLLOUTS, TURNS = 6, 4
 LONG = Prompt(4, "", [1] * 200, "")  # worth more to a replica than all other turns
@@ -32,12 +33,6 @@ class Talking(FakeEngine):
             if len(self.requests) <= self.mute:
                 said = [Answering().completion(request, seed) for seed in request.seeds]
                 self.done.put_nowait(Done(request.id, said))
-
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 
 def played(folder: Path, mute: int = 1 << 62) -> tuple[list[Rollout], list[Talking]]:

@@ -9,7 +9,6 @@ import pytest
 from support.fake_engines import FakeEngine, fake_mesh, fake_replica
 from support.weight_layouts import TINY, hf_sizes
 from titan_rl.config import sections as c
-from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.train.weight_sync import WeightSync
@@ -19,12 +18,7 @@ from titan_rl.wire.manifest import Publication
 from titan_rl.wire.weight_plan import Shard
 from titan_rl.wire.weight_source import Connection
 
-
-@pytest.fixture(autouse=True)
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_lives", "_meant", "_ends", "_waiting"):
-        monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
+pytestmark = pytest.mark.usefixtures("no_ranks")
 
 
 class FakeTrainers:
