@@ -63,8 +63,8 @@ class GeneratorMesh:
         env: Mapping[str, str],
         policy: GeneratorPolicy = POLICY,
     ) -> "GeneratorMesh":
-        """`host`: one for all replicas, or a function of a replica, and whether it did not start where it was, that
-        returns where it goes."""
+        """`host`: one for all replicas, or a function that returns where a replica goes, given its number and whether
+        its last start failed."""
         tp = settings.tensor_parallel_degree
 
         async def make(replica: int, elsewhere: bool = False) -> Replica:

@@ -26,7 +26,7 @@ CAUSE_SECONDS = 0.5  # a trainer that dies breaks its readers' transfers: its de
 DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it has
 
 
-Make = Callable[[int, bool], Awaitable[Replica]]  # of a replica, and whether it did not start where it was
+Make = Callable[[int, bool], Awaitable[Replica]]  # of a replica's number, and whether its last start failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ class Berths:
         return [self._berth(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int, elsewhere: bool = False) -> Berth:
-        """Return where a replica goes. One that is added during a run goes where slots are left, and one that did not
-        start where it was goes `elsewhere`, if there is room on a host that it has not failed on."""
+        """Return where a replica goes. One that is added during a run goes where slots are left. One whose last start
+        failed goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
