@@ -18,8 +18,9 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.request import Request as Waiting
 from vllm.v1.utils import ConstantList
 
-from titan_rl.actors.vllm.plain_batch import Entry, PlainBatch
+from titan_rl.actors.vllm.plain_batch import PlainBatch
 from titan_rl.actors.vllm.plain_blocks import PlainBlocks
+from titan_rl.actors.vllm.plain_samples import Entry
 from titan_rl.actors.vllm.step_scheduler import Sampled, Stepped, StepScheduler
 from titan_rl.actors.vllm.vllm_args import sampling_params
 from titan_rl.wire.types import Request

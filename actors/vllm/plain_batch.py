@@ -4,64 +4,40 @@
 
 A sample is plain if its tokens are drawn from the whole distribution, and nothing is asked but their log-probs. The
 batch's model, KV cache and sampler are vLLM's, and so are its decisions: which samples enter when, what they read and
-which blocks they find. So every token and log-prob is that of vLLM's own scheduler and runner, to the last bit. What a
-sample has sampled stays in its row until it ends, or until `grown` is called.
+which blocks they find. What a sample has sampled stays in its row until it ends, or until `grown` is called.
+
+Samples that begin with the same context in one step share its reading. vLLM lets each of them read what fills no block,
+and the last token: at a context of 7 tokens everything. Here the first one reads it; the others copy its keys and
+values, and are drawn from its logits. Every token and log-prob is still that of vLLM's own scheduler and runner, to the
+last bit where a matrix product of READERS rows or more adds up each row alike.
 
 It never preempts. If the KV cache is full, `step` does nothing, and vLLM goes on with what `leave` returns.
 """
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 
 from titan_rl.actors.vllm.plain_blocks import PlainBlocks
+from titan_rl.actors.vllm.plain_model import PlainModel
+from titan_rl.actors.vllm.plain_samples import Entry, Left
 from titan_rl.actors.vllm.step_runner import unpenalized
 from titan_rl.actors.vllm.step_scheduler import Prefill, Sampled, Stepped
 from titan_rl.actors.vllm.vllm_args import stream_seed
 from titan_rl.wire.types import Finish, Request
 
 DRAWN = 256  # most numbers of noise that a sample draws at once
-
-
-@dataclass(slots=True)
-class Entry:
-    """Samples of one context that have no row."""
-
-    request: Request
-    salt: str
-    begun: list[int]  # what the sample had when it was added
-    samples: deque[tuple[str, int]]  # their ids, and indices into the request's seeds
-    again: list[int] = field(default_factory=list)  # what a sample that begins again has sampled since it was added
-    hashes: Sequence[Any] = ()  # of the context's full blocks
-
-    @property
-    def start(self) -> int:
-        """Where its answer begins."""
-        return len(self.request.tokens) + len(self.begun)
-
-    @property
-    def context(self) -> list[int]:
-        return [*self.request.tokens, *self.begun, *self.again]
-
-
-class Left(NamedTuple):
-    """A sample that vLLM goes on with."""
-
-    entry: Entry
-    id: str
-    nth: int
-    tokens: list[int]  # sampled since it was added
-    blocks: list[Any]  # none: it is to begin again
+READERS = 4  # rows that read themselves before others share: MKL adds up products of fewer rows in another order
+READS = -1  # birth that a row shares with which reads its context itself
 
 
 class PlainBatch:
     def __init__(self, runner: Any, blocks: PlainBlocks, max_rows: int, max_tokens: int) -> None:
-        self._runner, self._blocks, self._max_rows, self._max_tokens = runner, blocks, max_rows, max_tokens
+        self._runner, self._blocks = runner, blocks
+        self._max_rows, self._max_tokens = min(max_rows, max_tokens), max_tokens
         self._waiting: deque[Entry] = deque()
         self._rows = 0  # in use: 0 .. rows - 1, but for those that are free
         self._free: list[int] = []  # ascending; left since the last step
@@ -72,22 +48,23 @@ class PlainBatch:
         self._stop_table = np.zeros((0, self._vocabulary), bool)
         self._tokens, self._lengths = batch.token_ids_cpu, batch.num_tokens_no_spec
         self._computed, self._starts = batch.num_computed_tokens_cpu, batch.num_prompt_tokens  # starts: of the answers
-        self._table, self._held, self._slots = table.block_table.np, table.num_blocks_per_row, table.slot_mapping
+        self._table, self._held = table.block_table.np, table.num_blocks_per_row
         self._temperatures = np.zeros(size, np.float32)
         self._logprobs = np.zeros(self._tokens.shape, np.float32)
         self._numbers = np.zeros((size, DRAWN), np.int64)  # of a greedy sample: 0
         self._seeds, self._births_of = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self._ends, self._reported = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._stop_rows, self._cached, self._nths = (np.zeros(size, np.int32) for _ in range(3))
+        self._shares = np.full(size, READS, np.int64)  # the birth of the row that reads for this one in this step
         objects: Any = [np.full(size, None, object) for _ in range(3)]
         self._ids, self._entries, self._hashes = objects
         self._columns: tuple[np.ndarray, ...] = (
             *(self._tokens, self._lengths, self._computed, self._starts, self._table, self._held, self._temperatures),
             *(self._logprobs, self._numbers, self._seeds, self._births_of, self._ends, self._reported),
-            *(self._stop_rows, self._cached, self._nths, self._ids, self._entries, self._hashes),
+            *(self._stop_rows, self._cached, self._nths, self._shares, self._ids, self._entries, self._hashes),
         )
         self._generator, self._settings = torch.Generator(), unpenalized()
-        self._layers = runner.kv_cache_config.kv_cache_groups[0].layer_names
+        self._model = PlainModel(runner, blocks.size)
 
     @property
     def busy(self) -> bool:
@@ -100,7 +77,7 @@ class PlainBatch:
         return whole and not sampling.scores_context and max(request.seeds) < 2**63
 
     def add(self, entry: Entry) -> None:
-        entry.hashes = self._blocks.hashes(entry.context, entry.salt)
+        self._hash(entry)
         self._waiting.append(entry)
 
     def step(self) -> Stepped | None:
@@ -114,9 +91,9 @@ class PlainBatch:
         if not n:  # what waits does not fit an empty batch, if anything does
             return None if self._waiting else Stepped(0, 0, [])
         with torch.inference_mode():
-            reads = self._lengths[:n] - self._computed[:n]
+            reads = np.where(self._shares[:n] == READS, self._lengths[:n] - self._computed[:n], 0)
             counted = np.where(self._lengths[:n] > self._starts[:n], 1, reads).sum()  # not what is read again
-            tokens, logprobs = self._sample(self._forward(reads))
+            tokens, logprobs = self._sample(self._logits(reads))
         at, lengths = self._runner.arange_np[:n], self._lengths[:n]
         self._tokens[at, lengths], self._logprobs[at, lengths] = tokens, logprobs
         self._computed[:n] = lengths
@@ -156,7 +133,7 @@ class PlainBatch:
         self._remove(rows)
         self._rows, self._free = 0, []
         for entry in self._waiting:
-            entry.hashes = self._blocks.hashes(entry.context, entry.salt)
+            self._hash(entry)
 
     def leave(self) -> tuple[list[Left], list[Entry]]:
         """Return the samples that have tokens, in the order in which they began, and those that have none; and forget
@@ -170,6 +147,12 @@ class PlainBatch:
         waiting = [entry for entry in self._waiting if not entry.again]
         self._waiting, self._rows, self._free = deque(), 0, []
         return left, waiting
+
+    def _hash(self, entry: Entry) -> None:
+        context, size = entry.context, self._blocks.size
+        entry.hashes = self._blocks.hashes(context, entry.salt)
+        last = entry.hashes[-1] if entry.hashes else entry.salt
+        entry.key = last, tuple(context[len(entry.hashes) * size :])
 
     def _alive(self) -> np.ndarray:
         rows = self._runner.arange_np[: self._rows]
@@ -198,27 +181,35 @@ class PlainBatch:
 
     def _enter(self, rows: int) -> None:
         """Let waiting samples have rows, in order, until one does not fit."""
-        room, size = self._max_tokens - rows, self._blocks.size
+        room, size, readers = self._max_tokens - rows, self._blocks.size, rows
+        read_by = dict[Any, int]()  # births, by the context that they read in this step
         while self._waiting and rows < self._max_rows:
             entry = self._waiting[0]
             length, known = entry.start + len(entry.again), entry.hashes
             findable = known[: (length - 1) // size]  # the last token is always read
             cached = self._blocks.cached(findable)
             new, reads = -(-length // size) - len(cached), length - len(cached) * size
-            # The first one's blocks are found by the others.
-            count = len(entry.samples) if len(cached) == len(findable) else 1
-            count = min(count, self._max_rows - rows, room // reads, self._blocks.fit(cached, new))
+            shares = read_by.get(entry.key, READS) if readers >= READERS else READS
+            if shares != READS:
+                reads, wanted = 0, len(entry.samples)
+            else:  # the first one's blocks are found by the others
+                wanted = max(1, READERS - readers) if len(cached) == len(findable) else 1
+            count = min(wanted, len(entry.samples), self._max_rows - rows, self._blocks.fit(cached, new))
+            count = min(count, room // reads) if reads else count
             if count == 0:
                 return
             numbers = self._blocks.take(cached, new, count)
             for own in numbers if len(known) > len(cached) else ():
                 self._blocks.keep(known, own, len(cached))
-            self._write(entry, numbers, len(cached) * size)
+            if shares == READS:
+                read_by[entry.key] = self._births
+                readers += count
+            self._write(entry, numbers, len(cached) * size, shares)
             rows, room = rows + count, room - count * reads
             if not entry.samples:
                 self._waiting.popleft()
 
-    def _write(self, entry: Entry, numbers: np.ndarray, cached: int) -> None:
+    def _write(self, entry: Entry, numbers: np.ndarray, cached: int, shares: int) -> None:
         """Write as many samples of an entry into rows as there are `numbers` of blocks."""
         count, held = numbers.shape
         reused = self._free[:count]
@@ -232,7 +223,8 @@ class PlainBatch:
         self._tokens[rows, : len(context)] = context
         self._lengths[rows] = self._reported[rows] = len(context)
         self._starts[rows] = entry.start
-        self._computed[rows] = self._cached[rows] = cached
+        self._computed[rows] = cached
+        self._cached[rows], self._shares[rows] = cached if shares == READS else len(context), shares
         self._table[rows, :held], self._held[rows] = numbers, held
         self._temperatures[rows] = sampling.temperature
         self._ends[rows] = min(entry.start + sampling.max_new_tokens - begun, most)
@@ -302,34 +294,23 @@ class PlainBatch:
             )
         ]
 
-    def _forward(self, reads: np.ndarray) -> torch.Tensor:
-        """Run the model on the tokens that each row has yet to read. Return the logits after the last.  # [rows, V]"""
-        runner, n, ends = self._runner, len(reads), np.cumsum(reads)
-        total, size, computed = int(ends[-1]), self._blocks.size, self._computed[:n]
-        row, at = runner.arange_np[:n], computed
-        if total > n:
-            row = np.repeat(row, reads)
-            at = runner.arange_np[:total] - np.repeat(ends - self._lengths[:n], reads)
-        runner.input_ids.np[:total] = self._tokens[row, at]
-        runner._positions[:total] = at
-        starts = runner.query_start_loc.np
-        starts[0], starts[1 : n + 1], starts[n + 1 :] = 0, ends, total
-        for lengths in (runner._seq_lens, runner._known_lens):
-            lengths[:n], lengths[n:] = self._lengths[:n], 0
-        self._slots.np[:total] = self._table[row, at // size].astype(np.int64) * size + at % size
-        slots = self._slots.gpu[:total]
-        metadata, _ = runner._build_attention_metadata(
-            num_tokens=total, num_reqs=n, max_query_len=int(reads.max()), slot_mappings={0: slots}
-        )
-        by_layer: Any = dict.fromkeys(self._layers, slots)
-        with set_forward_context(metadata, runner.vllm_config, num_tokens=total, slot_mapping=by_layer):
-            hidden = runner.model(
-                input_ids=runner.input_ids.gpu[:total],
-                positions=runner.positions[:total],
-                intermediate_tensors=None,
-                inputs_embeds=None,
-            )
-        return runner.model.compute_logits(hidden[torch.from_numpy(ends - 1)])
+    def _logits(self, reads: np.ndarray) -> torch.Tensor:
+        """Return the logits after the last token of each row. Those that read nothing share another's.  # [rows, V]"""
+        readers = np.flatnonzero(reads)
+        logits = self._model.logits(readers, reads[readers])
+        if len(readers) == len(reads):
+            return logits
+        n = len(reads)
+        births = self._births_of[:n]
+        sharing = np.flatnonzero(self._shares[:n] != READS)
+        order = np.argsort(births)
+        first = order[np.searchsorted(births, self._shares[sharing], sorter=order)]
+        self._model.copy_contexts(first, sharing)
+        self._shares[sharing] = READS
+        places = np.zeros(n, np.int64)  # in `readers`
+        places[readers] = self._runner.arange_np[: len(readers)]
+        places[sharing] = places[first]
+        return logits[torch.from_numpy(places)]
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return a token for each row, and its log-prob."""

@@ -15,11 +15,13 @@ import pytest
 from support.engine_runs import finish, run, run_checks, withdraw_all
 from support.tiny import tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
+from titan_rl.actors.vllm.plain_batch import READERS
 from titan_rl.actors.vllm.vllm_args import sampling_params
 from titan_rl.wire.types import Request, Sampling
 
 CONTEXT = list(range(40))  # a full block of 32 tokens, and a part of one
 STOPS = (2, 3)
+MOVED = [SampleId("a", i) for i in (0, 2, 4)] + [SampleId("c", 1)]
 
 
 def test_host_time_in_a_process_of_its_own() -> None:
@@ -119,12 +121,22 @@ def check_every_bit_is_that_of_vllms_own_engine(engine: Engine, monkeypatch: pyt
 
 @pytest.fixture
 def ways(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many steps were those of the plain batch, and how often vLLM took over from it."""
+    """How many steps were those of the plain batch, how often vLLM took over from it, and how many tokens of contexts
+    were not read because another sample did: by all samples, and by those that end where they began."""
     plain, counts = engine._core._plain, Counter[str]()
     assert plain is not None
-    step, leave = plain.step, plain.leave
+    step, leave, copy = plain.step, plain.leave, plain._model.copy_contexts
+
+    def copied(since: Any, to: Any) -> None:
+        for row in to:
+            unread, fresh = int(plain._lengths[row] - plain._computed[row]), plain._lengths[row] == plain._starts[row]
+            stays = SampleId(plain._entries[row].request.id, int(plain._nths[row])) not in MOVED
+            counts.update(shared=unread, reported=unread if fresh and stays else 0)
+        copy(since, to)
+
     monkeypatch.setattr(plain, "step", lambda: (counts.update(["plain"]), step())[1])
     monkeypatch.setattr(plain, "leave", lambda: (counts.update(["left"]), leave())[1])
+    monkeypatch.setattr(plain._model, "copy_contexts", copied)
     return counts
 
 
@@ -143,7 +155,8 @@ def check_every_bit_of_plain_samples_is_that_of_vllms_own_engine(
     for id, samples in expected.items():
         assert [(c.tokens, c.logprobs, c.finish) for c in found[id]] == [sample[:3] for sample in samples]
     cached = sum(sample[3] for samples in expected.values() for sample in samples)
-    assert engine.stats().cached_tokens - before.cached_tokens == cached > 0
+    assert ways["shared"] > 0
+    assert engine.stats().cached_tokens - before.cached_tokens - ways["reported"] == cached > 0
 
 
 def story(engine: Engine, event: str) -> list[Any]:
@@ -159,7 +172,7 @@ def story(engine: Engine, event: str) -> list[Any]:
     steps(6)
     engine.add([Request("c", CONTEXT[:33], [1, 2, 3], Sampling(60, stop_token_ids=STOPS)), *requests()[2:3]])
     steps(20)
-    moved = engine.withdraw([SampleId("a", i) for i in (0, 2, 4)] + [SampleId("c", 1)])
+    moved = engine.withdraw(MOVED)
     seen.append(moved)
     engine.set_version(1, keep=True)
     begun = [one.begun for one in moved if one.sample.request == "a"]
@@ -179,8 +192,8 @@ def story(engine: Engine, event: str) -> list[Any]:
     while engine.busy:
         steps(1)
     after = engine.stats()
-    counts = [getattr(after, name) - getattr(before, name) for name in ("tokens", "prompt_tokens", "cached_tokens")]
-    return [seen, done, counts, after.recomputed - before.recomputed, engine.report().read - read]
+    names = "tokens", "prompt_tokens", "recomputed", "cached_tokens"
+    return [seen, done, *(getattr(after, one) - getattr(before, one) for one in names), engine.report().read - read]
 
 
 @pytest.mark.parametrize("event", ["nothing", "a truncated request", "dropped keys and values", "both", "a sleep"])
@@ -192,11 +205,24 @@ def check_whatever_happens_between_plain_samples_it_is_as_in_vllms_way(
     engine.set_version(0)
     with monkeypatch.context() as patch:
         patch.setattr(engine._core, "_plain", None)
-        assert found == story(engine, event)
+        *expected, cached, read = story(engine, event)
+    assert found == [*expected, cached + ways["reported"], read - ways["shared"]]
+    assert ways["shared"] > 0
     engine.set_version(0)
     ways.clear()
     run(engine, Request("again", CONTEXT, [0], Sampling(20)))
     assert ways["plain"] == 20, "once vLLM has no samples left, it gets no plain ones"
+
+
+def check_samples_that_begin_together_read_a_context_once(engine: Engine) -> None:
+    before, read = engine.stats(), engine.report().read
+    same = [Request(name, CONTEXT[:7], list(range(count)), Sampling(1)) for name, count in (("a", 16), ("b", 4))]
+    run(engine, *same, Request("c", CONTEXT[1:8], [1, 2], Sampling(1)))
+    readers = READERS + 1  # of the first context, because there must be so many, and of the other
+    assert engine.report().read - read == readers * 7
+    after = engine.stats()
+    assert after.cached_tokens - before.cached_tokens == (22 - readers) * 7
+    assert after.prompt_tokens - before.prompt_tokens == 22 * 7
 
 
 def check_a_request_is_validated_once_and_its_prompt_hashed_once(

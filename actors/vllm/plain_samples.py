@@ -1,0 +1,40 @@
+"""Samples on their way into the batch of plain samples, and out of it."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from titan_rl.wire.types import Request
+
+
+@dataclass(slots=True)
+class Entry:
+    """Samples of one context that have no row."""
+
+    request: Request
+    salt: str
+    begun: list[int]  # what the sample had when it was added
+    samples: deque[tuple[str, int]]  # their ids, and indices into the request's seeds
+    again: list[int] = field(default_factory=list)  # what a sample that begins again has sampled since it was added
+    hashes: Sequence[Any] = ()  # of the context's full blocks
+    key: Any = None  # what the context is known by
+
+    @property
+    def start(self) -> int:
+        """Where its answer begins."""
+        return len(self.request.tokens) + len(self.begun)
+
+    @property
+    def context(self) -> list[int]:
+        return [*self.request.tokens, *self.begun, *self.again]
+
+
+class Left(NamedTuple):
+    """A sample that vLLM goes on with."""
+
+    entry: Entry
+    id: str
+    nth: int
+    tokens: list[int]  # sampled since it was added
+    blocks: list[Any]  # none: it is to begin again
