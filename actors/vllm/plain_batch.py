@@ -296,21 +296,18 @@ class PlainBatch:
 
     def _logits(self, reads: np.ndarray) -> torch.Tensor:
         """Return the logits after the last token of each row. Those that read nothing share another's.  # [rows, V]"""
-        readers = np.flatnonzero(reads)
-        logits = self._model.logits(readers, reads[readers])
+        readers, births, shares = np.flatnonzero(reads), self._births_of[: self._rows], self._shares[: self._rows]
+        nths = np.zeros(len(reads), np.int64)  # of the readers
+        nths[readers] = self._runner.arange_np[: len(readers)]
         if len(readers) == len(reads):
-            return logits
-        n = len(reads)
-        births = self._births_of[:n]
-        sharing = np.flatnonzero(self._shares[:n] != READS)
-        order = np.argsort(births)
-        first = order[np.searchsorted(births, self._shares[sharing], sorter=order)]
+            return self._model.logits(readers, reads, nths)
+        sharing, order = np.flatnonzero(shares != READS), np.argsort(births)
+        first = order[np.searchsorted(births, shares[sharing], sorter=order)]
+        nths[sharing] = nths[first]
+        logits = self._model.logits(readers, reads[readers], nths)
         self._model.copy_contexts(first, sharing)
-        self._shares[sharing] = READS
-        places = np.zeros(n, np.int64)  # in `readers`
-        places[readers] = self._runner.arange_np[: len(readers)]
-        places[sharing] = places[first]
-        return logits[torch.from_numpy(places)]
+        shares[:] = READS
+        return logits
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return a token for each row, and its log-prob."""

@@ -16,8 +16,9 @@ class PlainModel:
         self._table, self._held, self._slots = table.block_table.np, table.num_blocks_per_row, table.slot_mapping
         self._layers = runner.kv_cache_config.kv_cache_groups[0].layer_names
 
-    def logits(self, rows: np.ndarray, reads: np.ndarray) -> torch.Tensor:
-        """Read the last `reads` tokens of each of these rows, ascending. Return the logits after the last.  # [R, V]"""
+    def logits(self, rows: np.ndarray, reads: np.ndarray, nths: np.ndarray) -> torch.Tensor:
+        """Read the last `reads` tokens of each of these rows, ascending. Return the logits after the `nths` of them, of
+        which some may be asked for more than once.  # [N, V]"""
         runner, n, ends = self._runner, len(rows), np.cumsum(reads)
         total, size, lengths = int(ends[-1]), self._size, self._lengths[rows]
         row, at = rows, self._computed[rows]
@@ -47,7 +48,7 @@ class PlainModel:
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
-        return runner.model.compute_logits(hidden[torch.from_numpy(ends - 1)])
+        return runner.model.compute_logits(hidden[torch.from_numpy(ends[nths] - 1)])
 
     def copy_contexts(self, since: np.ndarray, to: np.ndarray) -> None:
         """Copy the keys and values of some rows to others of the same context, but for blocks that both have."""

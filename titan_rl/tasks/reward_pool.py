@@ -2,9 +2,10 @@
 
     verdicts(prompt, rollouts) ── rows ──> a queue ── chunks ──> RewardProcess ── a verdict per row ──>
 
-A worker takes one row at a time, or a chunk if rows are fast, or the whole group if a function judges it at once. The
-row during which its process is killed, or dies, is the culprit: it alone is tried again or fails, and the others of its
-chunk return to the queue. Processes are started when they are needed: a fast reward has one.
+A worker takes one row at a time, or a chunk of one or more groups if rows are fast, or the whole group if a function
+judges it at once. The row during which its process is killed, or dies, is the culprit: it alone is tried again or
+fails, and the others of its chunk return to the queue. Processes are started when they are needed: a fast reward has
+one.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 from titan_rl.tasks.reward_process import RewardProcess, RewardProcessLost
 from titan_rl.tasks.reward_thread import SideThread
@@ -195,8 +197,9 @@ class RewardPool:
         return await RewardProcess.start(self._numbers, self._spawner)
 
     def _fail(self, batch: OpenGroup, error: str) -> None:
-        for row in self._take(batch, everything=True):
-            self._settle(batch, row, Judgement(math.nan, error=error))
+        for own, rows in self._take(batch, everything=True):
+            for row in rows:
+                self._settle(own, row, Judgement(math.nan, error=error))
 
     async def _judge_some(self, process: RewardProcess, batch: OpenGroup) -> bool:
         """Have the process judge rows of the batch. Return whether it lives."""
@@ -210,38 +213,40 @@ class RewardPool:
             return False
         self._imported.add(batch.rubric)
         self._failed_imports[batch.rubric] = 0
-        rows = self._take(batch, everything=at_once)
-        if not rows:
+        taken = self._take(batch, everything=at_once)
+        if not taken:
             return True
-        answers = {row: batch.answers[row] for row in rows}
-        every = batch.answers if at_once else [*answers.values()]
-        asked = rows if at_once else range(len(rows))
-        ungraded = [k for k, row in zip(asked, rows, strict=True) if row in batch.ungraded]
-        request = JudgeRequest(batch.rubric, batch.prompt, every, [*asked], ungraded, self._limits.seconds)
-        left = deque(rows)
+        left = deque((own, row) for own, rows in taken for row in rows)
         try:
-            async for line in process.judge(request):
-                row = left.popleft()
+            async for line in process.judge([self._request(own, rows, at_once) for own, rows in taken]):
+                own, row = left.popleft()
                 seconds = float(line["seconds"])
-                self._pace[batch.rubric] = 0.8 * self._pace.get(batch.rubric, seconds) + 0.2 * seconds
-                self._settle(batch, row, verdict_of(line))
+                self._pace[own.rubric] = 0.8 * self._pace.get(own.rubric, seconds) + 0.2 * seconds
+                self._settle(own, row, verdict_of(line))
         except RewardProcessLost as lost:
-            self._blame(batch, left, lost, at_once)
+            self._blame(left, lost, at_once)
             return False
         return True
 
-    def _blame(self, batch: OpenGroup, left: deque[int], lost: RewardProcessLost, at_once: bool) -> None:
+    def _request(self, batch: OpenGroup, rows: Sequence[int], at_once: bool) -> JudgeRequest:
+        every = batch.answers if at_once else [batch.answers[row] for row in rows]
+        asked = rows if at_once else range(len(rows))
+        ungraded = [k for k, row in zip(asked, rows, strict=True) if row in batch.ungraded]
+        return JudgeRequest(batch.rubric, batch.prompt, every, [*asked], ungraded, self._limits.seconds)
+
+    def _blame(self, left: deque[tuple[OpenGroup, int]], lost: RewardProcessLost, at_once: bool) -> None:
         """Settle the rows that have no verdict because a process was lost: all of them, if it judged them together, or
         else the first. If the grader is to blame, they are judged again without it."""
-        guilty = list(left) if at_once and lost.at else [left[0]]
-        if lost.at == GRADER:
-            batch.ungraded.update(guilty)
-        else:
-            for row in guilty:
-                left.remove(row)
+        for batch, row in list(left) if at_once and lost.at else [left[0]]:
+            if lost.at == GRADER:
+                batch.ungraded.add(row)
+            else:
+                left.remove((batch, row))
                 self._settle(batch, row, Judgement(math.nan, error=str(lost), hung=lost.hung))
-        batch.left.extendleft(reversed(left))
-        self._requeue(batch)
+        for batch, row in reversed(left):
+            batch.left.appendleft(row)
+        for batch in dict.fromkeys(batch for batch, _ in left):
+            self._requeue(batch)
 
     def _settle(self, batch: OpenGroup, row: int, verdict: Judgement) -> None:
         if row in batch.ungraded and not verdict.error:
@@ -256,10 +261,23 @@ class RewardPool:
             self._more.set()
             self._look_later()
 
-    def _take(self, batch: OpenGroup, *, everything: bool) -> list[int]:
-        pace = self._pace.get(batch.rubric)
-        most = len(batch.left) if everything else 1 if not pace else max(1, int(CHUNK_SECONDS / pace))
-        return [batch.left.popleft() for _ in range(min(most, len(batch.left)))]
+    def _take(self, batch: OpenGroup, *, everything: bool) -> list[tuple[OpenGroup, list[int]]]:
+        """Take what a worker judges next: all rows of a group, or some of it, and of later ones while rows are fast."""
+        if everything:
+            most, groups = len(batch.left), [batch]
+        else:
+            pace = self._pace.get(batch.rubric)
+            most = max(1, int(CHUNK_SECONDS / pace)) if pace else 1
+            groups = chain([batch], self._queue)
+        taken = list[tuple[OpenGroup, list[int]]]()
+        for own in groups:
+            if most <= 0:
+                break
+            if own.left and own.rubric == batch.rubric:
+                rows = [own.left.popleft() for _ in range(min(most, len(own.left)))]
+                most -= len(rows)
+                taken.append((own, rows))
+        return taken
 
     def _swollen(self, process: RewardProcess) -> bool:
         """Return True if it leaks: it is replaced between two calls, before one of them is to blame."""

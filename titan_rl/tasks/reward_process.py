@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class RewardProcess:
     async def imported(self, rubric: Rubric) -> bool:
         """Import a rubric unless it is. Return True if it judges answers together. Raise ValueError if it cannot be."""
         if rubric not in self._at_once:
-            self._ask(JudgeRequest(rubric))
+            self._ask([JudgeRequest(rubric)])
             (line,) = await self._more(time.monotonic() + IMPORT_SECONDS) or [None]
             if line is None:
                 raise await self._late(IMPORT_SECONDS, "", "importing the reward")
@@ -113,11 +113,13 @@ class RewardProcess:
             self._at_once[rubric], self.resting = line["ready"], self.memory
         return self._at_once[rubric]
 
-    async def judge(self, request: JudgeRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield the worker's line about each answer. Raise RewardProcessLost if it ends before the last one."""
-        self._ask(request)
-        left, at, seconds, since = len(request.rows), "", request.seconds, time.monotonic()
-        only = request.rubric.names[0] if len(request.rubric.names) == 1 else "the reward function"
+    async def judge(self, requests: Sequence[JudgeRequest]) -> AsyncIterator[dict[str, Any]]:
+        """Yield the worker's line about each answer, in order. Raise RewardProcessLost if it ends before the last one.
+        The requests have the same rubric and deadline."""
+        self._ask(requests)
+        names, given = requests[0].rubric.names, requests[0].seconds
+        left, at, seconds, since = sum(len(request.rows) for request in requests), "", given, time.monotonic()
+        only = names[0] if len(names) == 1 else "the reward function"
         while left:
             try:
                 lines = await self._more(None if seconds is None else since + seconds)
@@ -129,9 +131,9 @@ class RewardProcess:
                 since = line["t"]
                 if "at" in line:
                     at = line["at"]
-                    seconds = None if request.seconds is None else request.seconds + GRACE_SECONDS
+                    seconds = None if given is None else given + GRACE_SECONDS
                 else:
-                    left, at, seconds = left - 1, "", request.seconds
+                    left, at, seconds = left - 1, "", given
                     yield line
 
     @property
@@ -161,10 +163,10 @@ class RewardProcess:
     def _kill(self) -> None:
         self._process.terminate()  # the keeper kills the worker, and what that started itself
 
-    def _ask(self, request: JudgeRequest) -> None:
+    def _ask(self, requests: Sequence[JudgeRequest]) -> None:
         os.ftruncate(self._lines, 0)
         self._read = 0
-        data = pickle.dumps(request)
+        data = pickle.dumps(requests)
         self._writer.write(LENGTH.pack(len(data)) + data)
 
     async def _more(self, until: float | None) -> list[dict[str, Any]]:

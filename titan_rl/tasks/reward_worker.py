@@ -1,6 +1,6 @@
 """The program of a reward process: imports a rubric's functions and judges answers, on its main thread.
 
-    controller ── length, pickle of a request ──> worker ── lines of JSON in shared memory, and a byte ──> controller
+    controller ── length, pickle of requests ──> worker ── lines of JSON in shared memory, and a byte ──> controller
 
     {"ready": true or false: answers are judged together}     {"failed": why the rubric cannot be imported}
     {"at": what}  before what has a deadline of its own         {"row": i, "reward": ..., "seconds": ...}
@@ -55,9 +55,10 @@ def serve(connection: int, lines: int, stack: int) -> None:
         requests = controller_socket.makefile("rb")
         scorers: dict[Rubric, Scorer] = {}
         while head := requests.read(LENGTH.size):
-            request: JudgeRequest = pickle.loads(requests.read(*LENGTH.unpack(head)))
             told = Told(controller_socket, lines)
-            _answer(told, scorers, request)
+            asked: list[JudgeRequest] = pickle.loads(requests.read(*LENGTH.unpack(head)))
+            for request in asked:
+                _answer(told, scorers, request)
             told.flush()
 
 
@@ -67,7 +68,7 @@ def _close(connection: int) -> None:
 
 
 class Told:
-    """What the controller is told about one request: lines, from the beginning of the shared memory on."""
+    """What the controller is told about one message's requests: lines, from the beginning of the shared memory on."""
 
     def __init__(self, controller: socket.socket, lines: int) -> None:
         self._controller, self._lines = controller, lines
