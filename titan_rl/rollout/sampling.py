@@ -152,10 +152,7 @@ class GroupSampler:
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
         found = dict(zip(map(id, unjudged), rewards, strict=True))
-        rollouts = [
-            replace(_rewarded(r, found.get(id(r)), grades.get(i)), penalty=self._penalty(r))
-            for i, r in enumerate(rollouts)
-        ]
+        rollouts = [_rewarded(r, found.get(id(r)), grades.get(i), self._penalty(r)) for i, r in enumerate(rollouts)]
         group = Group(prompt, rollouts)
         self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
         return group
@@ -298,9 +295,9 @@ class GroupSampler:
         return -algorithm.overlong_penalty * punishment
 
 
-def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None) -> Rollout:
-    """Return the rollout with what its judge said, or the grader alone."""
+def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None, penalty: float) -> Rollout:
+    """Return the rollout with what its judge said, or the grader alone, and the penalty for its length."""
     if verdict is None:
-        return rollout if grade is None else replace(rollout, parts={GRADER: grade})
+        return replace(rollout, penalty=penalty, parts=rollout.parts if grade is None else {GRADER: grade})
     why = verdict.error if math.isnan(verdict.reward) else ""
-    return replace(rollout, reward=verdict.reward, parts=verdict.parts, unrewarded=why)
+    return replace(rollout, reward=verdict.reward, penalty=penalty, parts=verdict.parts, unrewarded=why)

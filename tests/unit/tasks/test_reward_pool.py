@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+from titan_rl.tasks.reward_process import RewardProcess
+from titan_rl.tasks.reward_worker import JudgeRequest
 from titan_rl.tasks.rubric import GRADER, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
@@ -73,6 +75,32 @@ def test_a_fast_reward_has_one_process_and_keeps_its_rows_in_order() -> None:
         assert len({v.reward for v in await judge(pool, ["pid"] * 20)}) == 1
 
     pooled(PoolLimits(8, 60), body)
+
+
+@pytest.mark.parametrize("bad", ["ok 99", "exit", "regex"])
+def test_fast_answers_of_many_groups_are_asked_for_together_and_a_bad_one_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    messages, ask = list[int](), RewardProcess._ask
+    groups = [[f"ok {10 * group + row}" for row in range(4)] for group in range(16)]
+    groups[7][2] = bad
+
+    def counted(self: RewardProcess, requests: Sequence[JudgeRequest]) -> None:
+        messages.append(len(requests))
+        ask(self, requests)
+
+    async def body(pool: RewardPool) -> list[list[Judgement]]:
+        await judge(pool, ["ok 1"] * 64)  # now they are known to be fast
+        monkeypatch.setattr(RewardProcess, "_ask", counted)
+        return await asyncio.gather(*(judge(pool, texts) for texts in groups))
+
+    found = pooled(PoolLimits(1, 2.0), body)
+    failed = {(i, k): v.error for i, group in enumerate(found) for k, v in enumerate(group) if math.isnan(v.reward)}
+    assert failed.keys() == (set() if bad == "ok 99" else {(7, 2)}), failed
+    rewards = [v.reward for i, group in enumerate(found) for k, v in enumerate(group) if (i, k) not in failed]
+    assert rewards == [float(text[-1]) for texts in groups for text in texts if text == "ok 99" or text != bad]
+    if bad == "ok 99":
+        assert len(messages) <= 4
 
 
 def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rewards() -> None:
@@ -289,6 +317,8 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
     program = """
         import asyncio, math, os
         from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
+from titan_rl.tasks.reward_process import RewardProcess
+from titan_rl.tasks.reward_worker import JudgeRequest
         from titan_rl.tasks.rubric import Rubric
         from titan_rl.wire.types import Prompt, Rollout
 
