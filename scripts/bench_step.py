@@ -17,7 +17,8 @@ TRL runs in an environment of its own, which needs no titan_rl:
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install "trl==1.16.0" "torch==2.13.0+cpu" "transformers==5.19.0"
 
-A later call continues: the figures are medians over all rows of the CSV. Delete the CSV to start from scratch.
+The figures of a shape are medians over all rows of the commit that measured it last, or of --commit: a later call at
+the same commit continues. Other commits, and other machines, are not pooled with it.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from pathlib import Path
 
 from bench.rows import BENCHMARKS, append_rows, csv_rows, in_turn, ran_on
 from bench.step_shapes import SHAPES
-from bench.step_waterfall import NEEDED, plot, ratios, steps_of
+from bench.step_waterfall import NEEDED, Steps, of_one_commit, plot, ratios, steps_of
 from bench.step_ways import ENV, PARTS, TRL, WAYS, engines_of, measured, write_model
 
 
@@ -41,14 +42,21 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, help="an interpreter that has TRL. Without it, TRL is not measured")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "step.csv")
     parser.add_argument("--plot", action="store_true", help="only print and plot the CSV")
+    parser.add_argument(
+        "--commit", default="", help="with --plot: whose rows, instead of the last; some digits will do"
+    )
     a = parser.parse_args()
     if not a.plot:
         ways = [way for way in a.ways if way != TRL or a.trl]
         for shape in a.shapes or SHAPES:
             measure(a.csv, shape, [way for way in ways if way != TRL or not SHAPES[shape].read], a.rounds, a.trl)
     rows = csv_rows(a.csv)
-    every = {shape: steps_of(rows, shape) for shape in dict.fromkeys(row["shape"] for row in rows)}
-    for shape, steps in every.items():
+    every = dict[str, Steps]()
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        if not (own := of_one_commit(rows, shape, a.commit)):
+            continue
+        every[shape] = steps = steps_of(own, shape)
+        print(f"{shape}: commit {own[-1]['commit']}, {own[-1]['machine']}")
         for way, step in steps.items():
             print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in ("step", *PARTS, "cpu")))
         for name, ratio in ratios(steps).items():

@@ -22,6 +22,12 @@ class Layer(NamedTuple):
     color: str
 
 
+def of_one_commit(rows: Sequence[Mapping[str, str]], shape: str, commit: str = "") -> list[Mapping[str, str]]:
+    """Return the rows of a shape that one commit has measured: the last one, or the one that begins with `commit`."""
+    own = [row for row in rows if row["shape"] == shape and row["commit"].startswith(commit)]
+    return [row for row in own if row["commit"] == own[-1]["commit"]]
+
+
 def steps_of(rows: Sequence[Mapping[str, str]], shape: str) -> dict[str, dict[str, float]]:
     """Return the medians over a shape's rounds. The parts of a way add up to its step."""
     found: dict[str, dict[str, float]] = {}

@@ -9,7 +9,7 @@ import pytest
 from bench.step_ours import requests_of
 from bench.step_shapes import SHAPES, TOOL_SAYS, Tool
 from bench.step_torch import padded
-from bench.step_waterfall import floor, layers, plot, ratios, steps_of
+from bench.step_waterfall import floor, layers, of_one_commit, plot, ratios, steps_of
 from bench.step_ways import LAG, OURS, PARTS, TORCH, TRL, VLLM, medians
 from titan_rl.agents.episodes import Reply
 from titan_rl.wire.types import Request, Sampling
@@ -36,6 +36,14 @@ def test_the_parts_of_a_way_add_up_to_its_step() -> None:
         assert sum(step[part] for part in PARTS) == pytest.approx(step["step"])
     assert STEPS[OURS]["rest"] == pytest.approx(0.46 - 0.15 - 0.26 - 0.01)
     assert STEPS[LAG]["rest"] < 0  # generation and training overlap
+
+
+def test_commits_are_not_pooled() -> None:
+    rows = [{"shape": shape, "way": OURS, "commit": commit} for commit in ("aaa1", "bbb2") for shape in ("20M", "calc")]
+    rows.append({"shape": "20M", "way": TRL, "commit": "bbb2"})
+    assert of_one_commit(rows, "20M") == [rows[2], rows[4]]
+    assert of_one_commit(rows, "calc", "aa") == [rows[1]]
+    assert of_one_commit(rows, "calc", "c") == of_one_commit(rows, "grpo_llama") == []
 
 
 def test_a_program_prints_only_what_it_measures_and_medians_fill_in_the_rest() -> None:
