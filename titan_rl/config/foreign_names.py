@@ -78,3 +78,11 @@ def foreign_hint(name: str) -> str:
     """Return the end of a message about an unknown flag: our key, if another project has a setting of that name."""
     key = KEYS.get(name.removeprefix("--").replace("-", "_"))
     return f"; here it is --{key} (docs/coming_from.md)" if key else ""
+
+
+VALUES = {
+    ("hosts", "kind", "slurm"): "python -m titan_rl.launch --on slurm runs a config on a cluster",
+    ("hosts", "kind", "kubernetes"): "python -m titan_rl.launch --on kubernetes runs a config on a cluster",
+    ("hosts", "kind", "k8s"): "python -m titan_rl.launch --on kubernetes runs a config on a cluster",
+}
+"""Values that a key does not have, by section, key and value, and what does the same."""

@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
+from titan_rl.config.foreign_names import VALUES
 from titan_rl.config.presets import resolve
 from titan_rl.config.sections import Config
 
@@ -190,7 +191,8 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
         elif key.accepts(value):
             values[section][name] = value
         else:
-            hint = did_you_mean(str(value), map(as_text, key.choices))
+            elsewhere = VALUES.get((section, name, str(value)))
+            hint = f"; {elsewhere}" if elsewhere else did_you_mean(str(value), map(as_text, key.choices))
             problems.append(f"{label}: expected {key.expected}, found {_shown(value)}{hint}")
 
     for file, section, table in _tables(path, problems):

@@ -197,6 +197,11 @@ def test_a_switch_that_a_run_wrote_before_it_could_be_auto(tmp_path: Path, value
             "did you mean 'llama3'?",
         ),
         (
+            '[hosts]\nkind = "slurm"',
+            'expected one of "local", "processes", "attach", "ssh", found "slurm"; '
+            "python -m titan_rl.launch --on slurm runs a config on a cluster",
+        ),
+        (
             "[model]\nname = [1]",
             'name: expected one of "auto", "llama3", "qwen2", "qwen3", "qwen3_moe", "mistral", found [1]',
         ),
