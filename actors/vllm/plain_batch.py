@@ -9,8 +9,8 @@ which blocks they find. What a sample has sampled stays in its row until it ends
 Samples that begin with the same context in one step share its reading. vLLM lets each of them read what fills no block,
 and the last token: at a context of 7 tokens everything. Here the first one reads it; the others copy its keys and
 values, and are drawn from its logits. So more of them may begin in a step of vLLM's limits. Every token and log-prob is
-still that of vLLM's own scheduler and runner, to the last bit where a matrix product of READERS rows or more adds up each
-row alike.
+still that of vLLM's own scheduler and runner, to the last bit where a matrix product of READERS rows or more adds up
+each row alike.
 
 It never preempts. If the KV cache is full, `step` does nothing, and vLLM goes on with what `leave` returns.
 """
