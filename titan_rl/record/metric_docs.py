@@ -61,7 +61,7 @@ DOCS: dict[str, str] = {
     "tokens/trained": "Tokens in the loss.",
     "throughput/tokens_per_second": "Sampled tokens per wall second of the step.",
     "engine/sampling_seconds": "Seconds that the busiest vLLM engine sampled, including evaluation.",
-    "engine/prefix_hit_rate": "Share of prompt tokens that no engine read: they were cached, or another sample read them.",
+    "engine/prefix_hit_rate": "Share of prompt tokens not read: in the cache, or read by another sample of the step.",
     "engine/recomputed_tokens": "Tokens whose keys and values new weights made the engines compute again.",
     "engine/imbalance": "Tokens sampled by the busiest engine over the mean of all engines: 1 is even.",
     "engine/training_seconds": "Seconds that the slowest trainer rank spent in the step.",
