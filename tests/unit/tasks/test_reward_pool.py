@@ -317,8 +317,6 @@ def test_reward_processes_die_with_a_killed_controller() -> None:
     program = """
         import asyncio, math, os
         from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
-from titan_rl.tasks.reward_process import RewardProcess
-from titan_rl.tasks.reward_worker import JudgeRequest
         from titan_rl.tasks.rubric import Rubric
         from titan_rl.wire.types import Prompt, Rollout
 
