@@ -105,6 +105,7 @@ class HostAgent(Actor):
         self._pids: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._claim: int | None = None  # the locked file, while the host is this run's
+        self._waiting: int | None = None  # the locked file, while this run waits for the host, also between two claims
         self._run = ""
         self._seen = 0.0  # of the run that has the host
         self._told = False  # that its controller is silent
@@ -137,13 +138,14 @@ class HostAgent(Actor):
     async def claimed(self, run: str, within: float) -> Refusal | None:
         self._lease.asked()
         began, self._run, folder = time.monotonic(), run, worker_folder()
-        waiting = None
         try:
-            waiting = _locked(folder / NEXT)
+            if self._waiting is None:
+                self._waiting = _locked(folder / NEXT)
             while (claimed := _locked(folder / RUN)) is None:
                 holder = holder_in(folder)
                 self._seen = self._seen or holder.again
                 if holder.again > self._seen:  # its controller has asked meanwhile
+                    self._wait_no_more()
                     why = f"it is busy with {holder.run}: wait for its end, stop it, or use another host"
                     return Refusal(why, True)
                 if time.monotonic() - began > within or (holder.silent and not self._told):
@@ -154,13 +156,17 @@ class HostAgent(Actor):
             self._claim = claimed
             os.ftruncate(claimed, 0)
             self._tell_when(0.0)
+            self._wait_no_more()
         except OSError as error:
             return Refusal(f"its folder {folder} cannot be written to: {error.strerror}", True)
         finally:
-            if waiting is not None:
-                os.close(waiting)
             self._lease.answered()
         return None
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            os.close(self._waiting)
+            self._waiting = None
 
     def _tell_when(self, within: float) -> None:
         """Write whose the host is, when the run's controller will have asked again if it is alive, and when its
@@ -225,9 +231,13 @@ class HostAgent(Actor):
         self._end()
 
     def _end(self) -> None:
-        self._private.cleanup()
         worker = [] if self._claim is None or self._awaited() else [os.getppid()]
-        for pid in (*self._pids, *worker):  # the worker's death is that of all its children
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(OSError):  # a rank that is about to end may have made a file there meanwhile
+            self._private.cleanup()
+        for pid in worker:  # its death is that of all its children, this one too
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)

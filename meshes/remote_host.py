@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,13 @@ from titan_rl.wire.front_door import NoDoor, ask_door
 
 LEAVE_SECONDS = 0.5
 ASK_SECONDS = 0.2  # between two questions at a worker's door
+LOOK_SECONDS = 1.0  # between two looks whether it still serves there
 ENDING_SECONDS = 1.0  # from SIGKILL to the end of a process
 CLAIM_SECONDS = 2.0  # between two answers of a host that another run has
 SILENT_SECONDS = 60.0  # of an agent whose host is reached
+
+
+Joined = tuple[HostMesh, Any, HostFacts, str]  # the agent of a host, and why the host cannot be had, or ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +95,66 @@ async def attached(
 async def _joined(address: str, joining: Joining, say: Callable[[str], None]) -> "Remote":
     """Join one worker, or raise why not: what was tried, and what a plain connection to it says. `say` shows for which
     run a busy host is waited."""
-    served, busy, began = "", "", time.monotonic()
+    served, waits, began = "", list[Refusal](), time.monotonic()
+
+    def told(refused: Refusal) -> None:
+        if not waits:
+            say(_awaiting(address, refused, joining.join_seconds, time.monotonic() - began))
+        waits.append(refused)
+
     try:
         async with asyncio.timeout(joining.join_seconds):
-            while True:
+            joined = None
+            while joined is None:
                 served = await _served(address)
-                mesh = attach_to_workers(ca="trust_all_connections", workers=[served], name="host")
-                try:
-                    agents: Any = mesh.spawn_procs(per_host={"agent": 1}, name="agent")
-                    agent: Any = agents.spawn("agent", HostAgent, joining.orphan_seconds)
-                    facts: HostFacts = await agent.facts.call_one().as_asyncio()
-                    final = mismatch(facts)
-                    while not final and (refused := await _claim(agent, joining)) is not None:
-                        if not busy and not refused.final:
-                            say(_awaiting(address, refused, joining.join_seconds, time.monotonic() - began))
-                        final, busy = (refused.why, "") if refused.final else ("", refused.why)
-                    break
-                except Exception:
-                    if await _served(address) == served:
-                        raise  # else what it served there has ended meanwhile, as after a killed controller
+                joined = await _while_served(address, served, _asked(served, joining, told))
     except NoDoor as error:
         raise RunError(f"{address} cannot be joined: {error}") from None
     except TimeoutError:
-        why = busy or await asyncio.to_thread(why_silent, served or address, joining.tls)
+        why = waits[-1].why if waits else await asyncio.to_thread(why_silent, served or address, joining.tls)
         raise RunError(
             f"{address} did not answer within hosts.join_seconds = {joining.join_seconds:g}: {why}"
         ) from None
     except Exception as error:
         why = await asyncio.to_thread(why_silent, served or address, joining.tls)
         raise RunError(f"{address} cannot be joined: {why}", str(error)) from None
-    if final:
+    mesh, agent, facts, refusal = joined
+    if refusal:
         with suppress(Exception):  # it ends without an answer
             await asyncio.wait_for(agent.quit.call_one().as_asyncio(), LEAVE_SECONDS)
-        raise RunError(f"{address}: {final}")
+        raise RunError(f"{address}: {refusal}")
     return Remote(address, served, mesh, agent, facts, joining)
+
+
+async def _asked(served: str, joining: Joining, told: Callable[[Refusal], None]) -> Joined:
+    """Start an agent at a worker and claim its host, also one that another run has until now; `told` hears of each time
+    that it was refused. Return the agent, and why the host cannot be had, or ""."""
+    mesh = attach_to_workers(ca="trust_all_connections", workers=[served], name="host")
+    agents: Any = mesh.spawn_procs(per_host={"agent": 1}, name="agent")
+    agent: Any = agents.spawn("agent", HostAgent, joining.orphan_seconds)
+    facts: HostFacts = await agent.facts.call_one().as_asyncio()
+    refusal, within = mismatch(facts), min(CLAIM_SECONDS, joining.orphan_seconds / 4)
+    while not refusal and (refused := await agent.claim.call_one(joining.run, within).as_asyncio()) is not None:
+        if refused.final:
+            refusal = refused.why
+        else:
+            told(refused)
+    return mesh, agent, facts, refusal
+
+
+async def _while_served(address: str, served: str, asked: Coroutine[Any, Any, Joined]) -> Joined | None:
+    """Return what a worker answers. None: what it served there has ended meanwhile, as after a killed controller. A
+    question that was under way then may never be answered."""
+    answer = asyncio.create_task(asked)
+    try:
+        while not (await asyncio.wait({answer}, timeout=LOOK_SECONDS))[0]:
+            if await _served(address) != served:
+                return None
+        if answer.exception() is not None and await _served(address) != served:
+            return None
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _awaiting(address: str, refused: Refusal, join_seconds: float, waited: float) -> str:
@@ -164,11 +194,6 @@ async def _rejoined(lost: "Remote", joining: Joining, say: Callable[[str], None]
         except RunError as error:
             refused = served
             say(f"{error}; it stays out of this run")
-
-
-async def _claim(agent: Any, joining: Joining) -> Refusal | None:
-    within = min(CLAIM_SECONDS, joining.orphan_seconds / 4)
-    return await agent.claim.call_one(joining.run, within).as_asyncio()
 
 
 def mismatch(facts: HostFacts) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import cast
 
 import pytest
 
-from titan_rl.meshes import deaths
+from titan_rl.meshes import deaths, remote_host
 from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
-from titan_rl.meshes.remote_host import mismatch
+from titan_rl.meshes.remote_host import Joined, _while_served, mismatch
+from titan_rl.wire.dial import address_of
+from titan_rl.wire.front_door import answer
 
 FACTS = HostFacts(
     own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1"
@@ -114,11 +117,12 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     assert unsure is not None
     assert unsure[:2] == ("it is busy with the run in /a, whose controller may be silent", False)
     assert 30 < unsure.seconds < 34, "its agent ends it then"
-    assert not first._awaited()
+    assert first._awaited(), "the second asks again"
     first._tell_when(1.0)
     busy = claim(second, "the run in /b")
     assert busy is not None
     assert busy.final
+    assert not first._awaited()
     assert busy.why.startswith("it is busy with the run in /a: wait")
     first._tell_when(-10.0)  # a while ago: its controller was killed
     waits = HostAgent(30)
@@ -130,6 +134,7 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     began = time.monotonic()
     assert claim(waits, "the run in /d", within=0.5) is not None
     assert time.monotonic() - began >= 0.5, "and only once"
+    assert first._awaited(), "also between two claims"
     os.close(cast(int, first._claim))  # it has ended
     assert claim(third, "the run in /c") is None
     os.close(cast(int, third._claim))
@@ -137,3 +142,34 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     assert claim(second, "the run in /b") == Refusal(
         f"its folder {tmp_path}/gone cannot be written to: No such file or directory", True
     )
+
+
+def test_a_question_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker of a run that was killed ends with that run, also while another run waits for the host."""
+    monkeypatch.setattr(remote_host, "LOOK_SECONDS", 0.05)
+    serves = ["tcp://127.0.0.1:1001"]
+    door = socket.create_server(("127.0.0.1", 0))
+    answer(door, lambda: serves[-1], print)
+    address = address_of("tcp", "127.0.0.1", door.getsockname()[1])
+
+    async def never() -> Joined:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def fails() -> Joined:
+        raise ConnectionError("gone")
+
+    async def ask() -> None:
+        asked = asyncio.create_task(_while_served(address, serves[0], never()))
+        await asyncio.sleep(0.3)
+        assert not asked.done(), "as long as it serves there, its answer may come"
+        with pytest.raises(ConnectionError, match="gone"):
+            await _while_served(address, serves[0], fails())
+        serves.append("")  # it starts the next one
+        await asyncio.sleep(0.3)
+        assert not asked.done()
+        serves.append("tcp://127.0.0.1:1002")
+        assert await asyncio.wait_for(asked, 30) is None
+        assert await _while_served(address, serves[0], fails()) is None
+
+    asyncio.run(ask())
