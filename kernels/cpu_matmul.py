@@ -42,9 +42,13 @@ def use_onednn() -> None:
         return whole and a.dtype is b.dtype is torch.float32
 
     def mm(keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        if fits(a, b):
-            return linear(a, b.t(), None, "none", [], "")
-        return mkls_mm.call_boxed(keys, a, b)
+        if not fits(a, b):
+            return mkls_mm.call_boxed(keys, a, b)
+        # oneDNN's left factor is copied unless it is contiguous, and its right one may lie as it likes. The gradient of
+        # a weight has two that are not: the smaller one is copied, and the product, which is small too.
+        if not a.is_contiguous() and b.numel() + a.shape[0] * b.shape[1] < a.numel():
+            return linear(b.t(), a, None, "none", [], "").t().contiguous()
+        return linear(a, b.t(), None, "none", [], "")
 
     def addmm(
         keys: Any, bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ BEFORE, OURS, VLLM, TRANSFORMERS = "before", "titan_rl", "vLLM", "transformers"
 PROGRAMS = {OURS: "ours", BEFORE: "ours", VLLM: "vllm", TRANSFORMERS: "transformers"}
 COLUMNS = ("case", "way", "measure", *FIGURES, "ratio", "date", "commit", "machine", "engines", "load")
 WARM_UP = 2  # generations
-LAUNCH_ENV = "import json; from titan_rl.actors.vllm import vllm_cpu; print(json.dumps(vllm_cpu.ENV))"
+LAUNCH_ENV = "from titan_rl.meshes import zygotes; print({**zygotes.WORKER_ENV, **zygotes.KIND_ENV['generator']})"
 
 
 class Process:
@@ -40,7 +41,7 @@ class Process:
         command = [sys.executable, str(SCRIPTS / "bench" / f"engine_{PROGRAMS[way]}.py"), *arguments]
         env = {**os.environ, **ENV, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{checkout}:{SCRIPTS}"}
         if PROGRAMS[way] == "ours":
-            env |= json.loads(subprocess.check_output([sys.executable, "-c", LAUNCH_ENV], env=env))
+            env = literal_eval(subprocess.check_output([sys.executable, "-c", LAUNCH_ENV], env=env, text=True)) | env
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True)
         self._answer("ready")

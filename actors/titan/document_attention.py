@@ -5,7 +5,8 @@ DocumentSDPA   a CPU, or float32
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,19 +17,27 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.tools.logging import logger
 
-from titan_rl.actors.titan.document_masks import ClassedSegments, SharedMetadata, classed_masks, varlen_masks
+from titan_rl.actors.titan.document_masks import (
+    BlockClass,
+    ClassedSegments,
+    SharedMetadata,
+    classed_masks,
+    varlen_masks,
+)
 from titan_rl.config.sections import Dtype
 
 
 class DocumentSDPA(VarlenAttention):
-    """VarlenAttention's contract as one causal SDPA per class of segments.
+    """VarlenAttention's contract as one SDPA per class of blocks of segments.
 
     Measured on 8 rows of ten 10-token documents, forward and backward: 2.3 ms against 5.8 ms for a call per document.
+    SDPA takes a block at a time: 256 answers of 4 tokens behind prompts of 6 take 9.0 ms one by one, and 2.3 in blocks
+    of 4 or 8, whose other answers are masked out.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        pass
+        block_places: ClassVar[int] = 32  # of a block with more than one segment
 
     def forward(  # TorchTitan's local_map finds q, k and v by these names
         self,
@@ -42,32 +51,38 @@ class DocumentSDPA(VarlenAttention):
         **_: Any,
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
-        outputs = []
-        q_QNH = masks.queries(q_BLNH.flatten(0, 1))
-        k_KNH, v_KNH = (masks.keys(x.flatten(0, 1)) for x in (k_BLNH, v_BLNH))
-        q_from = k_from = 0
-        for segments, length, prefix in masks.classes:
-            q_to, k_to = q_from + segments * length, k_from + segments * (prefix + length)
-            q_SNLH = q_QNH[q_from:q_to].unflatten(0, (segments, length)).transpose(1, 2)
-            k_SNLH, v_SNLH = (
-                x[k_from:k_to].unflatten(0, (segments, prefix + length)).transpose(1, 2) for x in (k_KNH, v_KNH)
-            )
-            mask = self._mask(length, prefix, q_QNH.device)
+        outputs = list[torch.Tensor]()
+        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.blocks * each.queries for each in masks.classes])
+        keys = [each.blocks * each.keys for each in masks.classes]
+        parts_k, parts_v = (masks.keys(x.flatten(0, 1)).split(keys) for x in (k_BLNH, v_BLNH))
+        for each, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
+            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.blocks, -1)).transpose(1, 2) for x in qkv)
+            seen = seen_by if each.segments == 1 else seen_by_segments
+            mask = seen(each._replace(blocks=1), self.window_size[0], q_BLNH.device)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
-            q_from, k_from = q_to, k_to
         return masks.outputs(torch.cat(outputs)).view(q_BLNH.shape)
 
-    def _mask(self, length: int, prefix: int, device: torch.device) -> torch.Tensor | None:
-        """Return which keys each place of a segment sees, [length, prefix + length]; None: causal, without a prefix."""
-        left = self.window_size[0]
-        windowed = 0 <= left < prefix + length - 1
-        if not prefix and not windowed:
+
+def seen_by(block: BlockClass, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return which keys each place of a block sees, [queries, keys]; None: causal, without a prefix. `window` counts
+    the places before a query's own; -1 is all."""
+    longest = block.prefix + block.length
+    if not 0 <= window < longest - 1:
+        window = longest
+        if block.segments == 1 and not block.prefix:
             return None
-        seen = torch.ones((length, prefix + length), dtype=torch.bool, device=device).tril(prefix)
-        return seen.triu(prefix - left) if windowed else seen
+    own = torch.ones((block.length, longest), dtype=torch.bool, device=device).tril(block.prefix)
+    own = own.triu(block.prefix - window)
+    if block.segments == 1:
+        return own
+    others = torch.block_diag(*[own[:, block.prefix :]] * block.segments)
+    return torch.cat([own[:, : block.prefix].repeat(block.segments, 1), others], 1)
+
+
+seen_by_segments = lru_cache(64)(seen_by)  # all layers and most steps have the same few, which are small
 
 
 class SharedVarlen(VarlenAttention):
@@ -124,7 +139,7 @@ def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
     """Return the masks that the model's attention takes for these segments."""
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, DocumentSDPA.Config):
-        return classed_masks(segments_G4, device)
+        return classed_masks(segments_G4, device, attention.block_places)
     masks = varlen_masks(segments_G4, device)
     if isinstance(masks, SharedMetadata) and not isinstance(attention, SharedVarlen.Config):
         raise TypeError(

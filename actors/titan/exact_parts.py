@@ -4,7 +4,7 @@ Norms and rotary embeddings stay TorchTitan's: they compute each row by itself.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torchtitan.config import derive, override
@@ -47,7 +47,7 @@ class ExactFeedForward(FeedForward):
 class ExactAttention(DocumentSDPA):
     @dataclass(kw_only=True, slots=True)
     class Config(DocumentSDPA.Config):
-        pass
+        block_places: ClassVar[int] = 0  # a segment has all its keys in a row
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class ExactAttention(DocumentSDPA):
 def segments_of(masks: ClassedSegments) -> list[Segment]:
     """Return the segments as `masks` gathers them, class by class."""
     found, queries, keys = list[Segment](), 0, 0
-    for count, length, prefix in masks.classes:
+    for count, _, length, prefix in masks.classes:
         for _ in range(count):
             found.append(Segment(queries, length, keys, prefix))
             queries, keys = queries + length, keys + prefix + length

@@ -10,10 +10,6 @@ if TYPE_CHECKING:
 
 ENV: dict[str, str] = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-prob waits 20 s for Inductor to compile one comparison
-    # glibc would return a forward's memory to the kernel and take it back page by page: 10,000 of them in a generation
-    # of grpo_llama, which is a tenth of its time and more on busy cores.
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc accepts
 }
 """Launch environment of a CPU generator, on top of launch_env.ENV."""
 

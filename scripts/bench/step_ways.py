@@ -24,7 +24,7 @@ AFTER = 1  # step at the end of a run that is not measured: at lag 1, nothing is
 THREADS = str(len(os.sched_getaffinity(0)))
 ENV = {
     **launch_env.ENV,
-    **{name: value for name, value in vllm_cpu.ENV.items() if not name.startswith("MALLOC_")},  # ours alone
+    **vllm_cpu.ENV,
     "PYTHONPATH": f"{SCRIPTS.parent}:{SCRIPTS}",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": THREADS,

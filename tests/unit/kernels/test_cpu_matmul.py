@@ -34,6 +34,7 @@ def check_products() -> None:
             a, b, bias = matrix(m, k, left), matrix(k, n, right), torch.randn(n)
             expected = a.double() @ b.double()
             torch.testing.assert_close(a @ b, expected.float(), rtol=1e-5, atol=1e-4)
+            assert (a @ b).is_contiguous()
             added = torch.addmm(bias, a, b)
             torch.testing.assert_close(added, (expected + bias).float(), rtol=1e-5, atol=1e-4)
             scaled = torch.addmm(bias, a, b, beta=0.5, alpha=2)

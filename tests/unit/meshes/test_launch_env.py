@@ -1,10 +1,10 @@
-"""What a generator without a GPU is launched with."""
+"""What ranks are launched with."""
 
 import os
 import subprocess
 import sys
 
-from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.meshes.zygotes import WORKER_ENV
 
 FORWARDS = """
 import ctypes
@@ -27,5 +27,5 @@ def pages_taken(env: dict[str, str]) -> int:
     return int(subprocess.check_output([sys.executable, "-c", FORWARDS], env={**own, **env}))
 
 
-def test_a_generator_keeps_its_memory_between_forwards() -> None:
-    assert pages_taken(vllm_cpu.ENV) < 10 < pages_taken({})
+def test_a_rank_keeps_its_memory_between_forwards() -> None:
+    assert pages_taken(WORKER_ENV) < 10 < pages_taken({})

@@ -1,0 +1,77 @@
+"""Attention in blocks of segments is attention of every segment by itself."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.actors.titan.document_attention import DocumentSDPA
+from titan_rl.actors.titan.document_masks import classed_masks
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> np.ndarray:
+    """Prompts of some lengths with answers of some lengths, in any order: [G, 4] as batch/prefixes.py has them."""
+    found, at = list[tuple[int, int, int, int]](), 0
+    for prefix, answers in draw(
+        st.lists(
+            st.tuples(st.integers(0, 3), st.lists(st.integers(1, 3) | st.just(40), max_size=20)), min_size=1, max_size=4
+        )
+    ):
+        begin = at
+        if prefix or not answers:
+            found.append((at, max(prefix, 1), 0, 0))
+            at += max(prefix, 1)
+        for length in answers:
+            found.append((at, length, begin if prefix else 0, prefix))
+            at += length
+    return np.array(draw(st.permutations(found)))
+
+
+def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments_G4: np.ndarray, window: int) -> torch.Tensor:
+    """Attend as the definition says: a segment sees its prefix and, causally, itself, as far back as the window."""
+    out = torch.zeros_like(q)
+    for begin, length, begin_prefix, prefix in segments_G4.tolist():
+        keys = [*range(begin_prefix, begin_prefix + prefix), *range(begin, begin + length)]
+        for n in range(length):
+            seen = keys[max(0, prefix + n - window) if window >= 0 else 0 : prefix + n + 1]
+            scores = torch.einsum("nh,knh->nk", q[begin + n], k[seen].repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
+            out[begin + n] = torch.einsum("nk,knh->nh", scores.softmax(-1), v[seen].repeat_interleave(2, 1))
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(segments(), st.sampled_from([-1, 0, 2, 5]), st.sampled_from([0, 3, 32]))
+def test_blocks_are_segments_one_by_one(segments_G4: np.ndarray, window: int, places: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    total = int(segments_G4[:, 1].sum())
+    q, k, v = (torch.randn(total, n, 4, generator=random, dtype=torch.float64).requires_grad_() for n in (4, 2, 2))
+    masks = classed_masks(segments_G4, CPU, places)
+    attention = DocumentSDPA.Config(window_size=(window, 0)).build()
+    ours = attention(q[None], k[None], v[None], attention_masks=masks, enable_gqa=True)[0]
+    theirs = one_by_one(q, k, v, segments_G4, window)
+    weights = torch.randn(ours.shape, generator=random, dtype=torch.float64)
+    gradients = torch.autograd.grad((ours * weights).sum(), (q, k, v))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for a, b in zip(gradients, torch.autograd.grad((theirs * weights).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+    assert sum(each.blocks * each.segments for each in masks.classes) == len(segments_G4)
+    assert len(set(masks.classes)) == len(masks.classes)
+    for each in masks.classes:
+        assert each.segments == 1 or each.queries <= places
+        assert each.segments & (each.segments - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "classes"),
+    [(16, [(2, 8, 4, 6)]), (13, [(1, 8, 4, 6), (1, 4, 4, 6), (1, 1, 4, 6)]), (1, [(1, 1, 4, 6)])],
+)
+def test_a_group_is_cut_into_few_blocks(answers: int, classes: list[tuple[int, int, int, int]]) -> None:
+    own = [(6 + 4 * n, 4, 0, 6) for n in range(answers)]
+    masks = classed_masks(np.array([(0, 6, 0, 0), *own]), CPU, 32)
+    assert [tuple(each) for each in masks.classes] == [(1, 1, 6, 0), *classes]
+    assert len(masks.keys.source) == 6 + sum(blocks * (6 + size * 4) for blocks, size, _, _ in classes)
