@@ -17,8 +17,6 @@ from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Any
 
-from titan_rl.batch.exactness import with_current
-from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
@@ -38,6 +36,7 @@ from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
+from titan_rl.train.step_samples import StepSamples
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.sessions import Driver, Plays
@@ -85,19 +84,16 @@ class Controller:
 
     async def reinforce(self) -> None:
         """Sample, judge, update, sync; step after step."""
-        algorithm, last, learner = self.config.algorithm, self.config.training.steps, self.learner
+        last, learner = self.config.training.steps, self.learner
         start, kept = await learner.resume("rl", self.resume)
         prompts = await self.begin("rl", start, kept)
         stream = self.stream(prompts, start, kept)
+        made = StepSamples(self.config, learner, stream)
 
         async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
-                judged = samples_of(part, algorithm)
-                if self.config.debug.exact:
-                    judged = with_current(part, judged, n - 1, len(samples))
-                judged = await learner.judge(judged)  # -> reference, teacher, critic ->
-                part, judged = with_advantages(part, judged, algorithm)
+                part, judged = await made.of(n, part, len(samples))  # -> reference, teacher, critic ->
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]
             groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
@@ -109,7 +105,9 @@ class Controller:
 
         async def step(n: int) -> StepDone | None:
             gathered = await self.stop.in_time(gather(n))
-            if gathered is None or (stats := await self.loop.train(learner.update())) is None:  # -> trainers, critic
+            if gathered is None:
+                return None
+            if (stats := await self.loop.train(made.beside(learner.update))) is None:  # -> trainers, critic
                 return None
             groups, samples = gathered
             log()

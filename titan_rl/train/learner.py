@@ -7,6 +7,7 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 
 import asyncio
 import json
+import operator
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +39,11 @@ def rows_of(setup: Setup) -> int | UpTo:
     return given or UpTo(setup.resolved.training.local_batch_size)
 
 
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return True if these are the same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 class Learner:
     def __init__(self, run: RunParts) -> None:
         self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
@@ -49,6 +55,7 @@ class Learner:
         self._begun: int | None = None  # the step whose save was begun last in this attempt
         self._checksums: dict[tuple[str, int], list[int]] = {}  # by role and number of ranks
         self._held: list[Sample] = []  # of the step, until its update
+        self._prepared: tuple[Sequence[Sample], list[list[Batch]] | None] = (), None  # a coming update's batches
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
@@ -56,6 +63,7 @@ class Learner:
         at, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
         self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
+        self._prepared = (), None
         self._snapshots.forget(but=snapshot)
         start, kept = await self._meshes.trainers.begin_phase(phase, snapshot or at)
         return start, json.loads(kept)
@@ -79,29 +87,46 @@ class Learner:
                 await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
             await meshes.critic.begin_phase("rl", self._from or at)
 
+    @property
+    def columns(self) -> dict[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]:
+        """Return who makes each column that the algorithm asks of a role."""
+        algorithm = self._config.algorithm
+        asked: dict[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]] = {}
+        if algorithm.needs_reference:
+            asked["reference"] = lambda samples: self.scores(samples, *self._home("reference"))
+        if algorithm.needs_teacher:
+            asked["teacher"] = lambda samples: self.scores(samples, *self._home("teacher"))
+        if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
+            asked["proximal"] = self.scores
+        if (critic := self._meshes.critic) is not None:
+            asked["value"] = lambda samples: self.scores(samples, critic)
+        return asked
+
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with the column of every role that the algorithm asks. All roles work at the same time."""
-        algorithm = self._config.algorithm
-        asked: dict[str, Awaitable[list[np.ndarray]]] = {}
-        if algorithm.needs_reference:
-            asked["reference"] = self.scores(samples, *self._home("reference"))
-        if algorithm.needs_teacher:
-            asked["teacher"] = self.scores(samples, *self._home("teacher"))
-        if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
-            asked["proximal"] = self.scores(samples)
-        if self._meshes.critic is not None:
-            asked["value"] = self.scores(samples, self._meshes.critic)
+        asked = self.columns
         if not asked:
             return list(samples)
         with self._clock("judge"):
-            columns = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+            found = await asyncio.gather(*(ask(samples) for ask in asked.values()))
+        columns = dict(zip(asked, found, strict=True))
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
-    async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
-        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
-        trainers, critic = self._meshes.trainers, self._meshes.critic
+    def prepare(self, samples: Sequence[Sample]) -> None:
+        """Pack the samples of a coming update of the policy now."""
+        self._prepared = samples, self._packed_updates(minibatches(samples, self._config.algorithm))
+
+    def _packed_updates(self, updates: Sequence[Sequence[Sample]]) -> list[list[Batch]]:
+        return [self.batches(samples, self._meshes.trainers) for samples in updates]
+
+    async def step(
+        self, updates: Sequence[Sequence[Sample]], packed: Sequence[Sequence[Batch]] | None = None
+    ) -> StepStats:
+        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's.
+        `packed`: the policy's batches, if they are made already."""
+        critic = self._meshes.critic
         with self._clock("train"):
-            policy = trainers.step([self.batches(samples, trainers) for samples in updates])
+            policy = self._meshes.trainers.step(packed or self._packed_updates(updates))
             if critic is None:
                 return await policy
             stats, learnt = await asyncio.gather(
@@ -127,7 +152,9 @@ class Learner:
         """Make the step's updates from what was accumulated."""
         if not self._config.training.stream_groups:
             samples, self._held = self._held, []
-            return await self.step(minibatches(samples, self._config.algorithm))
+            (coming, packed), self._prepared = self._prepared, ((), None)
+            updates = minibatches(samples, self._config.algorithm)
+            return await self.step(updates, packed if same(coming, samples) else None)
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):
