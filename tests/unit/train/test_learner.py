@@ -3,13 +3,12 @@
 import asyncio
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.learners import learner_of
 from titan_rl.batch.packing import UpTo
-from titan_rl.config.auto import resolved
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -20,8 +19,6 @@ from titan_rl.config.sections import (
 )
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
-from titan_rl.train.learner import Learner
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.types import Batch, Sample
 
@@ -64,29 +61,6 @@ class Mesh:
         (folder / ".metadata").write_text("whole")
 
 
-def learner(
-    folder: Path, config: Config, *, trainers: Mesh | None = None, critic: Mesh | None = None
-) -> tuple[Learner, list[str]]:
-    notes: list[str] = []
-    run: Any = SimpleNamespace(
-        config=config,
-        setup=SimpleNamespace(
-            config=config, resolved=resolved(config, "cpu"), folder=folder, tokenizer=SimpleNamespace(pad=0)
-        ),
-        meshes=SimpleNamespace(
-            trainers=trainers or Mesh(folder / "checkpoint"),
-            critic=critic,
-            reward_model=None,
-            reference=None,
-            teacher=None,
-        ),
-        clock=Clock(),
-        snapshots=SimpleNamespace(forget=lambda but: None),
-        incidents=SimpleNamespace(note=notes.append),
-    )
-    return Learner(run), notes
-
-
 def sample(trained: int) -> Sample:
     ones = [1.0] * (trained + 1)
     return Sample([1] * (trained + 1), [0] + [1] * trained, {"behaviour": ones, "advantage": ones})
@@ -97,10 +71,10 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
     """A trainer dies between two parts of a streamed step. What it had accumulated is gone, and so are the counts."""
     config = Config(training=TrainingSection(stream_groups=stream_groups, seq_len=64, local_batch_size=1))
     trainers = Mesh(tmp_path)
-    learns, _ = learner(tmp_path, config, trainers=trainers)
+    learns, _ = learner_of(tmp_path, config, trainers)
     made: list[list[Sample]] = []
 
-    async def step(updates: list[list[Sample]]) -> str:
+    async def step(updates: list[list[Sample]], packed: object) -> str:
         made.extend(updates)
         return "stats"
 
@@ -126,7 +100,9 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
 def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     tmp_path: Path, given: int, rows: list[int]
 ) -> None:
-    learns, _ = learner(tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)))
+    learns, _ = learner_of(
+        tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)), Mesh(tmp_path)
+    )
     learns._rows = given or UpTo(32)
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == rows
@@ -148,7 +124,7 @@ def on_disk(folder: Path) -> list[int]:
 def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None:
     """The policy's disk is full, the critic's is not: each retry writes another step of the critic."""
     config, policy = ppo(keep_latest_k=2), Mesh(tmp_path / "checkpoint")
-    learns, notes = learner(tmp_path, config, trainers=policy, critic=Mesh(tmp_path / "checkpoint/critic"))
+    learns, notes = learner_of(tmp_path, config, policy, critic=Mesh(tmp_path / "checkpoint/critic"))
 
     async def body() -> None:
         for step in range(1, 4):
@@ -172,7 +148,7 @@ def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None
 
 def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) -> None:
     policy = Mesh(tmp_path / "checkpoint")
-    learns, notes = learner(tmp_path, Config(fault=FaultSection(max_failed_saves=1)), trainers=policy)
+    learns, notes = learner_of(tmp_path, Config(fault=FaultSection(max_failed_saves=1)), policy)
     why = "Traceback\nOSError: [Errno 28] No space left on device"
     policy.broken = RankFailed("trainer[dp=0 tp=0] failed in save", why, rank="trainer", kind="OSError")
 
@@ -218,7 +194,7 @@ def test_the_step_being_written_counts_for_none_of_those_kept(tmp_path: Path) ->
 
 def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_path: Path) -> None:
     policy, critic = Mesh(tmp_path / "checkpoint"), Mesh(tmp_path / "checkpoint/critic")
-    learns, _ = learner(tmp_path, ppo(), trainers=policy, critic=critic)
+    learns, _ = learner_of(tmp_path, ppo(), policy, critic=critic)
 
     async def body() -> None:
         await learns.save(1, "{}")
@@ -230,7 +206,9 @@ def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_pat
 
 
 def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
-    learns, _ = learner(tmp_path, Config(checkpoint=CheckpointSection(keep_latest_k=0)))
+    learns, _ = learner_of(
+        tmp_path, Config(checkpoint=CheckpointSection(keep_latest_k=0)), Mesh(tmp_path / "checkpoint")
+    )
 
     async def body() -> None:
         for step in range(1, 6):
@@ -242,7 +220,7 @@ def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
 
 def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
     config = ppo(keep_latest_k=2)
-    learns, _ = learner(
+    learns, _ = learner_of(
         tmp_path,
         config,
         trainers=Mesh(tmp_path / "checkpoint/cold_start"),
