@@ -5,27 +5,53 @@ baseline, its advantage and its one place in a denominator. Token by token (retu
 its sampled tokens in the order of its turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 import numpy as np
 
 from titan_rl.batch.advantages import discounted, gae, group_relative, kl_penalty, leave_one_out, whiten
 from titan_rl.config.sections import AlgorithmSection
-from titan_rl.wire.types import Branch, Group, Rollout, Sample
+from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
-    """Return a sample for every branch of every valid rollout, in order, with the mask of the tokens to train on."""
-    return [
-        _sample(branch, rollout, group.prompt.id * len(group.rollouts) + k, algorithm)
+    """Return a sample for every branch of every valid rollout, in order, with the mask of the tokens to train on: the
+    sampled ones, not those of truncated rollouts if overlong_filter is set, and not those whose log-prob is not finite.
+    These would spread to the group through a KL in the reward, and to the whole step through whitening."""
+    owned = [
+        (branch, rollout, group.prompt.id * len(group.rollouts) + k)
         for group in groups
         for k, rollout in enumerate(group.rollouts)
         if rollout.valid
         for branch in rollout.branches
+    ]
+    turns = [turn for branch, *_ in owned for turn in branch.turns]
+    parts = [part for turn in turns for part in (turn.context, turn.completion.tokens)]
+    sizes = np.array([len(part) for part in parts], np.int64)
+    mask = np.repeat(np.arange(len(parts)) % 2, sizes)
+    tokens, behaviour = np.fromiter(chain.from_iterable(parts), np.int64, len(mask)), np.zeros(len(mask))
+    logprobs = chain.from_iterable(turn.completion.logprobs for turn in turns)
+    behaviour[mask > 0] = np.fromiter(logprobs, np.float64, mask.sum())
+    mask *= np.isfinite(behaviour)
+    last = np.cumsum([2 * len(branch.turns) for branch, *_ in owned], dtype=np.int64) - 1
+    ends = sizes.cumsum()[last]
+    lengths = np.diff(ends, prepend=0)
+    if algorithm.overlong_filter:
+        mask *= np.repeat([not rollout.truncated for _, rollout, _ in owned], lengths)
+    return [
+        Sample(
+            tokens[begin:end],
+            mask[begin:end],
+            {"behaviour": behaviour[begin:end]},
+            len(branch.turns[0].context),
+            sequence,
+            branch.kept,
+        )
+        for begin, end, (branch, _, sequence) in zip((ends - lengths).tolist(), ends.tolist(), owned, strict=True)
     ]
 
 
@@ -33,39 +59,41 @@ def with_advantages(
     groups: Sequence[Group], samples: Sequence[Sample], algorithm: AlgorithmSection
 ) -> tuple[list[Group], list[Sample]]:
     """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups."""
-    masks = [np.asarray(s.mask) for s in samples]
+    lengths = np.array([len(s.tokens) for s in samples], np.int64)
+    on = _flat(s.mask for s in samples) > 0
     rest = iter(samples)
-    own = [[[next(rest) for _ in r.branches] if r.valid else [] for r in group.rollouts] for group in groups]
+    owned = [[(r, [next(rest) for _ in r.branches] if r.valid else []) for r in group.rollouts] for group in groups]
+    valid = [[(rollout, own) for rollout, own in each if rollout.valid] for each in owned]
     returns: Arrays | None = None
     if algorithm.advantage in ("group", "leave_one_out"):
-        advantages = [a for group, of in zip(groups, own, strict=True) for a in _of_group(group, of, algorithm)]
+        if algorithm.credit == "outcome":
+            flat = np.repeat([a for each in valid for a in _of_rollouts(each, algorithm)], lengths)
+        else:
+            flat = _flat(a for each in valid for a in _of_turns(each, algorithm))
+        advantages = _cut(np.where(on, flat, 0.0), lengths)
     elif algorithm.advantage == "teacher":
-        advantages = [
-            np.where(m > 0, np.asarray(s.columns["teacher"], np.float64) - s.columns["behaviour"], 0.0)
-            for s, m in zip(samples, masks, strict=True)
-        ]
+        gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
+        advantages = _cut(np.where(on, gain, 0.0), lengths)
     else:
-        pairs = [(r, s) for group, of in zip(groups, own, strict=True) for r, s in zip(group.rollouts, of, strict=True)]
-        estimated = [pair for rollout, each in pairs if each for pair in _of_trajectory(rollout, each, algorithm)]
+        pairs = [(rollout, own) for each in valid for rollout, own in each if own]
+        estimated = [pair for rollout, own in pairs for pair in _of_trajectory(rollout, own, algorithm)]
         advantages, learnt = [a for a, _ in estimated], [r for _, r in estimated]
         returns = learnt if algorithm.advantage == "gae" else None
     if algorithm.normalize == "batch":
-        advantages = whiten(advantages, masks)
+        advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
     found = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
     if returns is not None:
         found = [s.with_columns(**{"return": r}) for s, r in zip(found, returns, strict=True)]
-    trained = iter([a[m > 0] for a, m in zip(advantages, masks, strict=True)])
+    branches = [len(own) for each in owned for _, own in each]
+    owner = np.repeat(np.repeat(np.arange(len(branches)), branches), lengths)[on]  # the rollout of each trained token
+    sums = np.bincount(owner, _flat(advantages)[on], len(branches))
+    means = iter((sums / np.maximum(np.bincount(owner, minlength=len(branches)), 1)).tolist())
 
-    def mean(branches: int) -> float:
-        every = [next(trained) for _ in range(branches)]
-        values = every[0] if branches == 1 else np.concatenate([*every, np.zeros(0)])
-        return float(np.add.reduce(values) / values.size) if values.size else 0.0  # as values.mean(), sooner
+    def judged(rollout: Rollout) -> Rollout:
+        mean = next(means)
+        return rollout if mean == rollout.advantage else replace(rollout, advantage=mean)
 
-    judged = [
-        replace(g, rollouts=[replace(r, advantage=mean(len(s))) for r, s in zip(g.rollouts, of, strict=True)])
-        for g, of in zip(groups, own, strict=True)
-    ]
-    return judged, found
+    return [replace(g, rollouts=[*map(judged, g.rollouts)]) for g in groups], found
 
 
 def dead(samples: Sequence[Sample]) -> bool:
@@ -82,54 +110,43 @@ def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[
     return parts * algorithm.epochs
 
 
-def _sample(branch: Branch, rollout: Rollout, sequence: int, algorithm: AlgorithmSection) -> Sample:
-    """Return a branch's sample. It trains on the sampled tokens: not on truncated rollouts if overlong_filter is set,
-    and not on tokens whose log-prob is not finite. Those would spread to the group through a KL in the reward, and to
-    the whole step through whitening."""
-    length = sum([len(turn.context) + len(turn.completion.tokens) for turn in branch.turns])
-    tokens, behaviour = np.empty(length, np.int64), np.zeros(length)
-    mask, end = np.zeros(length, np.int64), 0
-    for turn in branch.turns:
-        begin = end + len(turn.context)
-        tokens[end:begin] = turn.context
-        end = begin + len(turn.completion.tokens)
-        tokens[begin:end] = np.fromiter(turn.completion.tokens, np.int64)  # sooner than np.array of a long list
-        behaviour[begin:end] = np.fromiter(turn.completion.logprobs, np.float64)
-        mask[begin:end] = 1
-    mask *= np.isfinite(behaviour)
-    if algorithm.overlong_filter and rollout.truncated:
-        mask[:] = 0
-    prompt = len(branch.turns[0].context)
-    return Sample(tokens, mask, {"behaviour": behaviour}, prompt, sequence, branch.kept)
+def _flat(values: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0), *values], dtype=np.float64)
 
 
-def _of_group(group: Group, own: Sequence[Sequence[Sample]], algorithm: AlgorithmSection) -> Arrays:
-    """Return the advantages of a group's samples: one per rollout or, with credit "turn", one per turn, on each of its
-    trained tokens. A KL in the reward is subtracted before the baseline, which is of the valid rollouts only."""
+def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
+    ends = lengths.cumsum()
+    return [flat[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
 
-    def relative(rewards: Sequence[float]) -> list[float]:
-        if algorithm.advantage == "leave_one_out":
-            return leave_one_out(rewards)
-        return group_relative(rewards, normalize_std=algorithm.normalize == "group")
 
-    valid = [(rollout, of) for rollout, of in zip(group.rollouts, own, strict=True) if rollout.valid]
-    if algorithm.credit == "outcome":
-        charged = algorithm.kl_in == "reward"
-        rewards = [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
-        levels = [[a] * len(of) for a, (_, of) in zip(relative(rewards), valid, strict=True)]
-    else:
-        returns = [_turn_returns(rollout, of, algorithm) for rollout, of in valid]
-        turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before
-        reached = [iter(relative([g for g in turn if g is not None])) for turn in turns]
-        levels = [
-            _by_turn(rollout, [next(reached[k]) for k in range(len(g))])
-            for (rollout, _), g in zip(valid, returns, strict=True)
-        ]
+Owned = Sequence[tuple[Rollout, Sequence[Sample]]]  # a group's valid rollouts, which its baseline is of
+
+
+def _of_rollouts(valid: Owned, algorithm: AlgorithmSection) -> list[float]:
+    """Return the advantage of each sample of a group, which is its rollout's. A KL in the reward is subtracted before
+    the baseline."""
+    charged = algorithm.kl_in == "reward"
+    rewards = [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
+    return [a for a, (_, of) in zip(_relative(rewards, algorithm), valid, strict=True) for _ in of]
+
+
+def _of_turns(valid: Owned, algorithm: AlgorithmSection) -> Arrays:
+    """Return the advantage of each token of a group's samples, which is its turn's: that of credit "turn". A KL in the
+    reward is subtracted before the baseline."""
+    returns = [_turn_returns(rollout, of, algorithm) for rollout, of in valid]
+    turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before
+    reached = [iter(_relative([g for g in turn if g is not None], algorithm)) for turn in turns]
     return [
-        np.where(np.asarray(s.mask) > 0, level, 0.0)
-        for (_, of), each in zip(valid, levels, strict=True)
-        for s, level in zip(of, each, strict=True)
+        level
+        for (rollout, _), g in zip(valid, returns, strict=True)
+        for level in _by_turn(rollout, [next(reached[k]) for k in range(len(g))])
     ]
+
+
+def _relative(rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
+    if algorithm.advantage == "leave_one_out":
+        return leave_one_out(rewards)
+    return group_relative(rewards, normalize_std=algorithm.normalize == "group")
 
 
 def _of_trajectory(

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -107,11 +108,12 @@ def unpack(
 def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together: int) -> None:
     if len(samples) % together:
         raise ValueError(f"expected a multiple of {together} samples, found {len(samples)}")
-    for i, s in enumerate(samples):
-        n = len(s.tokens)
-        for name, values in (("mask", s.mask), *s.columns.items(), *([("kept", s.kept)] if s.kept else [])):
-            if len(values) != n:  # a short list would shift the training data of every later sample
-                raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {len(values)}")
+    sizes = [len(s.tokens) for s in samples]
+    for name in ("mask", "kept", *(samples[0].columns if samples else ())):
+        entries = [_entries(s, name) for s in samples]
+        if entries != sizes:  # a short list would shift the training data of every later sample
+            i, n, found = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
+            raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {found}")
     units = places.reshape(-1, together).sum(1)
     if (units > seq_len).any():
         first = int(np.argmax(units > seq_len))
@@ -121,6 +123,12 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
             f"{what} take {unit} places, a packed row has {seq_len}; "
             f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
         )
+
+
+def _entries(sample: Sample, name: Literal["mask", "kept"] | Column) -> int:
+    if name == "kept":
+        return len(sample.kept or sample.tokens)
+    return len(sample.mask if name == "mask" else sample.columns[name])
 
 
 def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -52,8 +52,13 @@ def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len
     lengths = places.tolist()
     if together > 1:
         return [_layout(groups, lengths)]
-    splits = [[u for g in groups for u in _split(*g, lengths, seq_len // part)] for part in PARTS]
-    return [_layout(units, lengths) for n, units in enumerate(splits) if units not in splits[:n]]
+    layouts, largest = list[Layout](), seq_len + 1
+    for part in PARTS:
+        if largest > seq_len // part:  # else its units are those of the part before
+            units = [u for g in groups for u in _split(*g, lengths, seq_len // part)]
+            layouts.append(_layout(units, lengths))
+            largest = int(layouts[-1].units.max())
+    return layouts
 
 
 Group = tuple[int, list[int]]  # places of the shared prefix, and the samples that share it
@@ -62,8 +67,7 @@ Group = tuple[int, list[int]]  # places of the shared prefix, and the samples th
 def _groups(samples: Sequence[Sample]) -> list[Group]:
     """Return the samples by prompt, in the order of their first."""
     found: dict[tuple[int, bytes], list[int]] = {}
-    for i, sample in enumerate(samples):
-        prefix = _prefix(sample)
+    for i, (sample, prefix) in enumerate(zip(samples, _prefixes(samples), strict=True)):
         found.setdefault((prefix, _prompt(sample) if prefix else b"%d" % i), []).append(i)
     return [(prefix, members) for (prefix, _), members in found.items()]
 
@@ -71,17 +75,22 @@ def _groups(samples: Sequence[Sample]) -> list[Group]:
 def _pairs(samples: Sequence[Sample], places: np.ndarray, together: int) -> list[Group]:
     """Return consecutive samples. They share if their prompts are equal and no answer is empty: none may vanish."""
     groups: list[Group] = []
+    prefixes = _prefixes(samples)
     for i in range(0, len(samples), together):
         members = list(range(i, i + together))
         prompts = {_prompt(samples[m]) for m in members}
-        prefix = min(_prefix(samples[m]) for m in members) if len(prompts) == 1 else 0
+        prefix = min(prefixes[i : i + together]) if len(prompts) == 1 else 0
         groups.append((prefix if all(places[m] > prefix for m in members) else 0, members))
     return groups
 
 
-def _prefix(sample: Sample) -> int:
-    """Return the places of a sample that may be shared: none if a token of its prompt is trained on."""
-    return 0 if np.asarray(sample.mask[1 : sample.prompt]).any() else max(sample.prompt - 1, 0)
+def _prefixes(samples: Sequence[Sample]) -> list[int]:
+    """Return the places of each sample that may be shared: none if a token of its prompt is trained on."""
+    trained = np.append(0, np.concatenate([[], *(s.mask for s in samples)]).astype(bool).cumsum())
+    sizes, prompts = (np.array(n, np.int64) for n in ([len(s.tokens) for s in samples], [s.prompt for s in samples]))
+    begins = sizes.cumsum() - sizes
+    free = trained[begins + np.minimum(prompts, sizes)] == trained[begins + np.minimum(prompts, 1)]
+    return np.where(free, np.maximum(prompts - 1, 0), 0).tolist()
 
 
 def _prompt(sample: Sample) -> bytes:

@@ -24,7 +24,6 @@ resumes, and later events do not count. A checksum finds damage and bugs; it is 
 """
 
 import json
-import math
 import time
 import zlib
 from array import array
@@ -36,7 +35,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titan_rl.config.sections import Config
-from titan_rl.record.lines import LineFile, SelfClosing, whole_lines
+from titan_rl.record.lines import LineFile, SelfClosing, encode, whole_lines
 from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
 
 NAME = "ledger.jsonl"
@@ -98,11 +97,15 @@ class Ledger(SelfClosing):
         self, prompt: int, sample: int, attempt: int, turn: int, read: tuple[int, int], completion: Completion
     ) -> None:
         """An engine has answered turn `turn` of a rollout. `read`: number and checksum of the tokens before it."""
-        length, checksum = read
-        self._write(  # numbers only, so as json writes it, for a tenth of the time: a step may have thousands
-            f'{{"n":{self._lines},"event":"turn","prompt":{prompt},"sample":{sample},"attempt":{attempt},"turn":{turn},'
-            f'"read":[{length},{checksum}],"tokens":{len(completion.tokens)},'
-            f'"digest":{digest(completion.tokens, completion.versions)}}}'
+        self._append(
+            "turn",
+            prompt=prompt,
+            sample=sample,
+            attempt=attempt,
+            turn=turn,
+            read=read,
+            tokens=len(completion.tokens),
+            digest=digest(completion.tokens, completion.versions),
         )
 
     def sampled(self, prompt: int, completions: Sequence[Completion], turns: Sequence[Rollout] = ()) -> None:
@@ -126,8 +129,7 @@ class Ledger(SelfClosing):
         """Record the rewards; NaN: the rollout says nothing about the policy, and has none. `errors`: why the judge
         gave none, by sample."""
         more = {"errors": {str(sample): error[:MOST_ERROR] for sample, error in errors.items()}} if errors else {}
-        found = [None if math.isnan(reward) else reward for reward in rewards]
-        self._append("scored", prompt=prompt, rewards=found, **more)
+        self._append("scored", prompt=prompt, rewards=rewards, **more)
 
     def failed(self, prompt: int, attempt: int, error: str) -> None:
         """The prompt's judge raised an exception, or did not answer in time."""
@@ -154,10 +156,9 @@ class Ledger(SelfClosing):
         self._file.close()
 
     def _append(self, event: str, **fields: Any) -> None:
-        self._write(json.dumps({"n": self._lines, "event": event, **fields}, separators=(",", ":")))
+        self._write(encode({"n": self._lines, "event": event, **fields}))
 
-    def _write(self, event: str) -> None:
-        text = event.encode()
+    def _write(self, text: bytes) -> None:
         self._file.append([b"%08x %s" % (zlib.crc32(text), text)], flush=False)
         self._lines += 1
 

@@ -127,8 +127,8 @@ MALFORMED: dict[str, tuple[Change, str]] = {
         f"{NAME}, line 3 (admitted): prompt 1 was skipped",
     ),
     "ledger.jsonl: a reward that is not finite": (
-        ledger(lambda e: of(e, event="scored")["rewards"].__setitem__(0, float("inf"))),
-        "(scored): expected a valid rewards, found [inf",
+        raw(NAME, third(crc(b'{"n":2,"event":"scored","prompt":0,"rewards":[Infinity,0.0]}'))),
+        f"{NAME}, line 3 (scored): expected a valid rewards, found [inf",
     ),
     "ledger.jsonl: bounds that are none": (
         ledger(lambda e: e[0].update(bounds={"rollout.lag": 1})),
