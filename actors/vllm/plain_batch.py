@@ -24,7 +24,7 @@ import torch
 
 from titan_rl.actors.vllm.plain_blocks import PlainBlocks
 from titan_rl.actors.vllm.plain_model import PlainModel
-from titan_rl.actors.vllm.plain_samples import Entry, Left
+from titan_rl.actors.vllm.plain_samples import Entering, Entry, Left
 from titan_rl.actors.vllm.step_runner import unpenalized
 from titan_rl.actors.vllm.step_scheduler import Prefill, Sampled, Stepped
 from titan_rl.actors.vllm.vllm_args import stream_seed
@@ -183,7 +183,7 @@ class PlainBatch:
     def _enter(self, rows: int) -> None:
         """Let waiting samples have rows, in order, until one does not fit."""
         room, size, readers = self._max_tokens - rows, self._blocks.size, rows
-        read_by = dict[Any, int]()  # births, by the context that they read in this step
+        entering, read_by = list[Entering](), dict[Any, int]()  # births, by the context that they read in this step
         while self._waiting and rows < self._max_rows:
             entry = self._waiting[0]
             length, known = entry.start + len(entry.again), entry.hashes
@@ -198,45 +198,55 @@ class PlainBatch:
             count = min(wanted, len(entry.samples), self._max_rows - rows, self._blocks.fit(cached, new))
             count = min(count, room // reads) if reads else count
             if count == 0:
-                return
+                break
             numbers = self._blocks.take(cached, new, count)
             for own in numbers if len(known) > len(cached) else ():
                 self._blocks.keep(known, own, len(cached))
             if shares == READS:
                 read_by[entry.key] = self._births
                 readers += count
-            self._write(entry, numbers, len(cached) * size, shares)
+            samples = [entry.samples.popleft() for _ in range(count)]
+            entering.append(Entering(entry, samples, numbers, len(cached) * size, shares))
+            self._births += count
             rows, room = rows + count, room - count * reads
             if not entry.samples:
                 self._waiting.popleft()
+        if entering:
+            self._write(entering)
 
-    def _write(self, entry: Entry, numbers: np.ndarray, cached: int, shares: int) -> None:
-        """Write as many samples of an entry into rows as there are `numbers` of blocks."""
-        count, held = numbers.shape
+    def _write(self, entering: Sequence[Entering]) -> None:
+        """Write samples into rows, those of all entries at once."""
+        counts = [len(each.samples) for each in entering]
+        count, most, width = sum(counts), self._tokens.shape[1], self._numbers.shape[1]
         reused = self._free[:count]
         rows = np.array([*reused, *range(self._rows, self._rows + count - len(reused))])
         del self._free[:count]
         self._rows += count - len(reused)
-        request, context, begun = entry.request, entry.context, len(entry.begun)
-        sampling, most = request.sampling, self._tokens.shape[1]
-        ids, nths = zip(*(entry.samples.popleft() for _ in range(count)), strict=True)
-        seeds = [stream_seed(request.seeds[nth], begun) for nth in nths]
-        self._tokens[rows, : len(context)] = context
-        self._lengths[rows] = self._reported[rows] = len(context)
-        self._starts[rows] = entry.start
-        self._computed[rows] = cached
-        self._cached[rows], self._shares[rows] = cached if shares == READS else len(context), shares
-        self._table[rows, :held], self._held[rows] = numbers, held
-        self._temperatures[rows] = sampling.temperature
-        self._ends[rows] = min(entry.start + sampling.max_new_tokens - begun, most)
-        self._stop_rows[rows] = self._stop_row(sampling.stop_token_ids)
-        self._seeds[rows], self._nths[rows] = seeds, nths
-        self._births_of[rows] = range(self._births, self._births + count)
-        self._births += count
-        self._ids[rows] = ids
-        for row in rows:
-            self._entries[row], self._hashes[row] = entry, entry.hashes
-        self._draw(rows, len(entry.again) // self._numbers.shape[1] * self._numbers.shape[1])
+        self._births_of[rows] = range(self._births - count, self._births)
+        facts, own = list[tuple[float, ...]](), np.split(rows, np.cumsum(counts)[:-1])
+        together = dict[tuple[int, ...], list[np.ndarray]]()  # rows that draw as many numbers after as many
+        for (entry, samples, numbers, cached, shares), at in zip(entering, own, strict=True):
+            request, sampling = entry.request, entry.request.sampling
+            context, begun, held = entry.context, len(entry.begun), numbers.shape[1]
+            self._tokens[at, : len(context)], self._table[at, :held] = context, numbers
+            end = min(entry.start + sampling.max_new_tokens - begun, most)
+            found = cached if shares == READS else len(context)
+            stops = self._stop_row(sampling.stop_token_ids)
+            facts.append((len(context), entry.start, cached, found, shares, held, end, stops, sampling.temperature))
+            for row, (id, nth) in zip(at.tolist(), samples, strict=True):
+                self._ids[row], self._nths[row], self._seeds[row] = id, nth, stream_seed(request.seeds[nth], begun)
+                self._entries[row], self._hashes[row] = entry, entry.hashes
+            drawn = len(entry.again) // width * width
+            together.setdefault((drawn, end - entry.start, sampling.temperature == 0), []).append(at)
+        columns = (
+            *(self._lengths, self._starts, self._computed, self._cached, self._shares, self._held, self._ends),
+            *(self._stop_rows, self._temperatures),
+        )
+        for column, values in zip(columns, zip(*facts, strict=True), strict=True):
+            column[rows] = np.repeat(values, counts)
+        self._reported[rows] = self._lengths[rows]
+        for (drawn, *_), each in together.items():
+            self._draw(np.concatenate(each), drawn)
 
     def _stop_row(self, stops: tuple[int, ...]) -> int:
         if (row := self._stops.get(stops)) is None:

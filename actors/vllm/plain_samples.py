@@ -30,6 +30,16 @@ class Entry:
         return [*self.request.tokens, *self.begun, *self.again]
 
 
+class Entering(NamedTuple):
+    """Samples of an entry that get rows."""
+
+    entry: Entry
+    samples: Sequence[tuple[str, int]]
+    numbers: Any  # of their blocks  # [samples, blocks]
+    cached: int  # tokens whose keys and values the blocks have
+    shares: int  # the birth of the row that reads for them
+
+
 class Left(NamedTuple):
     """A sample that vLLM goes on with."""
 
