@@ -152,7 +152,8 @@ class TitanModel:
         model = sharded_model(self.spec, self.config, self.titan, self.dims)
         reshard = self.titan.parallelism.fsdp_reshard_after_forward
         self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size, reshard)
-        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
+        seconds = self.config.comm.init_timeout_seconds  # as gloo's
+        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once, seconds=seconds)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded
