@@ -22,13 +22,14 @@ WAYS = (TORCH, VLLM, OURS, LAG, TRL)
 PARTS = ("generation", "training", "sync", "rest")
 AFTER = 1  # step at the end of a run that is not measured: at lag 1, nothing is left to generate
 THREADS = str(len(os.sched_getaffinity(0)))
+# Threads of others than our ranks wait as OpenMP has them wait: with OMP_WAIT_POLICY=PASSIVE a step of TRL takes 1.25
+# times as long, if nothing else uses the cores.
 ENV = {
     **launch_env.ENV,
     **vllm_cpu.ENV,
     "PYTHONPATH": f"{SCRIPTS.parent}:{SCRIPTS}",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": THREADS,
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin slow each other down many times over on busy cores
 }
 LAG_KEYS = {"rollout.lag": 1, "parallelism.data_parallel_shard_degree": 1}  # as in grpo_llama_async
 
