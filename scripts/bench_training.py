@@ -72,7 +72,7 @@ class Ranks:
         own = {"OMP_NUM_THREADS": str(threads), MEETING: f"{settings.dump_folder}/meeting", "WORLD_SIZE": str(count)}
         env = {**os.environ, **WORKER_ENV, **own, "LOCAL_WORLD_SIZE": str(count)}
         if kind == "bare":
-            del env["OMP_WAIT_POLICY"]  # of our ranks; alone on its cores, torch takes 1.15 times as long with it
+            del env["OMP_WAIT_POLICY"]  # which our ranks need, and which slows torch down alone on its cores
         env["PYTHONPATH"] = os.pathsep.join([SCRIPTS, str(Path(SCRIPTS).parent)])
         command = [sys.executable, "-m", "bench.training_ranks", kind, json.dumps(asdict(settings))]
         self._ranks = [

@@ -71,7 +71,7 @@ def test_a_rank_that_ends_is_named_long_before_the_deadline() -> None:
         other = stack.enter_context(subprocess.Popen(["sleep", "60"], pass_fds=[others]))
         group = HostGroup(0, [Offer(HERE, os.getpid(), own), Offer(HERE, other.pid, others)], SLOT, 30.0)
         Timer(0.2, other.kill).start()
-        with pytest.raises(RuntimeError, match=f"process {other.pid}, a rank of this mesh, has ended"):
+        with pytest.raises(RuntimeError, match=f"rank 1 of this mesh, process {other.pid}, has ended"):
             group.all_gather(torch.empty(2), torch.ones(1))
         group.close()
 
