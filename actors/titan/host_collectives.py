@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.logging import logger
 
 from titan_rl.actors.sync.transport import PAGE, mapped
+from titan_rl.actors.titan.private import gathers_together
 from titan_rl.wire.cores import here
 
 SLOT_BYTES = 4 << 20  # slots of larger tensors are filled more than once
@@ -120,8 +121,8 @@ class HostCollectives:
         self._seconds, self._slot_bytes = seconds, slot_bytes
 
     def serve(self, module: FSDPModule) -> None:
-        """Let a module use them, where they are safe."""
-        if IN_ORDER:
+        """Let a module use them, where they are safe, and where FSDP2 lets it: not if some of its experts are dealt."""
+        if IN_ORDER and gathers_together(module):
             module.set_custom_all_gather(AllGather(self))  # pyright: ignore[reportArgumentType]: a private base class
             module.set_custom_reduce_scatter(ReduceScatter(self))  # pyright: ignore[reportArgumentType]
 

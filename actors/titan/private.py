@@ -6,7 +6,7 @@ StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 drop_unsharded_gradients
     FSDP2 has no public way to drop the gradients of backwards that did not sync: zero_grad() sees shards only.
-group_sizes
+gathers_together, group_sizes
     FSDP2 has no public way to tell which parameters it gathers together, and how large they are then.
 forget_shardings
     DTensor remembers how it sharded the results of operations, and with them the meshes of an earlier process group.
@@ -42,6 +42,7 @@ __all__ = [
     "StridedShard",
     "drop_unsharded_gradients",
     "forget_shardings",
+    "gathers_together",
     "group_sizes",
     "trainer_not_imported",
 ]
@@ -70,6 +71,11 @@ def drop_unsharded_gradients(model: torch.nn.Module) -> None:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):  # it was gathered before
                     parameter._unsharded_param.grad = None
+
+
+def gathers_together(module: FSDPModule) -> bool:
+    """Return whether FSDP2 gathers all of a module's own parameters together: not where experts are dealt to ranks."""
+    return len(module._get_fsdp_state()._fsdp_param_groups) == 1
 
 
 def group_sizes(model: torch.nn.Module) -> dict[str, int]:

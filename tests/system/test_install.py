@@ -149,6 +149,7 @@ def test_pips_settings_are_read_from_its_files_and_variables(tmp_path: Path, mon
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_", "SSL_CERT"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path))  # the machine's own settings are not the test's
     monkeypatch.setenv("PIP_FIND_LINKS", "/z")
     settings = install.pip_settings()
     monkeypatch.setenv("UV_HTTP_TIMEOUT", "60")
