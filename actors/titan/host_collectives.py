@@ -28,14 +28,9 @@ from titan_rl.wire.cores import here
 
 SLOT_BYTES = 4 << 20  # slots of larger tensors are filled more than once
 TURNS = 2
-NAPS, NAP = (
-    200,
-    20e-6,
-)  # how often a rank that waits sleeps, and for how many seconds, before it looks once a millisecond
-IN_ORDER = platform.machine() in (
-    "x86_64",
-    "AMD64",
-)  # other ranks see a rank's writes in the order in which it made them
+NAPS, NAP = 200, 20e-6  # naps of a rank that waits, and their seconds; after them it looks once a millisecond
+# On these CPUs other ranks see a rank's writes in the order in which it made them: the bytes before the count.
+IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 
 class Offer(NamedTuple):

@@ -1,4 +1,4 @@
-"""Collectives through shared memory. Here ranks are threads; in tests/system/test_host_collectives.py processes."""
+"""Collectives through shared memory. Here ranks are threads; in tests/system/test_rank_models.py processes."""
 
 import os
 import subprocess
