@@ -91,17 +91,17 @@ class ExactTokenHead(heads.TokenHead):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        asked, on_BL = self._question, self._question.on_BL
+        asked, on_BT = self._question, self._question.on_BT
         answers_T = block_token_logprob(
-            input[on_BL],
+            input.flatten(0, 1)[asked.places_BT[on_BT]],
             self.weight,
-            asked.targets_BL[on_BL],
+            asked.targets_BT[on_BT],
             asked.temperature,
             with_entropy_grad=asked.with_entropy_grad,
             float32_logits=asked.float32_logits,
             kept=asked.kept_bits(len(self.weight)),
         )
-        return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
+        return tuple(x_T.new_zeros(on_BT.shape).masked_scatter(on_BT, x_T) for x_T in answers_T)
 
 
 @override(target=Linear.Config, fqns=["layers.*.attention.*"], description="Products in blocks of rows.")

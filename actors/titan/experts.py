@@ -47,7 +47,7 @@ def _grouped(x_RI: torch.Tensor, w_EOI: torch.Tensor, ends_E: torch.Tensor) -> t
 class Router(TokenChoiceTopKRouter):
     """Chooses the experts with the largest probabilities, in float32 from logits in the dtype of the forward."""
 
-    counted_BL: torch.Tensor | None = None  # positive at the places whose experts are counted
+    counted_BL: torch.Tensor | None = None  # how often the experts of each place are counted
     routed_E: torch.Tensor  # tokens counted for each expert, on this rank
 
     @dataclass(kw_only=True, slots=True)
@@ -75,8 +75,8 @@ class Router(TokenChoiceTopKRouter):
                 if placement.is_shard(1):  # this rank routes a part of the row
                     counted_BL = counted_BL.chunk(mesh.size(dim), 1)[mesh.get_local_rank(dim)]
             ids_BLK = ids_BLK.to_local()
-        on_BLK = (counted_BL > 0).float()[..., None].expand_as(ids_BLK)
-        self.routed_E.index_add_(0, ids_BLK.flatten(), on_BLK.flatten())
+        times_BLK = counted_BL[..., None].expand_as(ids_BLK)
+        self.routed_E.index_add_(0, ids_BLK.flatten(), times_BLK.flatten())
 
 
 class Mixture(MoE):
@@ -95,8 +95,8 @@ class Mixture(MoE):
 
 
 def count_routes(model: nn.Module, counted_BL: torch.Tensor | None) -> None:
-    """Make the routers of a model count the tokens of each expert in the next forward, at the places where `counted_BL`
-    is positive, or nowhere."""
+    """Make the routers of a model count the tokens of each expert in the next forward, each place as often as
+    `counted_BL` says, or nowhere."""
     for router in model.modules():
         if isinstance(router, Router):
             router.counted_BL = counted_BL

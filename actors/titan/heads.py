@@ -25,25 +25,27 @@ from titan_rl.wire.model_families import Head
 class Question(NamedTuple):
     """What a forward of the head answers."""
 
-    targets_BL: torch.Tensor
-    on_BL: torch.Tensor  # places to answer for
+    targets_BT: torch.Tensor
+    places_BT: torch.Tensor  # where each is predicted, in the flattened rows
+    on_BT: torch.Tensor  # targets to answer for
     temperature: float
     with_entropy_grad: bool = False
     float32_logits: bool = False
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of truncated sampling: counts [B * L], ids (kept_bits.py)
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of truncated sampling: counts [B * T], ids (kept_bits.py)
 
     def kept_bits(self, vocabulary: int, start: int = 0) -> torch.Tensor | None:
-        """Return the masks of the places that are on, over `vocabulary` ids from `start` on."""
+        """Return the masks of the targets that are on, over `vocabulary` ids from `start` on."""
         if self.kept is None:
             return None
-        counts_N, ids_P = self.kept  # places that are off have no ids
-        return kept_bits(counts_N[self.on_BL.flatten()], ids_P, vocabulary, start)
+        counts_N, ids_P = self.kept  # targets that are off have no ids
+        return kept_bits(counts_N[self.on_BT.flatten()], ids_P, vocabulary, start)
 
 
 class TokenHead(Linear):
     """The vocabulary projection, which returns log-probs of given targets. Under TP each rank has some of its rows.
 
-    Only positions under the mask are projected: prompts, tool output and padding cost nothing here, and return 0.
+    Only places with a target under the mask are projected: prompts, tool output and padding cost nothing here, and
+    return 0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class TokenHead(Linear):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        asked, on_BL = self._question, self._question.on_BL
+        asked, on_BT = self._question, self._question.on_BT
         hidden_BLD, weight_VD, shard, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
@@ -79,16 +81,16 @@ class TokenHead(Linear):
         if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
         answers_T = token_logprob(
-            hidden_BLD[on_BL],
+            hidden_BLD.flatten(0, 1)[asked.places_BT[on_BT]],
             weight_VD,
-            asked.targets_BL[on_BL],
+            asked.targets_BT[on_BT],
             asked.temperature,
             shard=shard,
             with_entropy_grad=asked.with_entropy_grad,
             float32_logits=asked.float32_logits,
             kept=asked.kept_bits(len(weight_VD), start),
         )
-        return tuple(x_T.new_zeros(on_BL.shape).masked_scatter(on_BL, x_T) for x_T in answers_T)
+        return tuple(x_T.new_zeros(on_BT.shape).masked_scatter(on_BT, x_T) for x_T in answers_T)
 
 
 class ValueHead(Linear):

@@ -21,7 +21,7 @@ class Instruments:
         config = model.config
         record_titan_spans()
         self.tokens = 0  # that this rank's forward has seen in the step, padding included, as TorchTitan counts
-        self.unshared = 0  # that it would have seen without shared prompts
+        self.unshared = 0  # that it would have seen if samples shared none
         self._garbage = GarbageCollection(gc_freq=config.training.gc_freq)
         self._profiler = Profiler(
             shared_keys(Profiler.Config, config.profiling),

@@ -175,26 +175,27 @@ class TitanModel:
     def logprobs(
         self, rows: "DeviceRows", *, temperature: float, with_entropy_grad: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-prob of each target under the mask and entropy of its distribution, [B, L] float32 each."""
+        """Return log-prob of each target under the mask and entropy of its distribution, [B, T] float32 each."""
         head: heads.TokenHead = self.model.lm_head
         float32 = self.config.model.head_dtype == "float32"
-        question = heads.Question(rows.targets, rows.mask > 0, temperature, with_entropy_grad, float32, rows.kept)
+        on = rows.mask > 0
+        question = heads.Question(rows.targets, rows.places, on, temperature, with_entropy_grad, float32, rows.kept)
         with head.asked(question), self.context():
             return self._forward(rows)
 
     def values(self, rows: "DeviceRows") -> torch.Tensor:
-        """Return the value of each position, [B, L] float32."""
+        """Return the value at the place of each target, [B, T] float32."""
         with self.context():
-            return self._forward(rows)
+            return self._forward(rows).flatten()[rows.places]
 
     def _forward(self, rows: "DeviceRows") -> Any:
         if self.shape.experts:  # of trained tokens, and only where they are trained
-            experts.count_routes(self.model, rows.mask if torch.is_grad_enabled() else None)
+            experts.count_routes(self.model, rows.trained_at if torch.is_grad_enabled() else None)
         masks = document_attention.masks_of(self.model, rows.segments, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
 
     def score(self, rows: Rows, *, temperature: float = 1.0) -> Any:
-        """Return the values, or the log-probs of the targets, as [B, L] numpy, without building a graph."""
+        """Return the values, or the log-probs of the targets, as [B, T] numpy, without building a graph."""
         placed = DeviceRows.of(rows, self.device)
         with torch.no_grad():
             if self.shape.head == "value":
@@ -306,17 +307,24 @@ class DeviceRows:
     tokens: torch.Tensor
     positions: torch.Tensor
     targets: torch.Tensor
+    places: torch.Tensor
     mask: torch.Tensor
     weights: torch.Tensor
     sequences: torch.Tensor
     count: int  # of sequences
     columns: dict[Any, torch.Tensor]
     segments: np.ndarray
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * L] and ids, if sampling was truncated
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated
+
+    @property
+    def trained_at(self) -> torch.Tensor:
+        """Return how many trained targets each place predicts, [B, L]."""
+        counts = self.mask.new_zeros(self.tokens.numel())
+        return counts.index_add_(0, self.places.flatten(), self.mask.flatten()).view(self.tokens.shape)
 
     @classmethod
     def of(cls, rows: Rows, device: torch.device) -> "DeviceRows":
-        names = ("tokens", "positions", "targets", "mask", "weights", "sequences")
+        names = ("tokens", "positions", "targets", "places", "mask", "weights", "sequences")
         placed = {name: torch.from_numpy(getattr(rows, name)).to(device, non_blocking=True) for name in names}
         columns = {name: torch.from_numpy(c).to(device, non_blocking=True) for name, c in rows.columns.items()}
         kept = None

@@ -86,16 +86,16 @@ class Objectives:
         )
 
 
-def add_comparison(statistics: Statistics, logprob_BL: torch.Tensor, rows: DeviceRows) -> None:
+def add_comparison(statistics: Statistics, logprob_BT: torch.Tensor, rows: DeviceRows) -> None:
     """Compare the log-probs of tokens that the trained policy itself has sampled, for exact mode."""
-    current_BL, behaviour_BL = rows.columns["current"], rows.columns["behaviour"]
-    compared_BL = (rows.mask > 0) & (current_BL >= 0)
-    gap_BL = (logprob_BL - behaviour_BL).abs().nan_to_num(nan=torch.inf)
-    gap_BL = torch.where(compared_BL, gap_BL, torch.zeros_like(gap_BL))
-    at = int(gap_BL.argmax())
-    columns = gap_BL, current_BL, rows.positions + 1, logprob_BL, behaviour_BL
+    current_BT, behaviour_BT = rows.columns["current"], rows.columns["behaviour"]
+    compared_BT = (rows.mask > 0) & (current_BT >= 0)
+    gap_BT = (logprob_BT - behaviour_BT).abs().nan_to_num(nan=torch.inf)
+    gap_BT = torch.where(compared_BT, gap_BT, torch.zeros_like(gap_BT))
+    at = int(gap_BT.argmax())
+    columns = gap_BT, current_BT, rows.positions.flatten()[rows.places] + 1, logprob_BT, behaviour_BT
     statistics.records["exact"] = torch.stack([column.flatten()[at].double() for column in columns])
-    statistics.tokens["exact/compared"] = compared_BL.sum()
+    statistics.tokens["exact/compared"] = compared_BT.sum()
 
 
 def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:

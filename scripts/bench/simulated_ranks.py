@@ -211,7 +211,7 @@ class SimulatedTrainer(Actor):
 
     @in_turn
     async def scores(self, batch: Batch, temperature: float, lent: str) -> "tuple[list[np.ndarray], int]":
-        return [np.full(rows.positions.shape, LOGPROB, np.float32) for rows in batch.microbatches], 0
+        return [np.full(rows.targets.shape, LOGPROB, np.float32) for rows in batch.microbatches], 0
 
     @in_turn
     async def save(self, step: int, controller: str, on_disk: bool) -> None: ...

@@ -89,8 +89,8 @@ def fill(batches: Sequence[Batch]) -> float:
 
 @st.composite
 def groups_of(draw: st.DrawFn, prompt: int, answer: int, members: int = 0) -> list[Sample]:
-    """Return groups with prompts and answers of up to so many tokens: some answers are empty, some tokens or whole
-    answers are not trained on, and some groups have equal prompts."""
+    """Return groups with prompts and answers of up to so many tokens: some answers are empty or equal, some tokens or
+    whole answers are not trained on, and some groups have equal prompts."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     made = []
     for size in draw(st.lists(st.integers(1, prompt), max_size=6)):
@@ -100,6 +100,6 @@ def groups_of(draw: st.DrawFn, prompt: int, answer: int, members: int = 0) -> li
             mask = [0] * size + (rng.random(n - size) < rng.choice([0.0, 0.8, 1.0])).astype(int).tolist()
             values = rng.standard_normal((3, n)).astype(np.float32)
             columns = {"behaviour": -4 + 0.1 * values[0], "reference": -4 + 0.1 * values[1], "advantage": values[2]}
-            tokens = asked + rng.integers(0, 50, n - size).tolist()
+            tokens = asked + rng.integers(0, rng.choice([2, 50]), n - size).tolist()
             made.append(Sample(tokens, mask, {}, size).with_columns(**columns))
     return made

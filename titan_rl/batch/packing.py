@@ -1,11 +1,11 @@
 """Packs token sequences of any length into microbatches of one shape, and returns per-token answers to their samples.
 
-    samples -> pack -> one Batch per data-parallel rank, all with the same number of [B, L] microbatches
-    samples <- unpack <- one [B, L] array per microbatch
+    samples -> pack -> one Batch per data-parallel rank, all with the same number of microbatches
+    samples <- unpack <- one array per microbatch
 
-A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], whose mask and columns
-are at place i. So a document's first token is read, but is never a target. Documents may share the places of a common
-prompt: prefixes.py.
+A document of n tokens takes n - 1 places: place i reads tokens[i] and predicts tokens[i + 1], its target. So a
+document's first token is read, but is never a target. Documents may share places, which then predict several targets
+each: prefixes.py.
 """
 
 from bisect import bisect_left, insort
@@ -92,8 +92,8 @@ def divisor(aggregation: Aggregation, tokens: int, sequences: int) -> int:
 def unpack(
     batches: Sequence[Batch], answers: Sequence[Sequence[np.ndarray]], samples: Sequence[Sample]
 ) -> list[np.ndarray]:
-    """Return per-place answers, given by batch and microbatch, as one float32 array per sample. A sample's first token
-    is never a target and gets 0."""
+    """Return the answers for targets, given by batch and microbatch, as one float32 array per sample. A sample's first
+    token is never a target and gets 0."""
     sizes = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)
     ends = sizes.cumsum()
     begins, flat = ends - sizes, np.zeros(sizes.sum(), np.float32)
@@ -101,7 +101,7 @@ def unpack(
         for rows, values in zip(batch.microbatches, answered, strict=True):
             filled = rows.sequences >= 0
             owner = rows.samples[rows.sequences[filled]]
-            flat[begins[owner] + rows.positions[filled] + 1] = values[filled]
+            flat[begins[owner] + rows.positions.reshape(-1)[rows.places[filled]] + 1] = values[filled]
     return [flat[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
 
@@ -131,44 +131,55 @@ def _entries(sample: Sample, name: Literal["mask", "kept"] | Column) -> int:
     return len(sample.mask if name == "mask" else sample.columns[name])
 
 
-def _best_fit(places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and offset of each unit: longest first, each into the fullest row that has room for it. Deterministic,
-    and O(n log n), whereas first-fit scans every open row."""
-    order = np.argsort(-places, kind="stable")
-    rows, offsets, _ = _filled(places, capacity)
+def _best_fit(needs: np.ndarray, places: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and offset of each unit: the neediest first, each into the fullest row that has room for it.
+    Deterministic, and O(n log n), whereas first-fit scans every open row."""
+    order = np.argsort(-needs, kind="stable")
     row, offset = np.empty_like(places), np.empty_like(places)
-    row[order], offset[order] = rows, offsets
+    row[order] = rows = np.array(_filled(needs, capacity)[0], np.int64)
+    offset[order] = _offsets(rows, places[order])
     return row, offset
 
 
-def _filled(places: np.ndarray, capacity: int) -> tuple[list[int], list[int], int]:
-    """Return row and offset of each unit, from the longest on, and the number of rows. Units of one size go together: a
-    row that has taken one stays the fullest with room for the next."""
+def _offsets(rows: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return where each of these parts begins in its row, if a row takes its parts in this order."""
+    order = np.argsort(rows, kind="stable")
+    begins = np.append(0, sizes[order].cumsum())[:-1]
+    own, offset = rows[order], np.empty_like(sizes)
+    offset[order] = begins - begins[np.searchsorted(own, own)] if len(own) else begins
+    return offset
+
+
+def _filled(needs: np.ndarray, capacity: int) -> tuple[list[int], int]:
+    """Return the row of each unit, from the neediest on, and the number of rows. Units of one size go together: a row
+    that has taken one stays the fullest with room for the next."""
     rows: list[int] = []
-    offsets: list[int] = []
     rooms: list[tuple[int, int]] = []  # (free places, row), ascending
-    for size, left in sorted(Counter(places.tolist()).items(), reverse=True):
+    for size, left in sorted(Counter(needs.tolist()).items(), reverse=True):
         while left:
             fits = bisect_left(rooms, (size,))
             room, row = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
             count = min(left, room // max(size, 1) or 1)
             rows += [row] * count
-            offsets += [capacity - room + size * i for i in range(count)]
             insort(rooms, (room - size * count, row))
             left -= count
-    return rows, offsets, len(rooms)
+    return rows, len(rooms)
 
 
-def _rows_needed(places: np.ndarray, capacity: int) -> int:
-    return _filled(places, capacity)[2]
+def _rows_needed(needs: np.ndarray, capacity: int) -> int:
+    return _filled(needs, capacity)[1]
 
 
-def _shortest(places: np.ndarray, seq_len: int, slots: int) -> int:
+def _shortest(needs: np.ndarray, seq_len: int, slots: int) -> int:
     """Return the shortest aligned row length at which the units fit into `slots` rows. They do at seq_len."""
-    least = max(int(places.max(initial=1)), -(-int(places.sum()) // slots))
-    lengths = range(-(-least // ALIGN) * ALIGN, seq_len, ALIGN)
-    first = bisect_left(lengths, True, key=lambda length: _rows_needed(places, length) <= slots)
+    least = max(int(needs.max(initial=1)), -(-int(needs.sum()) // slots))
+    lengths = range(_aligned(least), seq_len, ALIGN)
+    first = bisect_left(lengths, True, key=lambda length: _rows_needed(needs, length) <= slots)
     return lengths[first] if first < len(lengths) else seq_len
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +190,8 @@ class _Fit:
     rows: int  # of a microbatch
     slots: int
     length: int
+    unit_row: np.ndarray
+    unit_offset: np.ndarray
 
     @property
     def places(self) -> int:
@@ -186,56 +199,65 @@ class _Fit:
 
 
 def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> _Fit:
-    needed, most = max(_rows_needed(layout.units, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
+    needs, units = layout.needs, layout.units
+    needed, most = max(_rows_needed(needs, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
     rounds = -(-needed // (shards * most))
     own = -(-needed // (shards * rounds)) if isinstance(rows, UpTo) else most
     slots = rounds * shards * own
-    return _Fit(layout, own, slots, _shortest(layout.units, seq_len, slots))
+    length = _shortest(needs, seq_len, slots)
+    row, offset = _best_fit(needs, units, length)
+    if (needs > units).any():  # the places alone may need less
+        length = min(length, _aligned(max(int((offset + units).max()), 1)))
+    return _Fit(layout, own, slots, length, row, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """All rows of the step, fullest first; each array is [slots, length]."""
+    """All rows of the step, fullest first."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray  # [slots, L], as positions
     positions: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-    owner: np.ndarray  # the place's sample; -1 is padding or a prefix
-    columns: dict[Column, np.ndarray]
     segments: np.ndarray  # [G, 5]: row, offset in it, length; offset and length of its prefix
-    source: np.ndarray  # the place's target among the tokens of all samples; -1 is padding
-    kept: KeptSets | None  # of the tokens of all samples, and of -1 and the one before
+    targets: np.ndarray  # [slots, T], as all that follow
+    places: np.ndarray  # the place in the row that predicts the target
+    mask: np.ndarray
+    owner: np.ndarray  # the target's sample; -1 is padding
+    columns: dict[Column, np.ndarray]
+    source: np.ndarray  # the target among the tokens of all samples; -1 is padding
+    kept: KeptSets | None  # of the tokens of all samples, and of -1
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
-    at, length, slots = fit.layout, fit.length, fit.slots
-    unit_row, unit_offset = _best_fit(at.units, length)
-    filled = np.bincount(unit_row, weights=at.units, minlength=slots).astype(np.int64)  # [slots]
+    at, to, length, slots = fit.layout, fit.layout.targets, fit.length, fit.slots
+    filled = np.bincount(fit.unit_row, weights=at.units, minlength=slots).astype(np.int64)  # [slots]
     fullest = np.argsort(-filled, kind="stable")
-    row = np.argsort(fullest)[unit_row][at.unit]  # a permutation's argsort is its inverse
+    unit_row = np.argsort(fullest)[fit.unit_row]  # a permutation's argsort is its inverse
     before = at.length.cumsum() - at.length  # of the segment, in all
-    offset = unit_offset[at.unit] + before - (at.units.cumsum() - at.units)[at.unit]
+    row, offset = unit_row[at.unit], fit.unit_offset[at.unit] + before - (at.units.cumsum() - at.units)[at.unit]
+    order = np.lexsort((fit.unit_offset[at.unit[to.segment]], row[to.segment]))  # of the runs, as their units lie
+    run_row, run = row[to.segment[order]], to.length[order]
+    run_offset = _offsets(run_row, run)
 
-    # Per place, [P]: its position in its sample, its destination, and the flat source token that it predicts.
+    # Per place, [P], and per target, [Q]: its destination, and its flat token, which the place reads.
     sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
-    within = np.arange(at.length.sum()) - np.repeat(before, at.length)
+    starts = sizes.cumsum() - sizes
+    goes, within = _spread(row * length + offset, at.length), _spread(0 * at.start, at.length)
     position = np.repeat(at.start, at.length) + within
-    goes = np.repeat(row * length + offset, at.length) + within
-    target = np.repeat((sizes.cumsum() - sizes)[at.sample], at.length) + position + 1
+    most = int((run_offset + run).max(initial=1))
+    width = length if most <= length else _aligned(most)  # of the targets
+    target_goes = _spread(run_row * width + run_offset, run)
 
-    source = np.full((slots, length), -1)  # of a place: the flat token that it predicts; -1 and the one before: padding
-    source.reshape(-1)[goes] = target
-
-    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
-        return np.concatenate([*values, [padding] * 2], dtype=dtype, casting="unsafe")
-
-    def block(values: np.ndarray, padding: np.ndarray | float) -> np.ndarray:
-        out = np.empty((slots, length), values.dtype)
+    def block(goes: np.ndarray, wide: int, values: np.ndarray, padding: np.ndarray | int) -> np.ndarray:
+        out = np.empty((slots, wide), values.dtype)
         out[:] = padding
         out.reshape(-1)[goes] = values
         return out
 
+    def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
+        return np.concatenate([*values, [padding]], dtype=dtype, casting="unsafe")
+
+    reads = block(goes, length, np.repeat(starts[at.sample], at.length) + position, -1)
+    source = block(target_goes, width, _spread((starts[to.sample] + to.start)[order], run) + 1, -1)
     tokens = flat((s.tokens for s in samples), np.int64, pad_id)
     mask = flat((s.mask for s in samples), np.float32)[source]
     names = samples[0].columns if samples else ()
@@ -244,23 +266,31 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     }
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
+    place = _spread((offset[to.segment] + to.offset)[order], run)
     return _Block(
-        tokens=tokens[source - 1],
-        positions=block(position, np.arange(length) - filled[fullest, None]),  # padding is a document of its own
-        targets=tokens[source],
-        mask=mask,
-        owner=block(np.repeat(at.owner, at.length), -1),
-        columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
+        tokens=tokens[reads],
+        positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
         segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
+        targets=tokens[source],
+        places=block(target_goes, width, place, np.minimum(np.arange(width), length - 1)),
+        mask=mask,
+        owner=block(target_goes, width, np.repeat(to.sample[order], run), -1),
+        columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         source=source,
         kept=_kept(samples),
     )
 
 
+def _spread(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the numbers from each beginning on, as many as its length."""
+    before = lengths.cumsum() - lengths
+    return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
+
+
 def _kept(samples: Sequence[Sample]) -> KeptSets | None:
     if all(s.kept is None for s in samples):
         return None
-    return KeptSets.joined([*(s.kept or KeptSets.whole(len(s.tokens)) for s in samples), KeptSets.whole(2)])
+    return KeptSets.joined([*(s.kept or KeptSets.whole(len(s.tokens)) for s in samples), KeptSets.whole(1)])
 
 
 def _written(at: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -302,12 +332,14 @@ def _take(block: _Block, weights: np.ndarray, numbers: np.ndarray) -> Rows:
     index = np.full(len(block.tokens), -1)  # row -> its number in this microbatch
     index[numbers] = np.arange(len(numbers))
     segments = block.segments[index[block.segments[:, 0]] >= 0]
-    begins = index[segments[:, 0]] * block.tokens.shape[1]
+    length = block.tokens.shape[1]
+    begins = index[segments[:, 0]] * length
     segments = np.stack([begins + segments[:, 1], segments[:, 2], begins + segments[:, 3], segments[:, 4]], 1)
     return Rows(
         tokens=block.tokens[numbers],
         positions=block.positions[numbers],
         targets=block.targets[numbers],
+        places=block.places[numbers] + np.arange(len(numbers))[:, None] * length,
         mask=block.mask[numbers],
         weights=weights[numbers],
         sequences=np.where(owner >= 0, np.searchsorted(samples, owner), -1),

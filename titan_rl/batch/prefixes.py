@@ -1,12 +1,12 @@
-"""Decides which samples share a copy of their prompt in a packed row.
+"""Decides which places of a packed row samples share: those of their prompt, and of all they have in common.
 
-    plain     p0 p1 p2 a0 a1   p0 p1 p2 b0 b1
-    shared    p0 p1 | p2 a0 a1 | p2 b0 b1          positions 0 1 | 2 3 4 | 2 3 4
+    plain     p0 p1 p2 a0 | p0 p1 p2 b0 | p0 p1 p2 a0     the samples p a0 a1, p b0 b1 and p a0 a2
+    shared    p0 p1 p2 | a0 | b0                          p2 predicts a0, b0 and a0; a0's place a1 and a2
 
-A segment is a run of places of one sample. A prefix is a segment without an owner, which has no targets: the prompt
-without its last token. Each answer's segment begins with that last token, whose place predicts the first sampled token,
-and attends to the prefix and to itself. So every place still has one target, and every token sees what it would see in
-a document of its own: the results are the same, to rounding.
+A segment is a run of places. A prefix is a segment with the prompt. Each answer's segment begins with its first token,
+and attends to the prefix and to itself; answers that differ in nothing or in their last token, which no place reads,
+have one segment. A target is predicted at a place that has read the same tokens as in a document of its own: the
+results are the same, to rounding.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,18 @@ from titan_rl.wire.types import Sample
 
 PARTS = (1, 2, 4, 8)  # units of at most this part of a row are tried: small ones fill rows and ranks more evenly
 MOST_KEYS = 16  # per place of a unit: attention copies a prefix's keys and values for each answer, which takes memory
+MOST_TARGETS = 2  # per place of a row: the head takes memory for each
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Runs of targets, [R] each, in the order of segments: what consecutive places predict for one sample."""
+
+    sample: np.ndarray
+    start: np.ndarray  # the place in that sample where the run starts
+    length: np.ndarray
+    segment: np.ndarray  # with the places that predict the run
+    offset: np.ndarray  # in that segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +39,33 @@ class Layout:
     sample: np.ndarray  # whose tokens it has
     start: np.ndarray  # the place in that sample where it starts
     length: np.ndarray  # in places
-    owner: np.ndarray  # the sample that its places answer to; -1: none, it is a prefix
     prefix: np.ndarray  # the segment that it attends to besides itself; -1: none
     unit: np.ndarray
+    targets: Targets
 
     @property
     def units(self) -> np.ndarray:
         """Return the places that each unit takes."""
         return np.bincount(self.unit, weights=self.length).astype(np.int64)
 
+    @property
+    def needs(self) -> np.ndarray:
+        """Return the places of a row that each unit needs, so that no row has too many targets."""
+        targets = np.bincount(self.unit[self.targets.segment], weights=self.targets.length, minlength=len(self.units))
+        return np.maximum(self.units, -(-targets.astype(np.int64) // MOST_TARGETS))
+
 
 def plain(places: np.ndarray, together: int) -> Layout:
     """Return one segment per sample; `together` consecutive ones are a unit."""
     every = np.arange(len(places))
-    return Layout(every, np.zeros_like(every), places, every, np.full_like(every, -1), every // together)
+    none = np.zeros_like(every)
+    return Layout(every, none, places, none - 1, every // together, Targets(every, none, places, every, none))
 
 
 def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len: int) -> list[Layout]:
     """Return layouts that share prompts, if there are prompts to share. They differ in how large their units may get.
     With `together`, only those consecutive samples share, so that they stay neighbours."""
-    groups = _pairs(samples, places, together) if together > 1 else _groups(samples)
+    groups = _pairs(samples, together) if together > 1 else _groups(samples)
     if all(len(members) == 1 or not prefix for prefix, members in groups):
         return []
     lengths = places.tolist()
@@ -57,67 +76,82 @@ def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len
         if largest > seq_len // part:  # else its units are those of the part before
             units = [u for g in groups for u in _split(*g, lengths, seq_len // part)]
             layouts.append(_layout(units, lengths))
-            largest = int(layouts[-1].units.max())
+            largest = int(layouts[-1].needs.max())
     return layouts
 
 
-Group = tuple[int, list[int]]  # places of the shared prefix, and the samples that share it
+Member = tuple[int, bytes]  # a sample, and what its places after the shared prefix read
+Group = tuple[int, list[Member]]  # places of the shared prefix, and the samples that share it
 
 
 def _groups(samples: Sequence[Sample]) -> list[Group]:
-    """Return the samples by prompt, in the order of their first."""
-    found: dict[tuple[int, bytes], list[int]] = {}
+    """Return the samples by prompt, in the order of their first, those that read the same next to each other."""
+    found: dict[tuple[int, bytes], dict[bytes, list[Member]]] = {}
     for i, (sample, prefix) in enumerate(zip(samples, _prefixes(samples), strict=True)):
-        found.setdefault((prefix, _prompt(sample) if prefix else b"%d" % i), []).append(i)
-    return [(prefix, members) for (prefix, _), members in found.items()]
+        tokens = np.asarray(sample.tokens, np.int64)
+        key = prefix, tokens[:prefix].tobytes() if prefix else b"%d" % i
+        member = i, tokens[prefix:-1].tobytes() if prefix else b""
+        found.setdefault(key, {}).setdefault(member[1], []).append(member)
+    return [(prefix, [m for alike in by_reading.values() for m in alike]) for (prefix, _), by_reading in found.items()]
 
 
-def _pairs(samples: Sequence[Sample], places: np.ndarray, together: int) -> list[Group]:
+def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
     """Return consecutive samples. They share if their prompts are equal and no answer is empty: none may vanish."""
     groups: list[Group] = []
     prefixes = _prefixes(samples)
     for i in range(0, len(samples), together):
-        members = list(range(i, i + together))
-        prompts = {_prompt(samples[m]) for m in members}
+        own = [np.asarray(sample.tokens, np.int64) for sample in samples[i : i + together]]
+        prompts = {tokens[:n].tobytes() for tokens, n in zip(own, prefixes[i : i + together], strict=True)}
         prefix = min(prefixes[i : i + together]) if len(prompts) == 1 else 0
-        groups.append((prefix if all(places[m] > prefix for m in members) else 0, members))
+        groups.append((prefix, [(i + k, tokens[prefix:-1].tobytes()) for k, tokens in enumerate(own)]))
     return groups
 
 
 def _prefixes(samples: Sequence[Sample]) -> list[int]:
-    """Return the places of each sample that may be shared: none if a token of its prompt is trained on."""
+    """Return the places of each sample that may be shared: none if its answer is empty, or a token of its prompt is
+    trained on."""
     trained = np.append(0, np.concatenate([[], *(s.mask for s in samples)]).astype(bool).cumsum())
     sizes, prompts = (np.array(n, np.int64) for n in ([len(s.tokens) for s in samples], [s.prompt for s in samples]))
     begins = sizes.cumsum() - sizes
     free = trained[begins + np.minimum(prompts, sizes)] == trained[begins + np.minimum(prompts, 1)]
-    return np.where(free, np.maximum(prompts - 1, 0), 0).tolist()
+    return np.where(free & (prompts < sizes), prompts, 0).tolist()
 
 
-def _prompt(sample: Sample) -> bytes:
-    return np.asarray(sample.tokens[: sample.prompt], np.int64).tobytes()
-
-
-def _split(prefix: int, members: list[int], places: list[int], limit: int) -> list[Group]:
-    """Cut a group into units of at most `limit` places. Each has a copy of the prefix."""
+def _split(prefix: int, members: list[Member], places: list[int], limit: int) -> list[Group]:
+    """Cut a group into units that need at most `limit` places. Each has a copy of the prefix."""
     units: list[Group] = []
-    size = keys = 0
+    size = keys = targets = 0
+    last: bytes | None = None  # what the member before reads
     for member in members:
-        size += places[member] - prefix
-        keys += places[member]
-        if not units or size > limit or keys > MOST_KEYS * size:
+        sample, reads = member
+        own, answer = places[sample] - prefix, places[sample] - max(prefix - 1, 0)
+        if reads != last:
+            size, keys = size + own, keys + places[sample]
+        targets += answer
+        if not units or max(size, -(-targets // MOST_TARGETS)) > limit or keys > MOST_KEYS * size:
             units.append((prefix, []))
-            size, keys = places[member], prefix + places[member]
+            size, keys, targets = places[sample], prefix + places[sample], answer
         units[-1][1].append(member)
+        last = reads
     return units
 
 
 def _layout(units: Sequence[Group], places: list[int]) -> Layout:
-    rows: list[tuple[int, int, int, int, int, int]] = []  # the fields of a segment
+    segments: list[tuple[int, int, int, int, int]] = []  # the fields of a segment
+    targets: list[tuple[int, int, int, int, int]] = []  # the fields of a run of targets
     for unit, (prefix, members) in enumerate(units):
-        start = prefix if len(members) > 1 else 0
-        head = -1
-        if start:
-            head = len(rows)
-            rows.append((members[0], 0, start, -1, -1, unit))
-        rows += [(m, start, places[m] - start, m, head, unit) for m in members]
-    return Layout(*np.array(rows, np.int64).reshape(-1, 6).T)
+        if len(members) == 1 or not prefix:
+            for sample, _ in members:
+                targets.append((sample, 0, places[sample], len(segments), 0))
+                segments.append((sample, 0, places[sample], -1, unit))
+            continue
+        head, last = len(segments), None
+        segments.append((members[0][0], 0, prefix, -1, unit))
+        for sample, reads in members:
+            if reads != last:
+                segments.append((sample, prefix, places[sample] - prefix, head, unit))
+            targets.append((sample, prefix - 1, 1, head, prefix - 1))
+            targets.append((sample, prefix, places[sample] - prefix, len(segments) - 1, 0))
+            last = reads
+    sample, start, length, prefix, own = np.array(segments, np.int64).reshape(-1, 5).T
+    return Layout(sample, start, length, prefix, own, Targets(*np.array(targets, np.int64).reshape(-1, 5).T))

@@ -65,8 +65,8 @@ class TrainingSection:
     """Packed rows per microbatch on one data-parallel rank. Further rows accumulate gradients. 0: on a GPU as
     many as fit by estimate, on a CPU as many as keep its caches warm."""
     share_prompts: bool = True
-    """Compute a prompt once for all its samples in a row, where that leaves fewer tokens to compute. Losses and
-    gradients are the same, to rounding."""
+    """Compute once what samples in a row have in common: a prompt, and all of an answer that several samples gave.
+    Losses and gradients are the same, to rounding."""
     max_norm: float = bounds(1.0, ge=1e-10, le=1e30)
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"

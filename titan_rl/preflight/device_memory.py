@@ -8,6 +8,7 @@ memory are allowances, not measurements. docs/gpu.md has the formulas.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.preflight.quantities import GIB, count, gib, size
 from titan_rl.wire.model_shape import ModelShape
@@ -223,15 +224,16 @@ def gradients_per_token(config: Config, shape: ModelShape, p: ParallelismSection
 
 
 def head(config: Config, shape: ModelShape) -> MemoryPart:
-    """Return what the log-prob head needs: masked positions, their gradient in float32 (twice) and in the compute
-    dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
+    """Return what the log-prob head needs: the places of masked targets, their gradient in float32 (twice) and in the
+    compute dtype, one tile of logits, and the masks of kept sets. A value head has a fraction of them."""
     each = 2 * BYTES[config.training.mixed_precision_param] + 8
-    formula, extra = f"{tokens(config):,} tokens x {shape.dim:,} x {each}", 0
+    targets = tokens(config) * (MOST_TARGETS if config.training.share_prompts else 1)
+    formula, extra = f"{targets:,} targets x {shape.dim:,} x {each}", 0
     if shape.head == "lm":
-        kept = tokens(config) * shape.vocab_size // 8 if config.rollout.truncates else 0
+        kept = targets * shape.vocab_size // 8 if config.rollout.truncates else 0
         extra = TILE_BYTES + kept
         formula += f" + a tile of {size(TILE_BYTES)}" + (f" + kept sets of {size(kept)}" if kept else "")
-    return MemoryPart(tokens(config) * shape.dim * each + extra, formula)
+    return MemoryPart(targets * shape.dim * each + extra, formula)
 
 
 def block_parameters(shape: ModelShape) -> int:

@@ -126,7 +126,7 @@ DOCS: dict[str, str] = {
     "score/min": "Reward model: lowest score.",
     "score/max": "Reward model: highest score.",
     "throughput/tflops": "TFLOPS of the slowest trainer rank in the step, by TorchTitan's estimate of a token's FLOPs.",
-    "tokens/shared": "Share of a trainer rank's tokens, padding included, that shared prompts saved.",
+    "tokens/shared": "Share of a trainer rank's tokens, padding included, that sharing among samples saved.",
     "throughput/mfu": "That as a percentage of the GPU's bfloat16 peak, where TorchTitan knows it.",
     "memory/max_active_gib": "Slowest trainer rank: most GPU memory in use in the step, in GiB.",
     "memory/max_active_pct": "The same as a percentage of the GPU's memory.",

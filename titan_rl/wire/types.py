@@ -325,19 +325,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One microbatch of packed rows. Place i predicts targets[i]."""
+    """One microbatch of packed rows: places, which read tokens, and the targets that they predict. Target i of a row is
+    predicted at its place i, unless samples share places."""
 
     tokens: np.ndarray  # [B, L] int64
     positions: np.ndarray  # [B, L] int64: the token's in its sample
-    targets: np.ndarray  # [B, L] int64
-    mask: np.ndarray  # [B, L] float32, 1 where targets[i] is trained on
-    weights: np.ndarray  # [B, L] float32: weight in the loss; combines mask, aggregation and denominator
-    sequences: np.ndarray  # [B, L] int64: the document's index within the microbatch; -1 is padding or a shared prompt
+    targets: np.ndarray  # [B, T] int64
+    places: np.ndarray  # [B, T] int64: which predicts targets[i], among those of the flattened rows
+    mask: np.ndarray  # [B, T] float32, 1 where targets[i] is trained on
+    weights: np.ndarray  # [B, T] float32: weight in the loss; combines mask, aggregation and denominator
+    sequences: np.ndarray  # [B, T] int64: the target's document, by its index within the microbatch; -1 is padding
     samples: np.ndarray  # [S] int64: index of document s among the batch's samples
-    columns: dict[Column, np.ndarray]  # [B, L] float32 each, of targets[i]
+    columns: dict[Column, np.ndarray]  # [B, T] float32 each, of targets[i]
     segments: np.ndarray  # [G, 4] int64: begin and length of each segment, in places of the flattened rows, in order;
     # then begin and length of the prefix that it attends to, besides its own places up to the attending one
-    kept: KeptSets | None = None  # [B * L]: log-probs of targets[i] are of these tokens only
+    kept: KeptSets | None = None  # [B * T]: log-probs of targets[i] are of these tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,4 +349,4 @@ class Batch:
     microbatches: list[Rows]
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
-    unshared: int = 0  # places that these microbatches would have if no prompt were shared
+    unshared: int = 0  # places that these microbatches would have if samples shared none

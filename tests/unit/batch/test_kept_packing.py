@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.packed_rows import PAD, microbatches, random_sample
+from support.packed_rows import PAD, groups_of, microbatches, random_sample
 from titan_rl.batch.packing import UpTo, pack
 from titan_rl.wire.kept_sets import KeptSets, packed
 from titan_rl.wire.types import Rows, Sample
@@ -28,21 +28,20 @@ def truncated(sample: Sample, rng: np.random.Generator) -> Sample:
 def by_place(rows: Rows) -> list[list[int]]:
     assert rows.kept is not None
     counts, ids = rows.kept.ids()
-    assert len(counts) == rows.tokens.size
+    assert len(counts) == rows.targets.size
     return [part.tolist() for part in np.split(ids, counts.cumsum()[:-1])]
 
 
-@given(st.integers(0, 2**32), st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(1, 3), st.booleans())
-def test_each_set_is_at_the_place_that_predicts_its_token(
-    seed: int, lengths: list[int], shards: int, share: bool
-) -> None:
+@given(st.integers(0, 2**32), groups_of(10, 14), st.integers(1, 3), st.booleans())
+def test_each_set_is_its_targets(seed: int, samples: list[Sample], shards: int, share: bool) -> None:
     rng = np.random.default_rng(seed)
-    samples = [truncated(random_sample(rng, n), rng) for n in lengths]
+    samples = [truncated(s, rng) for s in samples] or [truncated(random_sample(rng, 9), rng)]
     samples[1:2] = [replace(sample, kept=None) for sample in samples[1:2]]  # it counts as whole
     batches = pack(samples, shards=shards, seq_len=64, rows_per_microbatch=UpTo(2), pad_id=PAD, share=share)
     found = 0
     for rows in microbatches(batches):
-        owner, positions, mask = (x.ravel() for x in (rows.sequences, rows.positions, rows.mask))
+        owner, mask = rows.sequences.ravel(), rows.mask.ravel()
+        positions = rows.positions.ravel()[rows.places.ravel()]
         for i, ids in enumerate(by_place(rows)):
             if owner[i] < 0 or not mask[i]:
                 assert ids == []
