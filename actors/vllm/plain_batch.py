@@ -6,11 +6,12 @@ A sample is plain if its tokens are drawn from the whole distribution, and nothi
 batch's model, KV cache and sampler are vLLM's, and so are its decisions: which samples enter when, what they read and
 which blocks they find. What a sample has sampled stays in its row until it ends, or until `grown` is called.
 
-Samples that begin with the same context in one step share its reading. vLLM lets each of them read what fills no block,
-and the last token: at a context of 7 tokens everything. Here the first one reads it; the others copy its keys and
-values, and are drawn from its logits. So more of them may begin in a step of vLLM's limits. Every token and log-prob is
-still that of vLLM's own scheduler and runner, to the last bit where a matrix product of READERS rows or more adds up
-each row alike.
+Samples that begin with the same context in one step share its reading, and that of the tokens after it as long as they
+sample the same. vLLM lets each of them read what fills no block, and the last token: at a context of 7 tokens everything.
+Here the first one reads; the others follow it and are drawn from its logits. One that samples another token copies its
+keys and values, and reads for itself and for those that sampled as it did. So more samples may begin in a step of vLLM's
+limits. Every token and log-prob is still that of vLLM's own scheduler and runner, to the last bit where a matrix product
+of READERS rows or more adds up each row alike.
 
 It never preempts. If the KV cache is full, `step` does nothing, and vLLM goes on with what `leave` returns.
 """
@@ -31,8 +32,8 @@ from titan_rl.actors.vllm.vllm_args import stream_seed
 from titan_rl.wire.types import Finish, Request
 
 DRAWN = 256  # most numbers of noise that a sample draws at once
-READERS = 4  # rows that read themselves before others share: MKL adds up products of fewer rows in another order
-READS = -1  # birth that a row shares with which reads its context itself
+READERS = 4  # rows that read themselves before others follow: MKL adds up products of fewer rows in another order
+READS = -1  # birth that a row follows which reads itself
 
 
 class PlainBatch:
@@ -56,13 +57,15 @@ class PlainBatch:
         self._seeds, self._births_of = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self._ends, self._reported = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._stop_rows, self._cached, self._nths = (np.zeros(size, np.int32) for _ in range(3))
-        self._shares = np.full(size, READS, np.int64)  # the birth of the row that reads for this one in this step
+        self._follows = np.full(size, READS, np.int64)  # the birth of the row that reads for this one
+        self._kept = np.zeros(size, np.int32)  # blocks that others can find
         objects: Any = [np.full(size, None, object) for _ in range(3)]
         self._ids, self._entries, self._hashes = objects
         self._columns: tuple[np.ndarray, ...] = (
             *(self._tokens, self._lengths, self._computed, self._starts, self._table, self._held, self._temperatures),
             *(self._logprobs, self._numbers, self._seeds, self._births_of, self._ends, self._reported),
-            *(self._stop_rows, self._cached, self._nths, self._shares, self._ids, self._entries, self._hashes),
+            *(self._stop_rows, self._cached, self._nths, self._follows, self._kept),
+            *(self._ids, self._entries, self._hashes),
         )
         self._generator, self._settings = torch.Generator(), unpenalized()
         self._model = PlainModel(runner, blocks.size)
@@ -92,7 +95,8 @@ class PlainBatch:
         if not n:  # what waits does not fit an empty batch, if anything does
             return None if self._waiting else Stepped(0, 0, [])
         with torch.inference_mode():
-            reads = np.where(self._shares[:n] == READS, self._lengths[:n] - self._computed[:n], 0)
+            self._let_read(READERS)
+            reads = np.where(self._follows[:n] == READS, self._lengths[:n] - self._computed[:n], 0)
             counted = np.where(self._lengths[:n] > self._starts[:n], 1, reads).sum()  # not what is read again
             tokens, logprobs = self._sample(self._logits(reads))
         at, lengths = self._runner.arange_np[:n], self._lengths[:n]
@@ -102,6 +106,7 @@ class PlainBatch:
         stopped = self._stop_table[self._stop_rows[:n], tokens]
         ended = self._in_order(np.flatnonzero(stopped | (lengths >= self._ends[:n])))
         outputs = self._sampled(ended, ["stop" if stop else "length" for stop in stopped[ended]])
+        self._part(tokens, ended)
         self._remove(ended)
         return Stepped(n, int(counted), outputs)
 
@@ -117,7 +122,9 @@ class PlainBatch:
         return dict(zip(self._ids[rows], (self._lengths - self._reported)[rows].tolist(), strict=True))
 
     def withdraw(self, ids: Collection[str]) -> None:
-        self._remove(np.array([row for row in self._in_order(self._alive()) if self._ids[row] in ids], int))
+        rows = np.array([row for row in self._in_order(self._alive()) if self._ids[row] in ids], int)
+        self._part(np.zeros(self._rows, int), rows)
+        self._remove(rows)
         for entry in self._waiting:
             entry.samples = deque(sample for sample in entry.samples if sample[0] not in ids)
         self._waiting = deque(entry for entry in self._waiting if entry.samples)
@@ -139,8 +146,10 @@ class PlainBatch:
     def leave(self) -> tuple[list[Left], list[Entry]]:
         """Return the samples that have tokens, in the order in which they began, and those that have none; and forget
         them."""
+        self._let_read(self._rows)
         left = list[Left]()
         for row in self._in_order(self._alive()):
+            self._keep(row)
             tokens = self._tokens[row, self._starts[row] : self._lengths[row]].tolist()
             blocks = self._blocks.of(self._table[row, : self._held[row]])
             left.append(Left(self._entries[row], self._ids[row], int(self._nths[row]), tokens, blocks))
@@ -173,12 +182,18 @@ class PlainBatch:
         if len(begin):
             self._table[begin, self._held[begin]] = self._blocks.take((), 1, len(begin))[:, 0]
             self._held[begin] += 1
-        for row in self._in_order(rows[(computed + 1) % size == 0]):
+        for row in self._in_order(rows[((computed + 1) % size == 0) & (self._follows[rows] == READS)]):
             before, salt = self._hashes[row], self._entries[row].salt
             full = self._tokens[row, len(before) * size : self._lengths[row]].tolist()
             self._hashes[row] = self._blocks.hashes(full, salt, before)
-            self._blocks.keep(self._hashes[row], self._table[row, : self._held[row]], len(before))
+            self._keep(row)
         return True
+
+    def _keep(self, row: int) -> None:
+        """Let others find the full blocks of a row that reads."""
+        hashes = self._hashes[row]
+        self._blocks.keep(hashes, self._table[row, : self._held[row]], int(self._kept[row]))
+        self._kept[row] = max(self._kept[row], len(hashes))
 
     def _enter(self, rows: int) -> None:
         """Let waiting samples have rows, in order, until one does not fit."""
@@ -190,8 +205,8 @@ class PlainBatch:
             findable = known[: (length - 1) // size]  # the last token is always read
             cached = self._blocks.cached(findable)
             new, reads = -(-length // size) - len(cached), length - len(cached) * size
-            shares = read_by.get(entry.key, READS) if readers >= READERS else READS
-            if shares != READS:
+            follows = read_by.get(entry.key, READS) if readers >= READERS else READS
+            if follows != READS:
                 reads, wanted = 0, len(entry.samples)
             else:  # the first one's blocks are found by the others
                 wanted = max(1, READERS - readers) if len(cached) == len(findable) else 1
@@ -200,13 +215,13 @@ class PlainBatch:
             if count == 0:
                 break
             numbers = self._blocks.take(cached, new, count)
-            for own in numbers if len(known) > len(cached) else ():
-                self._blocks.keep(known, own, len(cached))
-            if shares == READS:
+            if follows == READS:
+                for own in numbers if len(known) > len(cached) else ():
+                    self._blocks.keep(known, own, len(cached))
                 read_by[entry.key] = self._births
                 readers += count
             samples = [entry.samples.popleft() for _ in range(count)]
-            entering.append(Entering(entry, samples, numbers, len(cached) * size, shares))
+            entering.append(Entering(entry, samples, numbers, len(cached) * size, follows))
             self._births += count
             rows, room = rows + count, room - count * reads
             if not entry.samples:
@@ -225,22 +240,25 @@ class PlainBatch:
         self._births_of[rows] = range(self._births - count, self._births)
         facts, own = list[tuple[float, ...]](), np.split(rows, np.cumsum(counts)[:-1])
         together = dict[tuple[int, ...], list[np.ndarray]]()  # rows that draw as many numbers after as many
-        for (entry, samples, numbers, cached, shares), at in zip(entering, own, strict=True):
+        for (entry, samples, numbers, cached, follows), at in zip(entering, own, strict=True):
             request, sampling = entry.request, entry.request.sampling
             context, begun, held = entry.context, len(entry.begun), numbers.shape[1]
             self._tokens[at, : len(context)], self._table[at, :held] = context, numbers
             end = min(entry.start + sampling.max_new_tokens - begun, most)
-            found = cached if shares == READS else len(context)
+            found = cached if follows == READS else len(context)
+            kept = len(entry.hashes) if follows == READS else cached // self._blocks.size
             stops = self._stop_row(sampling.stop_token_ids)
-            facts.append((len(context), entry.start, cached, found, shares, held, end, stops, sampling.temperature))
+            facts.append(
+                (len(context), entry.start, cached, found, follows, kept, held, end, stops, sampling.temperature)
+            )
             for row, (id, nth) in zip(at.tolist(), samples, strict=True):
                 self._ids[row], self._nths[row], self._seeds[row] = id, nth, stream_seed(request.seeds[nth], begun)
                 self._entries[row], self._hashes[row] = entry, entry.hashes
             drawn = len(entry.again) // width * width
             together.setdefault((drawn, end - entry.start, sampling.temperature == 0), []).append(at)
         columns = (
-            *(self._lengths, self._starts, self._computed, self._cached, self._shares, self._held, self._ends),
-            *(self._stop_rows, self._temperatures),
+            *(self._lengths, self._starts, self._computed, self._cached, self._follows, self._kept),
+            *(self._held, self._ends, self._stop_rows, self._temperatures),
         )
         for column, values in zip(columns, zip(*facts, strict=True), strict=True):
             column[rows] = np.repeat(values, counts)
@@ -306,19 +324,59 @@ class PlainBatch:
         ]
 
     def _logits(self, reads: np.ndarray) -> torch.Tensor:
-        """Return the logits after the last token of each row. Those that read nothing share another's.  # [rows, V]"""
-        readers, births, shares = np.flatnonzero(reads), self._births_of[: self._rows], self._shares[: self._rows]
+        """Return the logits after the last token of each row. Those that read nothing follow another.  # [rows, V]"""
+        readers = np.flatnonzero(reads)
         nths = np.zeros(len(reads), np.int64)  # of the readers
         nths[readers] = self._runner.arange_np[: len(readers)]
         if len(readers) == len(reads):
             return self._model.logits(readers, reads, nths)
-        sharing, order = np.flatnonzero(shares != READS), np.argsort(births)
-        first = order[np.searchsorted(births, shares[sharing], sorter=order)]
-        nths[sharing] = nths[first]
-        logits = self._model.logits(readers, reads[readers], nths)
-        self._model.copy_contexts(first, sharing)
-        shares[:] = READS
-        return logits
+        following = self._followers()
+        nths[following] = nths[self._followed(following)]
+        return self._model.logits(readers, reads[readers], nths)
+
+    def _followers(self) -> np.ndarray:
+        """Return the rows that follow others, in the order in which their samples began."""
+        rows = self._alive()
+        return self._in_order(rows[self._follows[rows] != READS])
+
+    def _followed(self, rows: np.ndarray) -> np.ndarray:
+        """Return the row that each of these follows."""
+        births = self._births_of[: self._rows]
+        order = np.argsort(births)
+        return order[np.searchsorted(births, self._follows[rows], sorter=order)]
+
+    def _let_read(self, least: int) -> None:
+        """Let followers read themselves until so many rows do, or all."""
+        if len(following := self._followers()):
+            missing = max(0, least - (self._rows - len(self._free) - len(following)))
+            self._lead(following[:missing])
+
+    def _part(self, tokens: np.ndarray, going: np.ndarray) -> None:
+        """Let those rows follow another one that go on, and followed one that goes or has sampled another of these
+        `tokens`: the first of those that sampled the same."""
+        following = self._followers()
+        if not len(following):
+            return
+        goes = np.zeros(self._rows, bool)
+        goes[going] = True
+        following = following[~goes[following]]
+        leaders = self._followed(following)
+        parted = goes[leaders] | (tokens[following] != tokens[leaders])
+        following, leaders = following[parted], leaders[parted]
+        keys = leaders * self._vocabulary + tokens[following]
+        _, first, nth = np.unique(keys, return_index=True, return_inverse=True)
+        leading = following[first]
+        self._lead(leading)
+        others = np.delete(np.arange(len(following)), first)
+        self._follows[following[others]] = self._births_of[leading[nth[others]]]
+
+    def _lead(self, rows: np.ndarray) -> None:
+        """Give rows what those have read that they follow, to read on by themselves."""
+        if len(rows):
+            followed = self._followed(rows)
+            self._model.copy_contexts(followed, rows)
+            self._hashes[rows] = self._hashes[followed]
+            self._follows[rows] = READS
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return a token for each row, and its log-prob."""

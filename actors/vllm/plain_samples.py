@@ -37,7 +37,7 @@ class Entering(NamedTuple):
     samples: Sequence[tuple[str, int]]
     numbers: Any  # of their blocks  # [samples, blocks]
     cached: int  # tokens whose keys and values the blocks have
-    shares: int  # the birth of the row that reads for them
+    follows: int  # the birth of the row that reads for them
 
 
 class Left(NamedTuple):

@@ -22,7 +22,8 @@ from titan_rl.wire.types import Request, Sampling
 
 CONTEXT = list(range(40))  # a full block of 32 tokens, and a part of one
 STOPS = (2, 3)
-MOVED = [SampleId("a", i) for i in (0, 2, 4)] + [SampleId("c", 1)]
+MOVED = [SampleId("a", i) for i in (0, 2, 4)] + [SampleId("c", 1), SampleId("alike", 0)]
+ALIKE = Request("alike", CONTEXT[3:12], list(range(6)), Sampling(60, 0.02))  # they sample the same for a while
 
 
 def test_host_time_in_a_process_of_its_own() -> None:
@@ -142,22 +143,26 @@ def check_every_bit_is_that_of_vllms_own_engine(engine: Engine, monkeypatch: pyt
 
 @pytest.fixture
 def ways(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many steps were those of the plain batch, how often vLLM took over from it, and how many tokens of contexts
-    were not read because another sample did: by all samples, and by those that end where they began."""
+    """How many steps were those of the plain batch, how often vLLM took over from it, how many sampled tokens were not
+    read because another sample did, and how many tokens of contexts: by all samples, and by those that end where they
+    began."""
     plain, counts = engine._core._plain, Counter[str]()
     assert plain is not None
-    step, leave, copy = plain.step, plain.leave, plain._model.copy_contexts
+    step, leave, logits = plain.step, plain.leave, plain._logits
 
-    def copied(since: Any, to: Any) -> None:
-        for row in to:
+    def with_followers(reads: Any) -> Any:
+        for row in plain._followers():
             unread, fresh = int(plain._lengths[row] - plain._computed[row]), plain._lengths[row] == plain._starts[row]
             stays = SampleId(plain._entries[row].request.id, int(plain._nths[row])) not in MOVED
-            counts.update(shared=unread, reported=unread if fresh and stays else 0)
-        copy(since, to)
+            if fresh:
+                counts.update(shared=unread, reported=unread if stays else 0)
+            else:
+                counts.update(followed=unread)
+        return logits(reads)
 
     monkeypatch.setattr(plain, "step", lambda: (counts.update(["plain"]), step())[1])
     monkeypatch.setattr(plain, "leave", lambda: (counts.update(["left"]), leave())[1])
-    monkeypatch.setattr(plain._model, "copy_contexts", copied)
+    monkeypatch.setattr(plain, "_logits", with_followers)
     return counts
 
 
@@ -190,6 +195,7 @@ def story(engine: Engine, event: str) -> list[Any]:
             seen.append({id: dict(lengths) for id, lengths in engine.report().lengths.items()})
 
     engine.add([Request("a", CONTEXT, list(range(5)), Sampling(70)), Request("b", [5] * 7, [8, 9], Sampling(30))])
+    engine.add([ALIKE])
     steps(6)
     engine.add([Request("c", CONTEXT[:33], [1, 2, 3], Sampling(60, stop_token_ids=STOPS)), *requests()[2:3]])
     steps(20)
@@ -222,6 +228,7 @@ def check_whatever_happens_between_plain_samples_it_is_as_in_vllms_way(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, ways: Counter[str], event: str
 ) -> None:
     found = story(engine, event)
+    assert ways["followed"] > 20
     assert (ways["plain"] > 30, ways["left"]) == (True, event not in ("nothing", "dropped keys and values"))
     engine.set_version(0)
     with monkeypatch.context() as patch:
@@ -233,6 +240,25 @@ def check_whatever_happens_between_plain_samples_it_is_as_in_vllms_way(
     ways.clear()
     run(engine, Request("again", CONTEXT, [0], Sampling(20)))
     assert ways["plain"] == 20, "once vLLM has no samples left, it gets no plain ones"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 0.03, 0.1])
+def check_samples_that_sample_alike_are_read_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ways: Counter[str], temperature: float
+) -> None:
+    """They part after any number of tokens, in blocks and at their ends, and end by themselves or at their limits."""
+    asked = [
+        Request("a", CONTEXT[:29], list(range(6)), Sampling(70, temperature, stop_token_ids=STOPS)),
+        Request("b", CONTEXT[:29], list(range(6)), Sampling(37, temperature)),
+        Request("c", CONTEXT[:7], list(range(4)), Sampling(26, temperature)),
+    ]
+    expected = by_vllm(engine, monkeypatch, asked)
+    engine.set_version(0)
+    found = run(engine, *asked)
+    for id, samples in expected.items():
+        assert [(c.tokens, c.logprobs, c.finish) for c in found[id]] == [sample[:3] for sample in samples]
+    assert ways["followed"] > 20
+    assert ways["left"] == 0
 
 
 def check_samples_that_begin_together_read_a_context_once(engine: Engine) -> None:
