@@ -102,6 +102,21 @@ def with_role_columns(samples: list[Sample], seed: int) -> list[Sample]:
     return [s.with_columns(value=value, **{"return": back}) for s, (value, back) in zip(samples, made, strict=True)]
 
 
+@given(groups_of(8, 6))
+def test_a_place_counts_for_each_target_that_it_predicts(samples: list[Sample]) -> None:
+    """A mixture of experts counts its routes by this: as often as in plain rows."""
+    counted = []
+    for share in (False, True):
+        counts: dict[tuple[int, int], float] = {}
+        for batch in rows_of(samples, ALGORITHMS["grpo"], share):
+            for rows in batch.microbatches:
+                read = zip(rows.tokens.ravel().tolist(), rows.positions.ravel().tolist(), strict=True)
+                for place, n in zip(read, DeviceRows.of(rows, CPU).trained_at.ravel().tolist(), strict=True):
+                    counts[place] = counts.get(place, 0) + n
+        counted.append({place: n for place, n in counts.items() if n})
+    assert counted[0] == counted[1]
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 @settings(max_examples=6)
