@@ -7,11 +7,11 @@ batch's model, KV cache and sampler are vLLM's, and so are its decisions: which 
 which blocks they find. What a sample has sampled stays in its row until it ends, or until `grown` is called.
 
 Samples that begin with the same context in one step share its reading, and that of the tokens after it as long as they
-sample the same. vLLM lets each of them read what fills no block, and the last token: at a context of 7 tokens everything.
-Here the first one reads; the others follow it and are drawn from its logits. One that samples another token copies its
-keys and values, and reads for itself and for those that sampled as it did. So more samples may begin in a step of vLLM's
-limits. Every token and log-prob is still that of vLLM's own scheduler and runner, to the last bit where a matrix product
-of READERS rows or more adds up each row alike.
+sample the same. vLLM lets each of them read what fills no block, and the last token: at a context of 7 tokens
+everything. Here the first one reads; the others follow it and are drawn from its logits. One that samples another token
+copies its keys and values, and reads for itself and for those that sampled as it did. So more samples may begin in a
+step of vLLM's limits. Every token and log-prob is still that of vLLM's own scheduler and runner, to the last bit where
+a matrix product of READERS rows or more adds up each row alike.
 
 It never preempts. If the KV cache is full, `step` does nothing, and vLLM goes on with what `leave` returns.
 """
