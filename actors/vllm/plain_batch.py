@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from titan_rl.actors.vllm.plain_blocks import PlainBlocks
+from titan_rl.actors.vllm.plain_followers import READS, Followers
 from titan_rl.actors.vllm.plain_model import PlainModel
 from titan_rl.actors.vllm.plain_samples import Entering, Entry, Left
 from titan_rl.actors.vllm.step_runner import unpenalized
@@ -33,7 +34,6 @@ from titan_rl.wire.types import Finish, Request
 
 DRAWN = 256  # most numbers of noise that a sample draws at once
 READERS = 4  # rows that read themselves before others follow: MKL adds up products of fewer rows in another order
-READS = -1  # birth that a row follows which reads itself
 
 
 class PlainBatch:
@@ -57,10 +57,12 @@ class PlainBatch:
         self._seeds, self._births_of = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self._ends, self._reported = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._stop_rows, self._cached, self._nths = (np.zeros(size, np.int32) for _ in range(3))
-        self._follows = np.full(size, READS, np.int64)  # the birth of the row that reads for this one
         self._kept = np.zeros(size, np.int32)  # blocks that others can find
         objects: Any = [np.full(size, None, object) for _ in range(3)]
         self._ids, self._entries, self._hashes = objects
+        self._model = PlainModel(runner, blocks.size)
+        self._followers = Followers(self._births_of, self._hashes, self._vocabulary, self._model)
+        self._follows = self._followers.follows
         self._columns: tuple[np.ndarray, ...] = (
             *(self._tokens, self._lengths, self._computed, self._starts, self._table, self._held, self._temperatures),
             *(self._logprobs, self._numbers, self._seeds, self._births_of, self._ends, self._reported),
@@ -68,7 +70,6 @@ class PlainBatch:
             *(self._ids, self._entries, self._hashes),
         )
         self._generator, self._settings = torch.Generator(), unpenalized()
-        self._model = PlainModel(runner, blocks.size)
 
     @property
     def busy(self) -> bool:
@@ -95,7 +96,7 @@ class PlainBatch:
         if not n:  # what waits does not fit an empty batch, if anything does
             return None if self._waiting else Stepped(0, 0, [])
         with torch.inference_mode():
-            self._let_read(READERS)
+            self._followers.let_read(READERS, self._runner.arange_np[:n])
             reads = np.where(self._follows[:n] == READS, self._lengths[:n] - self._computed[:n], 0)
             counted = np.where(self._lengths[:n] > self._starts[:n], 1, reads).sum()  # not what is read again
             tokens, logprobs = self._sample(self._logits(reads))
@@ -106,7 +107,7 @@ class PlainBatch:
         stopped = self._stop_table[self._stop_rows[:n], tokens]
         ended = self._in_order(np.flatnonzero(stopped | (lengths >= self._ends[:n])))
         outputs = self._sampled(ended, ["stop" if stop else "length" for stop in stopped[ended]])
-        self._part(tokens, ended)
+        self._followers.part(tokens, ended, at)
         self._remove(ended)
         return Stepped(n, int(counted), outputs)
 
@@ -123,7 +124,7 @@ class PlainBatch:
 
     def withdraw(self, ids: Collection[str]) -> None:
         rows = np.array([row for row in self._in_order(self._alive()) if self._ids[row] in ids], int)
-        self._part(np.zeros(self._rows, int), rows)
+        self._followers.part(np.zeros(self._rows, int), rows, self._alive())
         self._remove(rows)
         for entry in self._waiting:
             entry.samples = deque(sample for sample in entry.samples if sample[0] not in ids)
@@ -146,7 +147,7 @@ class PlainBatch:
     def leave(self) -> tuple[list[Left], list[Entry]]:
         """Return the samples that have tokens, in the order in which they began, and those that have none; and forget
         them."""
-        self._let_read(self._rows)
+        self._followers.let_read(self._rows, self._alive())
         left = list[Left]()
         for row in self._in_order(self._alive()):
             self._keep(row)
@@ -330,53 +331,10 @@ class PlainBatch:
         nths[readers] = self._runner.arange_np[: len(readers)]
         if len(readers) == len(reads):
             return self._model.logits(readers, reads, nths)
-        following = self._followers()
-        nths[following] = nths[self._followed(following)]
+        rows = self._runner.arange_np[: self._rows]
+        following = self._followers.among(rows)
+        nths[following] = nths[self._followers.followed(following, rows)]
         return self._model.logits(readers, reads[readers], nths)
-
-    def _followers(self) -> np.ndarray:
-        """Return the rows that follow others, in the order in which their samples began."""
-        rows = self._alive()
-        return self._in_order(rows[self._follows[rows] != READS])
-
-    def _followed(self, rows: np.ndarray) -> np.ndarray:
-        """Return the row that each of these follows."""
-        births = self._births_of[: self._rows]
-        order = np.argsort(births)
-        return order[np.searchsorted(births, self._follows[rows], sorter=order)]
-
-    def _let_read(self, least: int) -> None:
-        """Let followers read themselves until so many rows do, or all."""
-        if len(following := self._followers()):
-            missing = max(0, least - (self._rows - len(self._free) - len(following)))
-            self._lead(following[:missing])
-
-    def _part(self, tokens: np.ndarray, going: np.ndarray) -> None:
-        """Let those rows follow another one that go on, and followed one that goes or has sampled another of these
-        `tokens`: the first of those that sampled the same."""
-        following = self._followers()
-        if not len(following):
-            return
-        goes = np.zeros(self._rows, bool)
-        goes[going] = True
-        following = following[~goes[following]]
-        leaders = self._followed(following)
-        parted = goes[leaders] | (tokens[following] != tokens[leaders])
-        following, leaders = following[parted], leaders[parted]
-        keys = leaders * self._vocabulary + tokens[following]
-        _, first, nth = np.unique(keys, return_index=True, return_inverse=True)
-        leading = following[first]
-        self._lead(leading)
-        others = np.delete(np.arange(len(following)), first)
-        self._follows[following[others]] = self._births_of[leading[nth[others]]]
-
-    def _lead(self, rows: np.ndarray) -> None:
-        """Give rows what those have read that they follow, to read on by themselves."""
-        if len(rows):
-            followed = self._followed(rows)
-            self._model.copy_contexts(followed, rows)
-            self._hashes[rows] = self._hashes[followed]
-            self._follows[rows] = READS
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return a token for each row, and its log-prob."""

@@ -151,7 +151,7 @@ def ways(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     step, leave, logits = plain.step, plain.leave, plain._logits
 
     def with_followers(reads: Any) -> Any:
-        for row in plain._followers():
+        for row in plain._followers.among(plain._alive()):
             unread, fresh = int(plain._lengths[row] - plain._computed[row]), plain._lengths[row] == plain._starts[row]
             stays = SampleId(plain._entries[row].request.id, int(plain._nths[row])) not in MOVED
             if fresh:
