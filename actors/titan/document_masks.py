@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torchtitan.models.common.attention import VarlenMetadata
 
+from titan_rl.wire.ranges import ranges
+
 
 class Gather(NamedTuple):
     """Indices of a gather of rows, and of its backward."""
@@ -105,7 +107,7 @@ def classed_masks(segments_G4: np.ndarray, device: torch.device, places: int) ->
         BlockClass(int(n), -int(size), int(own), int(before))
         for n, (before, own, size) in zip(counts, shapes, strict=True)
     )
-    to = _ranges(begin, length)
+    to = ranges(begin, length)
     there, back = _to(to, device), _to(np.argsort(to), device)
     none, nothing = there[:0], there[:0].view(0, 0)
     queries, outputs = Gather(there, back, none, nothing), Gather(back, there, none, nothing)
@@ -127,17 +129,17 @@ def _blocks(segments_G4: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarra
         number = np.where(bit == most, counts >> bit, np.where(bit < most, counts >> bit & 1, 0))
         before = np.where(bit == most, 0, counts >> bit + 1 << bit + 1)
         family.append(np.repeat(np.arange(len(counts)), number))
-        start.append(np.repeat(starts + before, number) + (_ranges(np.zeros_like(number), number) << bit))
+        start.append(np.repeat(starts + before, number) + (ranges(np.zeros_like(number), number) << bit))
         size.append(np.full(len(family[-1]), 1 << bit))
     sizes, begins, families = np.concatenate(size), np.concatenate(start), np.concatenate(family)
     sorted_blocks = np.lexsort((begins, -sizes, *keys[starts[families], 1::-1].T))
-    return sizes[sorted_blocks], order[_ranges(begins[sorted_blocks], sizes[sorted_blocks])]
+    return sizes[sorted_blocks], order[ranges(begins[sorted_blocks], sizes[sorted_blocks])]
 
 
 def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:
     """Return the gather of each segment's prefix, then its own places."""
     begins, lengths = segments_G4[:, [2, 0]].ravel(), segments_G4[:, [3, 1]].ravel()
-    index = _ranges(begins, lengths)
+    index = ranges(begins, lengths)
     own = np.repeat(np.arange(len(begins)) % 2 == 1, lengths)
     back = np.empty(own.sum(), np.int64)
     back[index[own]] = np.flatnonzero(own)
@@ -145,16 +147,11 @@ def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:
     copied = copied[np.argsort(index[copied], kind="stable")]
     shared, counts = np.unique(index[copied], return_counts=True)
     copies = np.full((len(shared), counts.max(initial=0)), -1)
-    copies[np.repeat(np.arange(len(shared)), counts), _ranges(np.zeros_like(counts), counts)] = copied
+    copies[np.repeat(np.arange(len(shared)), counts), ranges(np.zeros_like(counts), counts)] = copied
     if 1 in copies.shape:  # torch.compile takes a size of 1 for a constant: let there be 2, without copies
         shared = np.append(shared, np.setdiff1d([0, 1], shared)[: max(2 - len(shared), 0)])
         copies = np.pad(copies, [(0, max(2 - n, 0)) for n in copies.shape], constant_values=-1)
     return Gather(*(_to(x, device) for x in (index, back, shared, copies)))
-
-
-def _ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return begins[0], begins[0] + 1, ..., lengths[0] numbers, then those of the next."""
-    return np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
 
 
 def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:

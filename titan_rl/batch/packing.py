@@ -20,6 +20,7 @@ from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.ranges import ranges
 from titan_rl.wire.types import Batch, Column, Rows, Sample
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
@@ -241,11 +242,10 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     # Per place, [P], and per target, [Q]: its destination, and its flat token, which the place reads.
     sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
     starts = sizes.cumsum() - sizes
-    goes, within = _spread(row * length + offset, at.length), _spread(0 * at.start, at.length)
-    position = np.repeat(at.start, at.length) + within
+    goes, position = ranges(row * length + offset, at.length), ranges(at.start, at.length)
     most = int((run_offset + run).max(initial=1))
     width = length if most <= length else _aligned(most)  # of the targets
-    target_goes = _spread(run_row * width + run_offset, run)
+    target_goes = ranges(run_row * width + run_offset, run)
 
     def block(goes: np.ndarray, wide: int, values: np.ndarray, padding: np.ndarray | int) -> np.ndarray:
         out = np.empty((slots, wide), values.dtype)
@@ -256,8 +256,8 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
         return np.concatenate([*values, [padding]], dtype=dtype, casting="unsafe")
 
-    reads = block(goes, length, np.repeat(starts[at.sample], at.length) + position, -1)
-    source = block(target_goes, width, _spread((starts[to.sample] + to.start)[order], run) + 1, -1)
+    reads = block(goes, length, ranges(starts[at.sample] + at.start, at.length), -1)
+    source = block(target_goes, width, ranges((starts[to.sample] + to.start)[order], run) + 1, -1)
     tokens = flat((s.tokens for s in samples), np.int64, pad_id)
     mask = flat((s.mask for s in samples), np.float32)[source]
     names = samples[0].columns if samples else ()
@@ -266,7 +266,7 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     }
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
-    place = _spread((offset[to.segment] + to.offset)[order], run)
+    place = ranges((offset[to.segment] + to.offset)[order], run)
     return _Block(
         tokens=tokens[reads],
         positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
@@ -279,12 +279,6 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
         source=source,
         kept=_kept(samples),
     )
-
-
-def _spread(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the numbers from each beginning on, as many as its length."""
-    before = lengths.cumsum() - lengths
-    return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
 
 
 def _kept(samples: Sequence[Sample]) -> KeptSets | None:
