@@ -36,12 +36,15 @@ class Followers:
     def part(self, tokens: np.ndarray, going: np.ndarray, alive: np.ndarray) -> None:
         """Let those rows follow another one that go on, and followed one that goes or has sampled another of these
         `tokens`: the first of those that sampled the same."""
-        following = self.among(alive)
-        following = following[~np.isin(following, going)]
-        if not len(following):
+        if not len(following := self.among(alive)):
             return
+        goes = np.zeros(len(tokens), bool)
+        goes[going] = True
+        following = following[~goes[following]]
         leaders = self.followed(following, alive)
-        parted = np.isin(leaders, going) | (tokens[following] != tokens[leaders])
+        parted = goes[leaders] | (tokens[following] != tokens[leaders])
+        if not parted.any():
+            return
         following, leaders = following[parted], leaders[parted]
         alike = leaders * self._vocabulary + tokens[following]
         _, first, nth = np.unique(alike, return_index=True, return_inverse=True)
