@@ -1,8 +1,10 @@
 """Which rows of the plain batch read for others: those whose tokens are the same so far.
 
-a follows nobody, and reads      7 8 | 4 1
-b follows a, and reads nothing   7 8 | 4 1     drawn from a's logits
-c followed a until it sampled 5  7 8 | 4 5     it has copied a's keys and values, and reads
+    a follows nobody, and reads        7 8 | 4 1
+    b follows a, and reads nothing     7 8 | 4 1     it is drawn from a's logits
+    c followed a until it sampled 5    7 8 | 4 5     it has copied a's keys and values, and reads
+
+A row is named by the birth of its sample, because rows move when others end.
 """
 
 import numpy as np

@@ -63,8 +63,8 @@ def plain(places: np.ndarray, together: int) -> Layout:
 
 
 def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len: int) -> list[Layout]:
-    """Return layouts that share prompts, if there are prompts to share. They differ in how large their units may get.
-    With `together`, only those consecutive samples share, so that they stay neighbours."""
+    """Return layouts whose samples share places, if there are prompts to share. They differ in how large their units
+    may get. With `together`, only those consecutive samples share, so that they stay neighbours."""
     groups = _pairs(samples, together) if together > 1 else _groups(samples)
     if all(len(members) == 1 or not prefix for prefix, members in groups):
         return []
