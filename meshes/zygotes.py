@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from titan_rl.actors import thread_waits
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 
@@ -26,7 +27,7 @@ VARIABLE, OFF = "TITAN_RL_ZYGOTES", "off"
 ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own environment fits in its place
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more
-    "OMP_WAIT_POLICY": "PASSIVE",  # processes share the cores; two OpenMP teams that spin on them are extremely slow
+    **thread_waits.ENV,
     "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one host: no other one reaches them
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",

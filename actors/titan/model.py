@@ -5,7 +5,6 @@ together with an optimizer (phase.py); the reference, the teacher and the reward
 """
 
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.meeting import meet_in_file
+from titan_rl.actors.thread_waits import use_given_threads
 from titan_rl.actors.titan import document_attention, exact_parts, experts, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
@@ -118,7 +118,7 @@ class TitanModel:
         cpu_matmul.use_fastest()
         flash_attention.use_installed()
         document_attention.forbid_tf32()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        use_given_threads()
         self.device = titan_utils.get_local_device()
         titan_utils.device_module.set_device(self.device)
         self.config = config = resolved(config, self.device.type)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan_rl.actors.imports import import_vllm_model, without_gc
 from titan_rl.actors.meeting import meet_in_file
+from titan_rl.actors.thread_waits import use_given_threads
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.fewer_imports import fewer_imports
 from titan_rl.actors.vllm.launch_env import ENV
@@ -103,7 +104,7 @@ class Engine:
 
             on_cpu = current_platform.is_cpu()
             if on_cpu:
-                vllm_cpu.use_given_threads()
+                use_given_threads()
                 vllm_cpu.patch()
             if settings.exact:
                 vllm_cpu.compute_exactly(settings.model_dir, settings.dtype)
