@@ -1,6 +1,5 @@
 """Settings and patches that vLLM needs on a machine without a GPU."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.wire import failpoints
@@ -28,6 +27,8 @@ def patch() -> None:
     keep_expert_weights()
     reduce_over_gloo()
     run_by_steps()
+    normalize_at_once()
+    call_attention_directly()
 
 
 def compute_exactly(model_dir: str, dtype: str) -> None:
@@ -40,13 +41,6 @@ def compute_exactly(model_dir: str, dtype: str) -> None:
 
     use_exact_ops()
     require_independent_rows(shape_of_folder(model_dir, "model.hf_assets_path"), getattr(torch, dtype))
-
-
-def use_given_threads() -> None:
-    """Compute on as many threads as this process was launched with: OpenMP read the number of its zygote."""
-    import torch
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def check_head_size(size: int) -> None:
@@ -132,3 +126,34 @@ def run_by_steps() -> None:
     from titan_rl.actors.vllm.step_runner import StepRunner
 
     cpu_worker.CPUModelRunner = StepRunner  # pyright: ignore[reportPrivateImportUsage]
+
+
+def normalize_at_once() -> None:
+    """Make norms of float32 one call of torch's, which computes what vLLM's six calls do, to the last bit. An engine of
+    a small model spends more time between such calls than in them."""
+    from torch import float32
+    from torch.nn.functional import rms_norm
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norms: Any = RMSNorm
+    if hasattr(norms, "vllms_forward"):
+        return
+    norms.vllms_forward = norms.forward_native
+
+    def forward(self: Any, x: "Tensor", residual: "Tensor | None" = None) -> Any:
+        if not (self.pass_weight and self.weight.dtype is x.dtype is float32 and self.variance_size_override is None):
+            return self.vllms_forward(x, residual)
+        if residual is None:
+            return rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+        residual = x + residual
+        return rms_norm(residual, x.shape[-1:], self.weight, self.variance_epsilon), residual
+
+    norms.forward_native = forward
+
+
+def call_attention_directly() -> None:
+    """Make attention layers call their kernels without torch's dispatcher, which only compiled models need."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    platform: Any = CpuPlatform
+    platform.opaque_attention_op = classmethod(lambda cls: False)
