@@ -26,7 +26,7 @@ from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.types import Group
 
 SAMPLES_SHOWN = 3
-SOON = 0.02  # seconds: by then the controller has sent the calls with which the next step begins
+SOON = 0.005  # seconds: by then the controller has sent the calls with which the next step begins
 
 Written = tuple[int, int, int]  # a step, and the checksums of its lines in metrics.jsonl and rollouts.jsonl
 
