@@ -21,7 +21,7 @@ from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
 from titan_rl.rollout.judges import by_model, ranks_right, scores_of
-from titan_rl.rollout.player import Player, SingleTurn
+from titan_rl.rollout.player import Player
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
@@ -299,9 +299,9 @@ class Controller:
         temperature = self.config.cold_start.stop_temperature
         return await self.setup.practice.score(self.plays(), self.run.terminal.warn, temperature)
 
-    def driver(self) -> Driver:
-        """Return what drives rollouts, in training and in evaluations."""
-        return self.meshes.environments or SingleTurn()
+    def driver(self) -> Driver | None:
+        """Return what drives rollouts of several turns, in training and in evaluations."""
+        return self.meshes.environments
 
     def session_limits(self) -> SessionLimits:
         return SessionLimits.of(self.config, played=self.meshes.environments is not None)

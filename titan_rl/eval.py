@@ -125,7 +125,7 @@ def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scrat
 
 
 async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal") -> "list[Evaluation]":
-    from titan_rl.rollout.player import Player, SingleTurn
+    from titan_rl.rollout.player import Player
     from titan_rl.rollout.session import SessionLimits
     from titan_rl.sandbox.local import configure
     from titan_rl.train.bring_up import launch_loaded
@@ -135,7 +135,7 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
     try:
         async with launch_loaded(setup, terminal) as (generators, environments, watch):
             player = Player(
-                environments or SingleTurn(),
+                environments,
                 generators,
                 setup.tokenizer.decode,
                 limits=SessionLimits.of(config, played=environments is not None),

@@ -67,7 +67,7 @@ class Forking(Conversation):
         return outcome
 
 
-def player(driver: Driver, engine: Generates, **keys: object) -> Player:
+def player(driver: Driver | None, engine: Generates, **keys: object) -> Player:
     settings: dict[str, object] = {"limits": SessionLimits(), **keys}
     return Player(driver, engine, lambda tokens: " ".join(map(str, tokens)), **settings)  # type: ignore[arg-type]
 

@@ -23,7 +23,6 @@ from titan_rl.config.sections import (
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.metrics import step_metrics
 from titan_rl.record.run_log import RunLog
-from titan_rl.rollout.player import SingleTurn
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
@@ -97,7 +96,7 @@ class WrittenRun:
     """A run folder, and what a checkpoint of each step holds."""
 
     def __init__(self, folder: Path, driver: Driver | None = None) -> None:
-        self.folder, self.driver = folder, driver or SingleTurn()
+        self.folder, self.driver = folder, driver
         self.cuts: dict[int, dict[str, Any]] = {}  # by step, of checkpoints
         self.snapshot: tuple[int, dict[str, Any]] | None = None  # of this process
         self.warnings: list[str] = []

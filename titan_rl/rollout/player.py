@@ -15,20 +15,12 @@ from titan_rl.rollout.session import RolloutSession, SessionLimits, TurnRequest
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.seeds import derive, turn_seed
-from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome, Session
+from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome
 from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
 from titan_rl.wire.types import Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
 
 MOST_CHARACTERS = 200  # of an error's message
-
-
-class SingleTurn:
-    """Answers the prompt once. The rollouts of its groups are sampled by one request."""
-
-    async def drive(self, session: Session) -> Outcome:
-        await session.sample(session.prompt.tokens)
-        return Outcome()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +49,7 @@ class Play:
 class Player:
     def __init__(
         self,
-        driver: Driver,
+        driver: Driver | None,
         generators: Generates,
         decode: Decode,
         *,
@@ -66,11 +58,10 @@ class Player:
         ledger: Ledger | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """`attempts` of a driver whose process is lost; then the rollout's status is "lost"."""
+        """Without a `driver`, a rollout is one answer to its prompt. `attempts` of a driver whose process is lost; then
+        the rollout's status is "lost"."""
         self._driver, self._generators, self._decode = driver, generators, decode
-        self.single = isinstance(driver, SingleTurn)
-        self._limits = SessionLimits() if self.single else limits  # of a single answer: those of its request
-        self._attempts, self._ledger, self._warn = attempts, ledger, warn
+        self._limits, self._attempts, self._ledger, self._warn = limits, attempts, ledger, warn
         self._told: set[str] = set()  # what is said once
 
     async def alone(
@@ -89,6 +80,10 @@ class Player:
         )
         return await self.play(play)
 
+    @property
+    def single(self) -> bool:
+        return self._driver is None
+
     def answered(self, prompt: Prompt, completion: Completion) -> Rollout:
         """Return the rollout of a single turn that has been sampled, as `play` would. A step has one for each of its
         samples, so there is no session."""
@@ -96,22 +91,34 @@ class Player:
 
     async def play(self, play: Play) -> Rollout:
         """Play a rollout. A driver whose process is lost begins again with a new session and the same seeds."""
+        if self._driver is None:
+            return await self._answer(play)
         attempt, session = 1, self._open(play, 1)
         try:
             async with deadline(self._limits.seconds):
-                while (outcome := await self._drive(session, last=attempt >= self._attempts)) is None:
+                while (outcome := await self._drive(self._driver, session, attempt >= self._attempts)) is None:
                     attempt += 1
                     session = self._open(play, attempt)
         except TimeoutError:
             outcome = Outcome("timeout", error=f"the rollout took longer than {self._limits.seconds:g} s")
         finally:
             session.end()
-        return self._rollout(session, outcome, attempt)
+        return self._rollout(session.id, session.branches(outcome.turn_rewards), outcome, attempt)
 
-    async def _drive(self, session: RolloutSession, *, last: bool) -> Outcome | None:
+    async def _answer(self, play: Play) -> Rollout:
+        """Sample the single turn of a rollout."""
+        expected = min(play.expected, play.sampling.max_new_tokens)
+        request = Request(play.id, play.prompt.tokens, [play.turn_seed(0)], play.sampling, expected=expected)
+        try:
+            (completion,) = await self._generators.generate(request)
+        except RequestRefused as error:
+            return self._rollout(play.id, [], Outcome("error", error=_named(error)), 1)
+        return self.answered(play.prompt, completion)
+
+    async def _drive(self, driver: Driver, session: RolloutSession, last: bool) -> Outcome | None:
         """Return how a rollout ended; None if its driver was lost and another attempt is left."""
         try:
-            return checked(await self._driver.drive(session))
+            return checked(await driver.drive(session))
         except LimitReached as reached:
             return Outcome(reached.status)
         except DriverLost as lost:
@@ -127,13 +134,13 @@ class Player:
 
     def _open(self, play: Play, attempt: int) -> RolloutSession:
         name = play.id if attempt == 1 else f"{play.id}.{attempt}"
-        single, seed, limit = self.single, play.own_seed, play.sampling.max_new_tokens
-        affinity = () if single else (name, play.group) if play.group else (name,)
+        seed, limit = play.own_seed, play.sampling.max_new_tokens
+        affinity = (name, play.group) if play.group else (name,)
 
         async def ask(turn: TurnRequest) -> Completion:
             sampling = play.sampling if turn.most >= limit else replace(play.sampling, max_new_tokens=turn.most)
             request = Request(
-                name if single else f"{name}:{turn.index}",
+                f"{name}:{turn.index}",
                 turn.tokens,
                 [play.turn_seed(turn.index)],
                 sampling,
@@ -144,8 +151,7 @@ class Player:
             try:
                 (completion,) = await self._generators.generate(request)
             finally:
-                if not single:
-                    span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn.index)
+                span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn.index)
             return completion
 
         def answered(turn: TurnRequest, checksum: int, completion: Completion) -> None:
@@ -161,12 +167,11 @@ class Player:
             self._told.add("branch")
             self._warn(f"{message}. The metric branches/mean counts them")
 
-    def _rollout(self, session: RolloutSession, outcome: Outcome, attempts: int) -> Rollout:
-        branches = session.branches(outcome.turn_rewards)
+    def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int) -> Rollout:
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
         if outcome.status in FAILED and outcome.status not in self._told:
             self._told.add(outcome.status)
-            self._warn(f"{session.id} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
+            self._warn(f"{name} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
         failed = outcome.status in FAILED or last is None or outcome.reward is None
         return Rollout(
             branches,

@@ -10,7 +10,7 @@ from typing import Self
 from titan_rl.batch.advantages import soft_overlong_punishment
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import Play, Player, SingleTurn
+from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.rubric import GRADER
 from titan_rl.wire.deadlines import deadline
@@ -100,7 +100,7 @@ class StreamSettings:
     groups: int  # number of groups that the rest of the run trains on
     reward_attempts: int = 2
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
-    driver: Driver = field(default_factory=SingleTurn)
+    driver: Driver | None = None  # none: a rollout is one answer
     driver_attempts: int = 2  # of one whose process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None

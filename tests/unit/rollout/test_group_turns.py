@@ -14,7 +14,6 @@ from support.turn_drivers import Answering, Conversation
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.player import SingleTurn
 from titan_rl.rollout.sampling import RolloutsFailed, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
@@ -33,7 +32,7 @@ def stream(
         seed=7,
         first=1,
         groups=8,
-        driver=driver or SingleTurn(),
+        driver=driver,
     )
     return RolloutStream(settings, engine, source(tokenizer), right_if_one, tokenizer.decode, Clock(), Ledger(folder))
 

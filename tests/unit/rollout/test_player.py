@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from support.turn_drivers import PROMPT, SAMPLING, Answering, Conversation, Forking, player
-from titan_rl.rollout.player import Play, SingleTurn
+from titan_rl.rollout.player import Play
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.wire.errors import RankDied, RequestRefused
 from titan_rl.wire.sessions import DriverLost, Outcome, Session
@@ -155,10 +155,14 @@ def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
     assert len({tuple(request.seeds) for request in asyncio.run(body())}) == 6
 
 
-def test_a_single_turn_that_was_sampled_is_the_rollout_that_playing_it_makes() -> None:
-    alone = player(SingleTurn(), Answering())
-    played = asyncio.run(alone.play(Play(id="p", prompt=PROMPT, sampling=SAMPLING)))
-    found = alone.answered(PROMPT, played.completion)
+def test_a_rollout_without_a_driver_is_that_of_one_that_samples_a_single_turn() -> None:
+    class OneTurn:
+        async def drive(self, session: Session) -> Outcome:
+            await session.sample(session.prompt.tokens)
+            return Outcome()
+
+    play = Play(id="p", prompt=PROMPT, sampling=SAMPLING)
+    alone, played = (asyncio.run(player(driver, Answering()).play(play)) for driver in (None, OneTurn()))
+    assert math.isnan(alone.reward)
     assert math.isnan(played.reward)
-    assert math.isnan(found.reward)
-    assert replace(found, reward=0.0) == replace(played, reward=0.0)
+    assert replace(alone, reward=0.0) == replace(played, reward=0.0)

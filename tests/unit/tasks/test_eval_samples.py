@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.record.evaluation import Evaluation
-from titan_rl.rollout.player import Player, SingleTurn
+from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.problems import Problems
 from titan_rl.tasks.reward_thread import by_rule
@@ -30,7 +30,7 @@ class Engines:
 
 
 def measure(problems: Problems, engines: Engines, warnings: list[str]) -> Evaluation:
-    plays = Player(SingleTurn(), engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
+    plays = Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
     return asyncio.run(problems.measure(plays, warnings.append))
 
 

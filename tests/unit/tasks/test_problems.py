@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from titan_rl.rollout.player import Player, SingleTurn
+from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.problems import MOST_HUNG, Problems
 from titan_rl.tasks.reward_thread import SideThread, by_rule
@@ -36,7 +36,7 @@ class Engines:
 
 
 def alone(engines: Engines) -> Plays:
-    return Player(SingleTurn(), engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
+    return Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
 
 
 def score(
