@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -147,18 +148,22 @@ def rows_of_commit(rows: list[dict[str, str]], commit: str) -> list[dict[str, st
 
 
 def summary(rows: list[dict[str, str]]) -> list[str]:
-    """Return a line per way: how many seeds reached the score, and the median of their seconds; then the median of each
-    seed's ratio to TRL, which starts from the same policy."""
+    """Return a line per way: how many runs reached the score, and the median of their seconds; then the median of each
+    seed's ratio to TRL, which starts from the same policy. Several runs of a seed count as their median."""
     lines, by_seed = [], dict[str, dict[str, float]]()
     for way in dict.fromkeys(row["way"] for row in rows):
-        own = [row for row in rows if row["way"] == way]
-        reached = by_seed[way] = {row["seed"]: float(row["seconds"]) for row in own if row["reached"] == "True"}
-        lines.append(f"{way}: {len(reached)} of {len(own)} reached {own[0]['score']}")
-        if reached:
-            lines[-1] += f" after {spread(reached.values(), '.1f')} s"
+        own, reached = [row for row in rows if row["way"] == way], defaultdict[str, list[float]](list)
+        for row in own:
+            if row["reached"] == "True":
+                reached[row["seed"]].append(float(row["seconds"]))
+        by_seed[way] = {seed: statistics.median(seconds) for seed, seconds in reached.items()}
+        seconds = [each for one in reached.values() for each in one]
+        lines.append(f"{way}: {len(seconds)} of {len(own)} reached {own[0]['score']}")
+        if seconds:
+            lines[-1] += f" after {spread(seconds, '.1f')} s"
     theirs = by_seed.pop(TRL, {})
-    for way, seconds in by_seed.items():
-        if ratios := [seconds[seed] / theirs[seed] for seed in seconds.keys() & theirs.keys()]:
+    for way, mine in by_seed.items():
+        if ratios := [mine[seed] / theirs[seed] for seed in mine.keys() & theirs.keys()]:
             lines.append(f"{way} / TRL, by seed: {spread(ratios, '.2f')}")
     return lines
 

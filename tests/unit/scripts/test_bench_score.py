@@ -30,6 +30,16 @@ def test_ratios_are_of_one_commits_rows_and_of_each_seed() -> None:
     assert summary(rows_of_commit(ROWS, "aaa111"))[-1] == "titan_rl / TRL, by seed: 1.00 (1.00 to 1.00)"
 
 
+def test_several_runs_of_a_seed_count_as_their_median() -> None:
+    seconds = {"titan_rl": (10, 30, 14), TRL: (20, 40)}
+    rows = [row(way, 0, each, "aaa111") for way, every in seconds.items() for each in every]
+    assert summary(rows) == [
+        "titan_rl: 3 of 3 reached 0.95 after 14.0 (10.0 to 30.0) s",
+        "TRL: 2 of 2 reached 0.95 after 30.0 (20.0 to 40.0) s",
+        "titan_rl / TRL, by seed: 0.47 (0.47 to 0.47)",
+    ]
+
+
 @pytest.mark.parametrize("commit", ["", "ccc"])
 def test_a_commit_without_rows_is_refused_by_name(commit: str) -> None:
     with pytest.raises(SystemExit, match=rf"that has been measured \(aaa111, bbb222\), found '{commit}'"):
