@@ -55,7 +55,7 @@ def thread_clocks() -> tuple[float, float]:
 
 def rest(runtimes: Sequence[ctypes.CDLL], seconds: float) -> None:
     """Let all OpenMP threads of this process that wait sleep at once, for so long."""
-    nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # of a null pointer
+    nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL); it needs no Python in any thread
 
     def wait() -> None:
         for runtime in runtimes:

@@ -26,7 +26,9 @@ from titan_rl.wire.reports import Backlog, StepStats, SyncStats
 from titan_rl.wire.types import Group
 
 SAMPLES_SHOWN = 3
-SOON = 0.005  # seconds: by then the controller has sent the calls with which the next step begins
+# Seconds: by then the controller has sent the calls with which the next step begins, and an engine prepares its first
+# forward, which needs one core. The forward needs all of them.
+SOON = 0.005
 
 Written = tuple[int, int, int]  # a step, and the checksums of its lines in metrics.jsonl and rollouts.jsonl
 
