@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from support.ctrl_c import hears_ctrl_c
+from titan_rl.record.lines import whole_lines
 
 SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
     "model.dim": 64,
@@ -53,9 +54,12 @@ class Run:
         return self.process.returncode
 
     def lines(self, name: str, kind: str = "rl") -> list[dict[str, Any]]:
+        return [line for line in self.written(name) if line["kind"] == kind]
+
+    def written(self, name: str) -> list[dict[str, Any]]:
+        """Return a file's lines, but for one that the run is writing."""
         path = self.folder / name
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if line["kind"] == kind]
+        return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())

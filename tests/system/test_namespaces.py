@@ -1,6 +1,5 @@
 """Runs across hosts that share nothing but a kernel and a file system, and whose links can be cut."""
 
-import json
 import os
 import re
 import subprocess
@@ -134,8 +133,7 @@ class Told:
 
     def incidents(self) -> list[dict[str, Any]]:
         """Return what the run has recorded of its losses: a line when one is noticed, and one when it is over."""
-        path = self.run.folder / "faults.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return self.run.written("faults.jsonl")
 
     def __enter__(self) -> "Told":
         return self

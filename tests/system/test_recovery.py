@@ -39,9 +39,7 @@ def undisturbed(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def faults(run: Run) -> list[dict[str, Any]]:
     """What was lost and is back."""
-    path = run.folder / "faults.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if line["outcome"] == "back"]
+    return [line for line in run.written("faults.jsonl") if line["outcome"] == "back"]
 
 
 def hit(run: Run, rank: str, number: int = signal.SIGKILL) -> float:

@@ -1,6 +1,5 @@
 """Whole runs whose ranks are forked from zygotes, or not."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -34,9 +33,7 @@ def zygotes(run: Run) -> dict[str, psutil.Process]:
 
 
 def replaced(run: Run) -> list[str]:
-    path = run.folder / "faults.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line["why"] for line in lines if line["outcome"] == "back"]
+    return [line["why"] for line in run.written("faults.jsonl") if line["outcome"] == "back"]
 
 
 def test_forked_and_cold_ranks_compute_the_same_bits(
