@@ -12,13 +12,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from titan_rl.actors.thread_waits import clocks_of
 from titan_rl.wire import failpoints
 
 Self = TypeVar("Self")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SCHEDSTAT = Path("/proc/thread-self/schedstat")
+THIS_THREAD = Path("/proc/thread-self")
 
 
 def fallible(method: Callable[Concatenate[Self, P], Awaitable[T]]) -> Callable[Concatenate[Self, P], Awaitable[T]]:
@@ -47,11 +48,8 @@ def busy_seconds() -> float:
     Ranks that share a step finish it together, and most of its wall time is waiting in collectives. This number tells a
     slow rank from one that waits for it. On a GPU it covers the launching thread, which kernels delay only where the
     host waits for them."""
-    try:
-        running, ready, _ = SCHEDSTAT.read_text().split()
-    except (OSError, ValueError):
-        return time.thread_time()
-    return (int(running) + int(ready)) / 1e9
+    clocks = clocks_of(THIS_THREAD)
+    return time.thread_time() if clocks is None else sum(clocks)
 
 
 def quiet() -> None:

@@ -40,17 +40,21 @@ def use_given_threads() -> None:
         threading.Thread(target=_watch, args=(runtimes,), daemon=True, name=_watch.__name__).start()
 
 
+def clocks_of(task: Path) -> tuple[float, float] | None:
+    """Return for how many seconds a thread has run, and has waited for a core; None if it has ended, or if the kernel
+    has no schedstat."""
+    try:
+        run, waited, _ = (task / "schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(run) / 1e9, int(waited) / 1e9
+
+
 def thread_clocks() -> tuple[float, float]:
     """Return for how many seconds the threads of this process have run, and have waited for a core; zeros where nobody
     counts that."""
-    run = waited = 0
-    for task in _TASKS.iterdir():
-        try:
-            ran, delayed, _ = (task / "schedstat").read_text().split()
-        except FileNotFoundError:  # it has ended
-            continue
-        run, waited = run + int(ran), waited + int(delayed)
-    return run / 1e9, waited / 1e9
+    found = [clocks for task in _TASKS.iterdir() if (clocks := clocks_of(task))]
+    return sum(run for run, _ in found), sum(waited for _, waited in found)
 
 
 def rest(runtimes: Sequence[ctypes.CDLL], seconds: float) -> None:

@@ -96,7 +96,7 @@ class Player:
         attempt, session = 1, self._open(play, 1)
         try:
             async with deadline(self._limits.seconds):
-                while (outcome := await self._drive(self._driver, session, attempt >= self._attempts)) is None:
+                while (outcome := await self._drive(self._driver, session, last=attempt >= self._attempts)) is None:
                     attempt += 1
                     session = self._open(play, attempt)
         except TimeoutError:
@@ -115,7 +115,7 @@ class Player:
             return self._rollout(play.id, [], Outcome("error", error=_named(error)), 1)
         return self.answered(play.prompt, completion)
 
-    async def _drive(self, driver: Driver, session: RolloutSession, last: bool) -> Outcome | None:
+    async def _drive(self, driver: Driver, session: RolloutSession, *, last: bool) -> Outcome | None:
         """Return how a rollout ended; None if its driver was lost and another attempt is left."""
         try:
             return checked(await driver.drive(session))

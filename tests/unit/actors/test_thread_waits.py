@@ -28,11 +28,11 @@ def sleeps(products={PRODUCTS}):  # of all threads, while two of them multiply
 def threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
-def rests(seconds=60):  # in time
-    before, ends = threads(), time.monotonic() + seconds
-    while threads() < before + os.cpu_count() and time.monotonic() < ends:
+def rests(before, seconds=60):  # in time; `before`: threads while it did not
+    ends = time.monotonic() + seconds
+    while not (rested := threads() >= before + os.cpu_count()) and time.monotonic() < ends:
         sleeps(2)
-    return threads() >= before + os.cpu_count()
+    return rested
 """
 
 
@@ -72,9 +72,10 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
 try:
     os.environ["OMP_NUM_THREADS"] = "2"
-    thread_waits.use_given_threads()
     sleeps(2)
-    print(int(rests()))
+    before = threads()
+    thread_waits.use_given_threads()
+    print(int(rests(before)))
 finally:
     for other in others:
         other.kill()
@@ -92,8 +93,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 thread_waits.use_given_threads()
 print(threading.active_count() - 1)
 os.environ["OMP_NUM_THREADS"] = "2"
+torch.set_num_threads(2)
+sleeps(2)
+before = threads()
 thread_waits.use_given_threads()
-print(int(rests()))
+print(int(rests(before)))
 """)
     assert not watched
     assert rested
