@@ -45,7 +45,7 @@ PRELOAD = {
         vllm.model_executor.models.llama vllm.model_executor.models.qwen3 vllm.triton_utils.dispatcher
         vllm.utils.cpu_triton_utils vllm.distributed.device_communicators.cpu_communicator
         vllm.distributed.elastic_ep.elastic_execute vllm.model_executor.layers.quantization.online.base
-        vllm.model_executor.layers.quantization.compressed_tensors.utils vllm.lora.resolver
+        vllm.model_executor.layers.fused_moe.experts.cpu_moe vllm.lora.resolver numpy.random
         vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
         vllm.v1.core.sched.scheduler vllm.v1.pool.flash_maxsim
         """,
