@@ -6,6 +6,8 @@
 
     python -P zygote.py KIND LISTENER PARENT        LISTENER: fd of a listening socket. It ends with PARENT (0: never)
 
+A run's zygotes are forked themselves (zygote_root.py): what they both import is imported once.
+
 Forking is safe while a process has one thread and has not touched CUDA; both are checked before each fork, and a rank
 that cannot be forked is refused with a reason. So a zygote never imports Monarch, whose library starts threads when it
 is loaded. It imports nothing of titan_rl either: ranks import that themselves, so they always run the current code.
@@ -26,6 +28,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +69,7 @@ ROOM = "TITAN_RL_ROOM"  # padding of the zygote's environment, which a rank's ow
 REQUEST_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
 NAMESPACES = {"user": 0x10000000, "net": 0x40000000}  # that a run may have of its own, in the order to enter them
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,32 @@ class Request:
 
 def main() -> None:
     kind, listener, parent = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
+    end_with(parent)
+    own = own_environment()
+    gc.disable()
+    fork_ranks(kind, listener, own)
+
+
+def end_with(parent: int) -> None:
+    """Die when the parent does (0: never), and at no signal that means the controller."""
     if parent:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the controller's; its death ends this and the ranks
+            os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # A rank writes over the block of memory that these strings are in, so the C library has to hold them elsewhere.
+
+
+def own_environment() -> dict[bytes, bytes]:
+    """Return this process's environment, held where it is not written over: a rank shows its own in the block of memory
+    that the kernel put this one in."""
     own = {name: value for name, value in os.environb.items() if name != ROOM.encode()}
-    _set_environment(own)
+    set_environment(own)
+    return own
+
+
+def fork_ranks(kind: str, listener: socket.socket, own: dict[bytes, bytes]) -> None:
+    """Import what ranks of this kind need, and fork them on request. Returns in each rank, when it has ended."""
     preload(kind)
     gc.freeze()  # a collection in a rank would copy every page it looks at
     request, shim = Zygote(listener, own).serve()
@@ -139,7 +159,6 @@ def leave(code: int) -> NoReturn:
 
 
 def preload(kind: str) -> None:
-    gc.disable()
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))  # ignored until vLLM has set it up
     actors = Path(__file__).resolve().parents[1] / "actors"
     if kind == "model":
@@ -148,11 +167,15 @@ def preload(kind: str) -> None:
     else:
         imported = runpy.run_path(str(actors / "vllm" / "fewer_imports.py"))["fewer_imports"]
     with imported():
-        for name in PRELOAD[kind].split():
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # the rank fails in the same way, and says where
-                print(f"zygote {kind}: {name}: {error!r}", file=sys.stderr)
+        import_all(PRELOAD[kind].split(), kind)
+
+
+def import_all(names: Iterable[str], kind: str) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # the rank fails in the same way, and says where
+            print(f"zygote {kind}: {name}: {error!r}", file=sys.stderr)
 
 
 class Zygote:
@@ -252,7 +275,7 @@ def enter_namespaces(shim: socket.socket) -> None:
         if os.path.samefile(theirs, f"/proc/self/ns/{name}"):
             continue
         with open(theirs, "rb") as namespace:
-            if _libc.setns(namespace.fileno(), flag) != 0:
+            if libc.setns(namespace.fileno(), flag) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter {theirs}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -287,7 +310,7 @@ def _touched_cuda() -> bool:
 
 def become(request: Request, own: dict[bytes, bytes]) -> None:
     """Give this fork of the zygote, whose environment is `own`, all that a new process of the request would have."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for at, fd in enumerate(request.stdio):
         os.dup2(fd, at)
         os.close(fd)
@@ -295,8 +318,8 @@ def become(request: Request, own: dict[bytes, bytes]) -> None:
     os.sched_setaffinity(0, request.cpus)
     os.chdir(request.folder)
     set_by_imports = {name: value for name, value in os.environb.items() if own.get(name) != value}
-    _set_environment(request.environment | set_by_imports)
-    _show_in_proc(request.environment)
+    set_environment(request.environment | set_by_imports)
+    show_in_proc(request.environment, b"python\0-m\0monarch._src.actor.bootstrap_main\0")
     inherited = {*_import_paths(own), ""}
     rest = [path for path in sys.path if path not in inherited]
     sys.path[:] = [os.fsdecode(request.folder), *_import_paths(request.environment), *rest]  # as `python -m` has it
@@ -318,19 +341,19 @@ def _import_paths(environment: dict[bytes, bytes]) -> list[str]:
     ]
 
 
-def _set_environment(environment: dict[bytes, bytes]) -> None:
+def set_environment(environment: dict[bytes, bytes]) -> None:
     os.environb.clear()
     os.environb.update(environment)
 
 
-def _show_in_proc(environment: dict[bytes, bytes]) -> None:
-    """Write this rank's environment and command over the zygote's, where /proc/PID/environ and cmdline read them."""
+def show_in_proc(environment: dict[bytes, bytes], command: bytes) -> None:
+    """Write this fork's environment and command over its parent's, where /proc/PID/environ and cmdline read them."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments, arguments_end, variables, variables_end = (int(fields[n - 3]) for n in (48, 49, 50, 51))
     ours_first = sorted(environment.items(), key=lambda pair: not pair[0].startswith(b"TITAN_RL_"))
     block = b"".join(name + b"=" + value + b"\0" for name, value in ours_first)
     _write_over(variables, variables_end, block)
-    _write_over(arguments, arguments_end, b"python\0-m\0monarch._src.actor.bootstrap_main\0")
+    _write_over(arguments, arguments_end, command)
 
 
 def _write_over(start: int, end: int, text: bytes) -> None:

@@ -7,14 +7,15 @@ TITAN_RL_ZYGOTES    unset: a run on CPU starts its own, which end with it
 Importing this module imports next to nothing: zygotes start before everything else.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titan_rl.actors import thread_waits
 from titan_rl.actors.vllm import vllm_cpu
@@ -64,28 +65,31 @@ class Zygotes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._own = not os.environ.get(VARIABLE)
-        self._started: dict[Kind, subprocess.Popen[bytes]] = {}
+        self._roots: dict[Kind, subprocess.Popen[bytes]] = {}  # what each is forked from
 
     def keep(self, kinds: Collection[Kind]) -> None:
         """Have a zygote of each of these kinds and no other."""
-        for kind in list(self._started):
+        for kind in list(self._roots):
             if kind not in kinds:
                 self._end(kind)
-        for kind in kinds if self._own else ():
-            if kind not in self._started:
-                with suppress(OSError):  # the path is too long for a socket, say: ranks start cold, with a warning
-                    self._started[kind] = _start(kind, self._folder)
+        missing: list[Kind] = [kind for kind in kinds if kind not in self._roots]
+        if missing and self._own:
+            with suppress(OSError):  # the path is too long for a socket, say: ranks start cold, with a warning
+                self._roots |= dict.fromkeys(missing, _start(missing, self._folder))
         if self._own:
             os.environ[VARIABLE] = str(self._folder) if kinds else OFF
 
     def _end(self, kind: Kind) -> None:
-        process = self._started.pop(kind)
-        process.kill()
-        process.wait()
+        root = self._roots.pop(kind)
         (self._folder / kind).unlink(missing_ok=True)
+        if root in self._roots.values():
+            _tell(root, kind)
+        else:
+            root.kill()
+            root.communicate()
 
     def end_all(self) -> None:
-        for kind in list(self._started):
+        for kind in list(self._roots):
             self._end(kind)
         if self._own:
             os.environ.pop(VARIABLE, None)
@@ -101,19 +105,36 @@ def serving(folder: Path) -> Iterator[Zygotes]:
         zygotes.end_all()
 
 
-def _start(kind: Kind, folder: Path) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **WORKER_ENV, **KIND_ENV[kind], "CUDA_VISIBLE_DEVICES": ""}
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / kind))
-        listener.listen(64)
-        program = str(Path(__file__).with_name("zygote.py"))
-        with open(folder / f"{kind}.log", "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-P", program, kind, str(listener.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                process_group=0,  # Ctrl-C in the terminal reaches the controller only
-                env={**env, "TITAN_RL_ROOM": "x" * ROOM},
-            )
+def _start(kinds: Collection[Kind], folder: Path) -> subprocess.Popen[bytes]:
+    """Start zygotes of these kinds, and return the process that they are forked from."""
+    common = {**os.environ, **WORKER_ENV, "CUDA_VISIBLE_DEVICES": "", "TITAN_RL_ROOM": "x" * ROOM}
+    by_kind = {name for own in KIND_ENV.values() for name in own}
+    with ExitStack() as stack:
+        zygotes = dict[str, dict[str, Any]]()
+        for kind in kinds:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(folder / kind))
+            listener.listen(64)
+            log = stack.enter_context(open(folder / f"{kind}.log", "wb"))
+            own = {name: value for name, value in {**common, **KIND_ENV[kind]}.items() if name in by_kind}
+            zygotes[kind] = {"listener": listener.fileno(), "log": log.fileno(), "environment": own}
+        log = stack.enter_context(open(folder / "root.log", "ab"))
+        program = str(Path(__file__).with_name("zygote_root.py"))
+        root = subprocess.Popen(
+            [sys.executable, "-P", program, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            stdout=log,
+            stderr=log,
+            pass_fds=[each[fd] for each in zygotes.values() for fd in ("listener", "log")],
+            process_group=0,  # Ctrl-C in the terminal reaches the controller only
+            env={name: value for name, value in common.items() if name not in by_kind},
+        )
+    _tell(root, json.dumps(zygotes))
+    return root
+
+
+def _tell(root: subprocess.Popen[bytes], line: str) -> None:
+    assert root.stdin
+    with suppress(OSError):  # it has ended, and its zygotes with it
+        root.stdin.write(f"{line}\n".encode())

@@ -150,13 +150,13 @@ def distributions_by_package() -> dict[str, list[str]]:
     found = defaultdict[str, list[str]](list)
     for distribution in importlib.metadata.distributions():
         facts = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-        name = re.search(r"^Name: *(.+?) *$", facts, re.MULTILINE)
         packages = set((distribution.read_text("top_level.txt") or "").split())
         if not packages:
             paths = [line.split(",", 1)[0] for line in (distribution.read_text("RECORD") or "").splitlines()]
             packages = {path.removesuffix(".py").partition("/")[0] for path in paths if path.endswith(".py")}
-        for package in packages if name else ():
-            found[package].append(name[1])
+        if name := re.search(r"^Name: *(.+?) *$", facts, re.MULTILINE):
+            for package in packages:
+                found[package].append(name[1])
     return dict(found)
 
 

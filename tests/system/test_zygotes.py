@@ -28,7 +28,7 @@ def until(run: Run, what: Callable[[], Any]) -> None:
 
 def zygotes(run: Run) -> dict[str, psutil.Process]:
     """The run's own zygotes, by kind."""
-    children = {process: process.cmdline() for process in psutil.Process(run.process.pid).children()}
+    children = {process: process.cmdline() for process in psutil.Process(run.process.pid).children(recursive=True)}
     return {command[3]: process for process, command in children.items() if command[2:3] and "zygote.py" in command[2]}
 
 
@@ -103,8 +103,8 @@ def test_runs_share_what_titan_rl_warm_keeps(runs: Runs, tmp_path: Path, monkeyp
         out = run.finish(60)
         assert run.code == 130, out
         assert "start cold" not in out
-        kept = psutil.Process(warm.pid).children()
-        assert len(kept) == 2
+        kept = psutil.Process(warm.pid).children(recursive=True)
+        assert len(kept) == 3, "two zygotes, and what they were forked from"
         warm.send_signal(signal.SIGINT)
         assert warm.wait(30) == 0
     assert not any(process.is_running() for process in kept)
