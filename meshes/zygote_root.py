@@ -75,18 +75,19 @@ def _line() -> bytes:
 
 
 def await_end(forked: dict[int, tuple[str, int]]) -> None:
-    """Kill the zygotes that the controller names. Return when none is left, or the controller is gone."""
+    """Kill the zygotes that the controller names, and all of them once it closes stdin. Return when none is left."""
     poll = select.poll()
     for fd in (0, *forked):
         poll.register(fd, select.POLLIN)
     while forked:
         fd, _ = poll.poll()[0]
         if fd == 0:
-            if not (named := os.read(0, 1 << 10)):
-                return
+            named = os.read(0, 1 << 10).decode().split()
             for kind, pid in forked.values():
-                if kind in named.decode().split():
+                if kind in named or not named:
                     os.kill(pid, signal.SIGKILL)
+            if not named:
+                poll.unregister(0)
         else:
             os.waitpid(forked.pop(fd)[1], 0)
             poll.unregister(fd)

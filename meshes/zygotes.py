@@ -26,6 +26,7 @@ KINDS: tuple[Kind, ...] = ("model", "generator")
 
 VARIABLE, OFF = "TITAN_RL_ZYGOTES", "off"
 ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own environment fits in its place
+GRACE_SECONDS = 0.2
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more
     **thread_waits.ENV,
@@ -84,9 +85,14 @@ class Zygotes:
         (self._folder / kind).unlink(missing_ok=True)
         if root in self._roots.values():
             _tell(root, kind)
-        else:
-            root.kill()
-            root.communicate()
+            return
+        assert root.stdin
+        root.stdin.close()
+        try:
+            root.wait(GRACE_SECONDS)  # it ends after its zygotes
+        except subprocess.TimeoutExpired:
+            root.kill()  # it has none yet, because it still imports; if it has, the kernel kills them
+            root.wait()
 
     def end_all(self) -> None:
         for kind in list(self._roots):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ def until(run: Run, what: Callable[[], Any]) -> None:
 
 def zygotes(run: Run) -> dict[str, psutil.Process]:
     """The run's own zygotes, by kind."""
-    children = {process: process.cmdline() for process in psutil.Process(run.process.pid).children(recursive=True)}
-    return {command[3]: process for process, command in children.items() if command[2:3] and "zygote.py" in command[2]}
+    found = dict[str, psutil.Process]()
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            command = process.cmdline()
+            if command[2:3] and command[2].endswith("zygote.py"):
+                found[command[3]] = process
+    return found
 
 
 def replaced(run: Run) -> list[str]:

@@ -41,20 +41,29 @@ def await_ready(folder: Path, kind: Kind) -> None:
         assert asking.recv(16) == b"ready\n", (folder / f"{kind}.log").read_text()
 
 
-def zygote_of(kind: Kind) -> psutil.Process:
-    (found,) = (p for p in psutil.Process().children(recursive=True) if p.cmdline()[2:4] == [str(ZYGOTE), kind])
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[psutil.Process]]:
+    """Returns the processes that the test has started: a root first, then its zygotes. Others may be the session's."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    before = psutil.Process().children(recursive=True)
+    return lambda: [process for process in psutil.Process().children(recursive=True) if process not in before]
+
+
+def zygote_of(kind: Kind, among: list[psutil.Process]) -> psutil.Process:
+    (found,) = (process for process in among if process.cmdline()[2:4] == [str(ZYGOTE), kind])
     return found
 
 
-def test_zygotes_share_a_root_and_have_what_their_kinds_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_zygotes_share_a_root_and_have_what_their_kinds_need(
+    forked: Callable[[], list[psutil.Process]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::DeprecationWarning")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     with serving(tmp_path) as zygotes:
         zygotes.keep(KINDS)
         for kind in KINDS:
             await_ready(tmp_path, kind)
-        model, generator = (zygote_of(kind) for kind in KINDS)
+        model, generator = (zygote_of(kind, forked()) for kind in KINDS)
         root = model.parent()
         assert root
         assert root == generator.parent()
@@ -62,7 +71,7 @@ def test_zygotes_share_a_root_and_have_what_their_kinds_need(tmp_path: Path, mon
         assert [process.num_threads() for process in (root, model, generator)] == [1, 1, 1]
         for kind in KINDS:
             own = {"PYTHONWARNINGS": "ignore::DeprecationWarning", "TORCHDYNAMO_DISABLE": "0", **KIND_ENV[kind]}
-            assert own.items() <= zygote_of(kind).environ().items()
+            assert own.items() <= zygote_of(kind, forked()).environ().items()
         assert (tmp_path / "root.log").read_text() == ""
         zygotes.keep(["model"])
         until(lambda: not generator.is_running())
@@ -70,21 +79,21 @@ def test_zygotes_share_a_root_and_have_what_their_kinds_need(tmp_path: Path, mon
         await_ready(tmp_path, "model")
         zygotes.keep(KINDS)
         await_ready(tmp_path, "generator")
-        other = zygote_of("generator")
+        other = zygote_of("generator", forked())
         assert other.parent() != root
         zygotes.keep([])
-        left = [process for process in (model, other, root) if process.is_running()]
-        assert not psutil.wait_procs(left, timeout=30)[1]
+        assert forked() == []
 
 
-def test_zygotes_die_with_their_root_and_it_with_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_zygotes_die_with_their_root_and_it_with_its_parent(
+    forked: Callable[[], list[psutil.Process]], tmp_path: Path
+) -> None:
     with serving(tmp_path) as zygotes:
         zygotes.keep(KINDS)
-        until(lambda: (tmp_path / "model").exists() and len(psutil.Process().children(recursive=True)) == 3)
-        root, *forked = psutil.Process().children(recursive=True)
+        until(lambda: len(forked()) == 3)
+        root, *zygote_processes = forked()
         root.kill()
-        assert not psutil.wait_procs(forked, timeout=30)[1]
+        assert not psutil.wait_procs(zygote_processes, timeout=30)[1]
         zygotes.keep(["model"])  # nobody is left to be told, and the socket can be bound again
         zygotes.keep([])
     program = f"""
@@ -110,8 +119,8 @@ def test_what_zygotes_share_reads_nothing_that_differs_between_kinds() -> None:
     assert done.stdout == "True []\n", done.stderr
 
 
-def test_zygotes_that_cannot_be_started_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_zygotes_that_cannot_be_started_are_none(forked: Callable[[], list[psutil.Process]], tmp_path: Path) -> None:
     zygotes = Zygotes(tmp_path / ("x" * 100))
     zygotes.keep(KINDS)
+    assert forked() == []
     zygotes.end_all()
