@@ -111,7 +111,7 @@ class Engine:
             if settings.records_kept:
                 from titan_rl.actors.vllm.kept_tokens import record_kept_tokens
 
-                record_kept_tokens()
+                record_kept_tokens(on_cpu=on_cpu)
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)

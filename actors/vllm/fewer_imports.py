@@ -98,6 +98,17 @@ class Placeholder(ModuleType):
         return made
 
 
+class Withdrawal(importlib.abc.MetaPathFinder):
+    """Withdraws the placeholders inside torch's compiler if something imports the compiler after all."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname in ("torch._dynamo", "torch._inductor"):
+            for name in PLACEHOLDERS:
+                if name.startswith("torch.") and isinstance(sys.modules.get(name), Placeholder):
+                    del sys.modules[name]
+        return None
+
+
 class FasterSearch(importlib.abc.MetaPathFinder):
     """Gives transformers.utils.import_utils a faster `fetch__all__`, which transformers calls for 3,000 files, and a
     `create_import_structure_from_path` that reads each folder once."""
@@ -195,10 +206,10 @@ def _hide(stack: ExitStack) -> None:
     hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
     sys.modules.update(hidden)
     for name in hidden:
-        stack.callback(sys.modules.pop, name)
-    search = FasterSearch()
-    sys.meta_path.insert(0, search)
-    stack.callback(sys.meta_path.remove, search)
+        stack.callback(sys.modules.pop, name, None)
+    for finder in (FasterSearch(), Withdrawal()):
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
     stack.enter_context(patch("importlib.metadata.packages_distributions", distributions_by_package))
     stack.enter_context(patch("torch._library.utils.get_source", place_of))
 

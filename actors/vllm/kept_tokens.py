@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 _last: list[bytes] = []
 
 
-def record_kept_tokens() -> None:
+def record_kept_tokens(*, on_cpu: bool) -> None:
     """Record what every later step keeps, in this process. Call this before the engine is built."""
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
-    for kind in (Sampler, SamplerV2):
+    kinds: list[Any] = [Sampler]
+    if not on_cpu:  # where there is no model runner V2; its sampler imports torch's compiler
+        from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+
+        kinds.append(SamplerV2)
+    for kind in kinds:
         if kind.sample.__name__ != "recorded":  # an earlier engine of this process has done it
             kind.sample = _recording(kind.sample)
 

@@ -40,8 +40,8 @@ def test_both_of_vllms_samplers_are_recorded_once(monkeypatch: pytest.MonkeyPatc
     answers = (torch.tensor([1]), torch.tensor([[-float("inf"), 0.0, -1.0]]))
     for kind in (Sampler, SamplerV2):
         monkeypatch.setattr(kind, "sample", lambda self, logits: answers if len(logits) else (answers[0], None))
-    kept_tokens.record_kept_tokens()
-    kept_tokens.record_kept_tokens()
+    kept_tokens.record_kept_tokens(on_cpu=False)
+    kept_tokens.record_kept_tokens(on_cpu=False)
     for kind in (Sampler, SamplerV2):
         sample: Any = kind.sample
         assert sample(SimpleNamespace(), [0.5])[0] is answers[0]
