@@ -118,6 +118,8 @@ class Engine:
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps, **KEPT_LAYOUT}
         self._core = EngineCore(args, records_kept=settings.records_kept)
         self._llm = self._core.llm
+        if on_cpu:
+            vllm_cpu.call_modules_directly(self._model)
         config = self._llm.vllm_config
         if on_cpu:
             vllm_cpu.check_head_size(config.model_config.get_head_size())

