@@ -108,6 +108,7 @@ class PlainBatch:
         ended = self._in_order(np.flatnonzero(stopped | (lengths >= self._ends[:n])))
         outputs = self._sampled(ended, ["stop" if stop else "length" for stop in stopped[ended]])
         self._followers.part(tokens, ended, at)
+        self._keep_parts(ended)
         self._remove(ended)
         return Stepped(n, int(counted), outputs)
 
@@ -196,6 +197,15 @@ class PlainBatch:
         self._blocks.keep(hashes, self._table[row, : self._held[row]], int(self._kept[row]))
         self._kept[row] = max(self._kept[row], len(hashes))
 
+    def _keep_parts(self, rows: np.ndarray) -> None:
+        """Let later turns find what these ended samples have read or sampled since their last full block."""
+        size = self._blocks.size
+        for row in rows[self._follows[rows] == READS]:
+            entry, hashes = self._entries[row], self._hashes[row]
+            if entry.request.affinity:  # its rollout may go on
+                tokens = self._tokens[row, len(hashes) * size : self._computed[row]].tolist()
+                self._blocks.keep_part(hashes, tokens, entry.salt, self._table[row, : len(hashes) + 1])
+
     def _enter(self, rows: int) -> None:
         """Let waiting samples have rows, in order, until one does not fit."""
         room, size, readers = self._max_tokens - rows, self._blocks.size, rows
@@ -205,7 +215,11 @@ class PlainBatch:
             length, known = entry.start + len(entry.again), entry.hashes
             findable = known[: (length - 1) // size]  # the last token is always read
             cached = self._blocks.cached(findable)
-            new, reads = -(-length // size) - len(cached), length - len(cached) * size
+            new, found, part = -(-length // size) - len(cached), len(cached) * size, 0
+            if entry.request.affinity and len(cached) == len(findable):
+                begun, part = self._blocks.part(findable, entry.context[found : length - 1], entry.salt)
+                found += begun
+            reads = length - found
             follows = read_by.get(entry.key, READS) if readers >= READERS else READS
             if follows != READS:
                 reads, wanted = 0, len(entry.samples)
@@ -222,7 +236,7 @@ class PlainBatch:
                 read_by[entry.key] = self._births
                 readers += count
             samples = [entry.samples.popleft() for _ in range(count)]
-            entering.append(Entering(entry, samples, numbers, len(cached) * size, follows))
+            entering.append(Entering(entry, samples, numbers, found, part, follows))
             self._births += count
             rows, room = rows + count, room - count * reads
             if not entry.samples:
@@ -241,7 +255,8 @@ class PlainBatch:
         self._births_of[rows] = range(self._births - count, self._births)
         facts, own = list[tuple[float, ...]](), np.split(rows, np.cumsum(counts)[:-1])
         together = dict[tuple[int, ...], list[np.ndarray]]()  # rows that draw as many numbers after as many
-        for (entry, samples, numbers, cached, follows), at in zip(entering, own, strict=True):
+        parts, copies = list[int](), list[int]()
+        for (entry, samples, numbers, cached, part, follows), at in zip(entering, own, strict=True):
             request, sampling = entry.request, entry.request.sampling
             context, begun, held = entry.context, len(entry.begun), numbers.shape[1]
             self._tokens[at, : len(context)], self._table[at, :held] = context, numbers
@@ -255,6 +270,9 @@ class PlainBatch:
             for row, (id, nth) in zip(at.tolist(), samples, strict=True):
                 self._ids[row], self._nths[row], self._seeds[row] = id, nth, stream_seed(request.seeds[nth], begun)
                 self._entries[row], self._hashes[row] = entry, entry.hashes
+            if part and follows == READS:
+                parts += [part] * len(samples)
+                copies += numbers[:, cached // self._blocks.size].tolist()
             drawn = len(entry.again) // width * width
             together.setdefault((drawn, end - entry.start, sampling.temperature == 0), []).append(at)
         columns = (
@@ -264,6 +282,8 @@ class PlainBatch:
         for column, values in zip(columns, zip(*facts, strict=True), strict=True):
             column[rows] = np.repeat(values, counts)
         self._reported[rows] = self._lengths[rows]
+        if parts:
+            self._model.copy_blocks(np.array(parts), np.array(copies))
         for (drawn, *_), each in together.items():
             self._draw(np.concatenate(each), drawn)
 

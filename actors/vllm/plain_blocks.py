@@ -2,6 +2,9 @@
 
 They come from vLLM's own pool, under vLLM's own hashes: every later sample of the same context finds them. As in vLLM,
 a block is found as soon as the step that fills it is planned.
+
+What an ended sample leaves in a block that is not full is found too, for as long as nobody has taken the block: by the
+next turn of a rollout, whose context begins with it. That one copies the block, and goes on in its own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,15 +26,19 @@ class Hashed(NamedTuple):
 class PlainBlocks:
     def __init__(self, pool: Any, size: int, algorithm: str) -> None:
         self._pool, self.size = pool, size
+        self._parts = set[int]()  # how many tokens blocks have that are kept though they are not full
         self._hash = get_hash_fn_by_name(algorithm)
 
     def hashes(self, tokens: Sequence[int], salt: str, before: Sequence[Any] = ()) -> list[Any]:
         """Return the hashes of a context's full blocks, given those of the blocks `before` these tokens."""
         found, size = [*before], self.size
         for end in range(size, len(tokens) + 1 if self._pool.enable_caching else 0, size):
-            parent, keys = (found[-1], None) if found else (None, (("cache_salt", salt),))
-            found.append(hash_block_tokens(self._hash, parent, tokens[end - size : end], keys))
+            found.append(self._hash_after(found, tokens[end - size : end], salt))
         return found
+
+    def _hash_after(self, before: Sequence[Any], tokens: Sequence[int], salt: str) -> Any:
+        parent, keys = (before[-1], None) if before else (None, (("cache_salt", salt),))
+        return hash_block_tokens(self._hash, parent, tokens, keys)
 
     def cached(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
         """Return the blocks of the longest beginning of a context that the cache holds."""
@@ -63,6 +70,21 @@ class PlainBlocks:
         if len(hashes) > cached:
             blocks = self.of(numbers)
             self._pool.cache_full_blocks(Hashed(hashes), blocks, cached, len(hashes), self.size, GROUP)
+
+    def keep_part(self, before: Sequence[Any], tokens: Sequence[int], salt: str, numbers: Sequence[int]) -> None:
+        """Let others find the last of these blocks, of an ended sample: those before it are full, and it is not."""
+        if tokens and self._pool.enable_caching:
+            self.keep([*before, self._hash_after(before, tokens, salt)], numbers, len(before))
+            self._parts.add(len(tokens))
+
+    def part(self, before: Sequence[Any], tokens: Sequence[int], salt: str) -> tuple[int, int]:
+        """Return how many of these tokens a kept block begins with, at most, and its number; 0, 0 if there is none."""
+        for length in sorted(self._parts, reverse=True):
+            if length <= len(tokens):
+                found = self._pool.get_cached_block(self._hash_after(before, tokens[:length], salt), [GROUP])
+                if found:
+                    return length, found[0].block_id
+        return 0, 0
 
     def of(self, numbers: Iterable[int]) -> list[KVCacheBlock]:
         return [self._pool.blocks[number] for number in numbers]

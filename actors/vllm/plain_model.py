@@ -56,6 +56,10 @@ class PlainModel:
         nth, at = np.repeat(self._runner.arange_np[: len(to)], held), np.concatenate([np.arange(n) for n in held])
         old, new = self._table[since[nth], at], self._table[to[nth], at]
         own = old != new
+        self.copy_blocks(old[own], new[own])
+
+    def copy_blocks(self, since: np.ndarray, to: np.ndarray) -> None:
+        """Copy blocks, all before any is written to."""
         for cache in self._runner.kv_caches:
             blocks = cache.view(torch.uint8).numpy()  # numpy copies them three times as fast, and has no bfloat16
-            blocks[new[own]] = blocks[old[own]]
+            blocks[to] = blocks[since]

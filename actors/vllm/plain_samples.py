@@ -36,7 +36,8 @@ class Entering(NamedTuple):
     entry: Entry
     samples: Sequence[tuple[str, int]]
     numbers: Any  # of their blocks  # [samples, blocks]
-    cached: int  # tokens whose keys and values the blocks have
+    cached: int  # tokens whose keys and values the blocks have, once `part` is copied
+    part: int  # the block whose beginning is to be copied into the first that is not found; 0: none
     follows: int  # the birth of the row that reads for them
 
 

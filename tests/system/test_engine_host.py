@@ -272,6 +272,50 @@ def check_samples_that_begin_together_read_a_context_once(engine: Engine) -> Non
     assert after.prompt_tokens - before.prompt_tokens == 22 * 7
 
 
+def turns(engine: Engine, contexts: dict[str, list[int]], turn: int, temperature: float = 1.0) -> dict[str, list[Any]]:
+    """Run a turn of several rollouts at once."""
+    sampling = Sampling(9, temperature)
+    asked = [Request(f"{id}:{turn}", context, [turn], sampling, affinity=(id,)) for id, context in contexts.items()]
+    return {id.partition(":")[0]: completions for id, completions in run(engine, *asked).items()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize(
+    "between", ["nothing", "others", "new weights", "new weights, and the old ones' keys are kept"]
+)
+def check_a_turn_goes_on_where_the_one_before_it_ended(engine: Engine, temperature: float, between: str) -> None:
+    contexts = {f"a{n}": CONTEXT[:n] for n in (7, 24, 31, 32, 33, 40)}  # the second one's answer ends with a block
+    contexts |= {f"b{n}": CONTEXT[1:12] for n in range(6)}  # greedy samples of one context sample the same
+    found = turns(engine, contexts, 0, temperature)
+    later = {id: [*context, *found[id][0].tokens, 5, 6, 7] for id, context in contexts.items()}
+    if between == "others":
+        run(engine, *(Request(f"other {n}", [9, n], [n], Sampling(60)) for n in range(24)))
+    elif between != "nothing":
+        engine.set_version(1, keep=between != "new weights")
+    before, read = engine.stats(), engine.report().read
+    goes_on = turns(engine, later, 1, temperature)
+    cached, read = engine.stats().cached_tokens - before.cached_tokens, engine.report().read - read - 8 * len(contexts)
+    contexts_read = sum(map(len, later.values()))
+    assert cached + read == contexts_read
+    if between == "nothing":
+        different = {tuple(context) for context in later.values()}
+        assert read == 4 * len(different), "what the tool said, and the last token sampled before it"
+    elif between != "others":
+        assert cached < contexts_read / 2, "contexts of this turn that are alike are read once"
+    engine.set_version(2)
+    alone = run(engine, *(Request(id, context, [1], Sampling(9, temperature)) for id, context in later.items()))
+    for id, (completion,) in alone.items():
+        assert goes_on[id][0].tokens == completion.tokens
+        assert goes_on[id][0].logprobs == completion.logprobs
+
+
+def check_a_single_answer_leaves_no_part_of_a_block(engine: Engine) -> None:
+    (found,) = run(engine, Request("a", CONTEXT[:7], [0], Sampling(9)))["a"]
+    before = engine.stats()
+    run(engine, Request("b", [*CONTEXT[:7], *found.tokens, 5], [0], Sampling(9), affinity=("b",)))
+    assert engine.stats().cached_tokens == before.cached_tokens
+
+
 def check_a_request_is_validated_once_and_its_prompt_hashed_once(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
