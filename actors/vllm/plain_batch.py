@@ -13,6 +13,9 @@ copies its keys and values, and reads for itself and for those that sampled as i
 step of vLLM's limits. Every token and log-prob is still that of vLLM's own scheduler and runner, to the last bit where
 a matrix product of READERS rows or more adds up each row alike.
 
+The next turn of a rollout begins with what an earlier one has read and sampled. vLLM finds the full blocks of that, and
+so does this; the tokens after them are copied from the block that the earlier turn has left, if it is still there.
+
 It never preempts. If the KV cache is full, `step` does nothing, and vLLM goes on with what `leave` returns.
 """
 

@@ -306,7 +306,7 @@ def check_a_turn_goes_on_where_the_one_before_it_ended(engine: Engine, temperatu
     alone = run(engine, *(Request(id, context, [1], Sampling(9, temperature)) for id, context in later.items()))
     for id, (completion,) in alone.items():
         assert goes_on[id][0].tokens == completion.tokens
-        assert goes_on[id][0].logprobs == completion.logprobs
+        assert goes_on[id][0].logprobs == pytest.approx(completion.logprobs, abs=1e-5), "other kernels have read it"
 
 
 def check_a_single_answer_leaves_no_part_of_a_block(engine: Engine) -> None:
