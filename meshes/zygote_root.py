@@ -10,6 +10,7 @@ process, which dies with PARENT. What zygote.py says of threads, CUDA and import
 """
 
 import gc
+import importlib
 import json
 import os
 import select
