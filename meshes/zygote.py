@@ -4,9 +4,7 @@
                                 │ AF_UNIX: Python, folder, environment, stdio;   back: the rank's pid, then how it ended
                               zygote of the kind (model | generator) ──fork──> rank: Monarch's ordinary bootstrap
 
-    python -P zygote.py KIND LISTENER PARENT        LISTENER: fd of a listening socket. It ends with PARENT (0: never)
-
-A run's zygotes are forked themselves (zygote_root.py): what they both import is imported once.
+Zygotes are forked, too, so that what all kinds need is imported once: zygote_root.py is the program.
 
 Forking is safe while a process has one thread and has not touched CUDA; both are checked before each fork, and a rank
 that cannot be forked is refused with a reason. So a zygote never imports Monarch, whose library starts threads when it
@@ -69,7 +67,7 @@ ROOM = "TITAN_RL_ROOM"  # padding of the zygote's environment, which a rank's ow
 REQUEST_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
 NAMESPACES = {"user": 0x10000000, "net": 0x40000000}  # that a run may have of its own, in the order to enter them
-libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +96,11 @@ class Request:
         return cls(os.fsdecode(python), folder, int(umask), [int(n) for n in cpus.split(b",")], environment, stdio)
 
 
-def main() -> None:
-    kind, listener, parent = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])
-    end_with(parent)
-    own = own_environment()
-    gc.disable()
-    fork_ranks(kind, listener, own)
-
-
 def end_with(parent: int) -> None:
-    """Die when the parent does (0: never), and at no signal that means the controller."""
-    if parent:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    """Die when the parent does, and at no signal that means the controller."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -275,7 +264,7 @@ def enter_namespaces(shim: socket.socket) -> None:
         if os.path.samefile(theirs, f"/proc/self/ns/{name}"):
             continue
         with open(theirs, "rb") as namespace:
-            if libc.setns(namespace.fileno(), flag) != 0:
+            if _libc.setns(namespace.fileno(), flag) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter {theirs}: {os.strerror(ctypes.get_errno())}")
 
 
@@ -310,7 +299,7 @@ def _touched_cuda() -> bool:
 
 def become(request: Request, own: dict[bytes, bytes]) -> None:
     """Give this fork of the zygote, whose environment is `own`, all that a new process of the request would have."""
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for at, fd in enumerate(request.stdio):
         os.dup2(fd, at)
         os.close(fd)
@@ -359,7 +348,3 @@ def show_in_proc(environment: dict[bytes, bytes], command: bytes) -> None:
 def _write_over(start: int, end: int, text: bytes) -> None:
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, text, min(len(text), end - start - 1))
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 zygote: Any = importlib.import_module("zygote")  # not as a part of titan_rl, of which this imports nothing
-
 del sys.path[0]
 
 SHARED = [name for name in zygote.PRELOAD["model"].split() if name in zygote.PRELOAD["generator"].split()]
@@ -42,15 +41,15 @@ def main() -> None:
             for fd in (*forked, *(fd for others in zygotes.values() for fd in (others["listener"], others["log"]))):
                 os.close(fd)
             zygote.end_with(root)
-            return fork_ranks(kind, facts, own)
+            return become_zygote(kind, facts, own)
         forked[os.pidfd_open(pid)] = kind, pid
         for fd in (facts["listener"], facts["log"]):
             os.close(fd)
     await_end(forked)
 
 
-def fork_ranks(kind: str, facts: dict[str, Any], own: dict[bytes, bytes]) -> None:
-    """Be the zygote of this kind. Returns in each rank, when it has ended."""
+def become_zygote(kind: str, facts: dict[str, Any], own: dict[bytes, bytes]) -> None:
+    """Make this fork the zygote of a kind. Returns in each rank, when it has ended."""
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, at in ((null, 0), (facts["log"], 1), (facts["log"], 2)):
         os.dup2(fd, at)

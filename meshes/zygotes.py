@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("model", "generator")
 
 VARIABLE, OFF = "TITAN_RL_ZYGOTES", "off"
 ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own environment fits in its place
-GRACE_SECONDS = 0.2
+GRACE_SECONDS = 0.2  # for a root to end after its zygotes; one that still imports does not listen
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more
     **thread_waits.ENV,
@@ -89,9 +89,9 @@ class Zygotes:
         assert root.stdin
         root.stdin.close()
         try:
-            root.wait(GRACE_SECONDS)  # it ends after its zygotes
+            root.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            root.kill()  # it has none yet, because it still imports; if it has, the kernel kills them
+            root.kill()  # the kernel ends its zygotes, if it has any yet
             root.wait()
 
     def end_all(self) -> None:

@@ -6,9 +6,9 @@
 vLLM 0.32 imports all of its servers, parsers and compilers with its engine. While the body runs,
 - a package that vLLM can do without is as if it were not installed (MISSING, UNPATCHED);
 - a module that such an engine never calls is a placeholder (PLACEHOLDERS), which raises when something of it is called;
-- what is passed to torch.compile and its like is returned as it is (COMPILERS), which it would be when it is called;
-- transformers looks for the names that its models export once, not twice, and by a search instead of line by line
-  (FasterSearch); which distributions are installed is read from less of their lists (distributions_by_package);
+- torch.compile and its like return what they are given (COMPILERS): such an engine runs it uncompiled anyway;
+- transformers finds the names that its models export by one search, instead of line by line and twice (FasterSearch),
+  and the installed packages without an object for each of their files (distributions_by_package);
 - torch notes where an operator was defined without reading that file (place_of).
 
 Afterwards everything can be imported as ever. Importing this module imports the standard library only, and nothing of

@@ -22,7 +22,7 @@ def record_kept_tokens(*, on_cpu: bool) -> None:
     from vllm.v1.sample.sampler import Sampler
 
     kinds: list[Any] = [Sampler]
-    if not on_cpu:  # where there is no model runner V2; its sampler imports torch's compiler
+    if not on_cpu:  # a CPU has no model runner V2, whose sampler imports torch's compiler
         from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
         kinds.append(SamplerV2)

@@ -218,15 +218,14 @@ class PlainBatch:
             length, known = entry.start + len(entry.again), entry.hashes
             findable = known[: (length - 1) // size]  # the last token is always read
             cached = self._blocks.cached(findable)
-            new, found, part = -(-length // size) - len(cached), len(cached) * size, 0
-            if entry.request.affinity and len(cached) == len(findable):
-                begun, part = self._blocks.part(findable, entry.context[found : length - 1], entry.salt)
-                found += begun
-            reads = length - found
+            new, found, part, reads = -(-length // size) - len(cached), len(cached) * size, 0, 0
             follows = read_by.get(entry.key, READS) if readers >= READERS else READS
-            if follows != READS:
-                reads, wanted = 0, len(entry.samples)
-            else:  # the first one's blocks are found by the others
+            wanted = len(entry.samples)
+            if follows == READS:
+                if entry.request.affinity and len(cached) == len(findable):
+                    begun, part = self._blocks.part(findable, entry.context[found : length - 1], entry.salt)
+                    found += begun
+                reads = length - found  # if any of it is to be found by others, by one sample
                 wanted = max(1, READERS - readers) if len(cached) == len(findable) else 1
             count = min(wanted, len(entry.samples), self._max_rows - rows, self._blocks.fit(cached, new))
             count = min(count, room // reads) if reads else count
@@ -273,7 +272,7 @@ class PlainBatch:
             for row, (id, nth) in zip(at.tolist(), samples, strict=True):
                 self._ids[row], self._nths[row], self._seeds[row] = id, nth, stream_seed(request.seeds[nth], begun)
                 self._entries[row], self._hashes[row] = entry, entry.hashes
-            if part and follows == READS:
+            if part:
                 parts += [part] * len(samples)
                 copies += numbers[:, cached // self._blocks.size].tolist()
             drawn = len(entry.again) // width * width

@@ -46,9 +46,10 @@ class Nursery:
             listener.listen(8)
             program = (
                 f"import sys; sys.path.insert(0, {str(MESHES)!r}); import zygote; del sys.path[0]; "
-                f"zygote.PRELOAD['test'] = {' '.join(preload)!r}; zygote.main()"
+                f"import socket; zygote.PRELOAD['test'] = {' '.join(preload)!r}; zygote.end_with({os.getpid()}); "
+                f"zygote.fork_ranks('test', socket.socket(fileno={listener.fileno()}), zygote.own_environment())"
             )
-            command = [sys.executable, "-P", "-c", program, "test", str(listener.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-c", program]
             env = {**os.environ, "TITAN_RL_ROOM": "x" * zygotes.ROOM, **environment}
             self.started.append(subprocess.Popen(command, pass_fds=[listener.fileno()], env=env))
         return self.started[-1]
