@@ -37,6 +37,10 @@ from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
 T = TypeVar("T")
 
+PASSES = 5
+"""Passes of the event loop between two steps. A request takes four from Monarch's queue to `submit`, and an answer
+three to its call. If each of them took a step, a rollout would wait for seven steps between two turns."""
+
 
 class News(NamedTuple):
     done: list[Done]
@@ -220,7 +224,8 @@ class Generator(Actor):
                             self._done.put_nowait(request)
                 if not self._samples:
                     self._sampling.cut()
-                await asyncio.sleep(0)  # let the other endpoints run
+                for _ in range(PASSES):
+                    await asyncio.sleep(0)
 
     @property
     def _samples(self) -> bool:
