@@ -3,8 +3,9 @@
     written ── CALLS calls with the weight ──> packed ── calls with the copy ──> written: forgotten
 
 oneDNN packs a plain weight at every call, which at 16 rows takes as long as the product itself. So a layer keeps a
-packed copy once its weight has been used some times since it was written. The copy changes no bit: products of two rows
-or more are the same, and one row, which oneDNN computes otherwise, is computed with the weight.
+packed copy once its weight has been used some times since it was written; at once, if it was used as often the last
+time. The copy changes no bit: products of two rows or more are the same, and one row, which oneDNN computes otherwise,
+is computed with the weight.
 """
 
 import warnings
@@ -29,22 +30,24 @@ class PackedLinear:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._calls = 0  # with more than one row, since the weight was written
+        self._plain_calls = CALLS  # of those, before it is packed
         self._packed: Tensor | None = None
         self._refused = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dim() != 2 or len(x) < 2 or self._refused:
             return linear(x, weight, bias)
+        self._calls += 1
         if self._packed is not None:
             return _product(x, self._packed, bias)
         product = linear(x, weight, bias)
-        self._calls += 1
-        if self._calls > CALLS:
+        if self._calls > self._plain_calls:
             self._pack(x, weight, bias, product)
         return product
 
     def forget(self) -> None:
         """Use the weight again: it has been written."""
+        self._plain_calls = 0 if self._calls > CALLS else CALLS
         self._calls, self._packed = 0, None
 
     def _pack(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> None:
