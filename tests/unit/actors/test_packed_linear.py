@@ -44,7 +44,7 @@ def test_a_packed_weight_changes_no_bit(wide: int, high: int) -> None:
 def test_a_weight_that_was_written_is_read_again() -> None:
     weight, x = torch.randn(64, 64), torch.randn(4, 64)
     layer = layer_of(weight)
-    # calls until the next write, and of those with the weight: all that a weight has which was used less the last time
+    # (calls until the next write, those that use the weight itself): one, if there were more than CALLS before the last
     for calls, plainly in [(CALLS + 1, CALLS + 1), (CALLS + 2, 1), (3, 1), (CALLS, CALLS), (CALLS + 3, CALLS + 1)]:
         for call in range(calls):
             assert (layer._packed is not None) == (call >= plainly)
