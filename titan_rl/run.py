@@ -18,7 +18,7 @@ from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
 from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the zygotes import too
-    from titan_rl.config.sections import HostsSection
+    from titan_rl.config.sections import Config, HostsSection
     from titan_rl.preflight.cli import Invocation
     from titan_rl.preflight.setup import Setup
     from titan_rl.record.terminal import Terminal
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # imported while the zygotes import too
 OPTED_OUT = 'hosts.isolation is "off"'
 ATTACHED = "a run across hosts needs the network of this one"
 REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts without other users"}
+EARLY_KEYS = ("hosts.isolation", "hosts.kind", "model.hf_assets_path")
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 
@@ -36,22 +37,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     with socket_folder() as folder, serving(folder) as zygotes:
         if not NVIDIA.exists():
             zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
-        exposed = why if (why := refusal_of(argv)) else isolation.isolate()
+        config = early_config(argv)
+        if config is not None:
+            fetch_models(config)
+        why = opted_out(config.hosts) if config else ""
+        exposed = why or isolation.isolate()
         return check_and_run(argv, zygotes, exposed)
 
 
-def refusal_of(argv: Sequence[str]) -> str:
-    """Return why the config does not let this process be isolated, or "". This is before anything is checked: only a
-    process with one thread can be isolated. A config that cannot be read is refused later."""
+def early_config(argv: Sequence[str]) -> "Config | None":
+    """Return the config before anything is checked, while this process has one thread and the host's network: only
+    then can it be isolated. None: it cannot be read, and is refused later."""
     from titan_rl.config import toml
 
     given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
-    own = [(key, given[f"--{key}"]) for key in ("hosts.isolation", "hosts.kind") if f"--{key}" in given]
+    own = [(key, given[f"--{key}"]) for key in EARLY_KEYS if f"--{key}" in given]
     with suppress(Exception):
         path = toml.find(given.get("--config", ""))
         if path.is_file():  # a pipe can be read only once
-            return opted_out(toml.load(path, own).hosts)
-    return ""
+            return toml.load(path, own)
+    return None
+
+
+def fetch_models(config: "Config") -> None:
+    """Fetch the pretrained models that the config names, or refuse the run."""
+    from titan_rl.fetch.models import FetchFailed, announce, with_models
+    from titan_rl.preflight.refusal import refuse
+
+    try:
+        with_models(config, announce)
+    except FetchFailed as error:
+        refuse("", [str(error)])
 
 
 def opted_out(hosts: "HostsSection") -> str:

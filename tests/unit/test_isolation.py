@@ -79,10 +79,15 @@ def test_where_the_kernel_refuses_nothing_changes_and_the_plan_names_the_risk(
 
 
 def test_hosts_isolation_is_known_before_the_config_is_checked(tmp_path: Path) -> None:
-    from titan_rl.run import ATTACHED, OPTED_OUT, refusal_of
+    from titan_rl.run import ATTACHED, OPTED_OUT, early_config, opted_out
 
     config = tmp_path / "run.toml"
     config.write_text('base = "grpo_llama"\n[hosts]\nisolation = "off"\n')
+
+    def refusal_of(argv: list[str]) -> str:
+        config = early_config(argv)
+        return opted_out(config.hosts) if config else ""
+
     assert refusal_of(["--config", str(config)]) == OPTED_OUT
     assert refusal_of([f"--config={config}", "--hosts.isolation", "require"]) == ""
     assert refusal_of(["--hosts.isolation=off", "--config", "grpo_llama"]) == OPTED_OUT

@@ -24,14 +24,18 @@ from titan_rl.config.model_sections import ParallelismSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSection:
-    name: Literal["addition", "calc", "hunt", "jsonl"] = "addition"
+    name: Literal["addition", "calc", "hunt", "jsonl", "reasoning_gym"] = "addition"
     """"addition" generates its own data, as do "calc" (products, with a calculator) and "hunt" (a treasure on a board),
-    which need environment.name; "jsonl" reads files, JSONL or Parquet."""
+    which need environment.name; "jsonl" reads files, JSONL or Parquet; "reasoning_gym" generates the problems of
+    task.datasets without end."""
     path: str = ""
     """Training prompts: a JSONL or Parquet file, a folder of them, or a data set in the Hub's local cache, such as
     hf:openai/gsm8k:main:train (docs/data.md)."""
     sources: NestedTables = field(default_factory=dict, hash=False)
     """Several weighted sources of training prompts, instead of path: tables [task.sources.NAME] (docs/data.md)."""
+    datasets: NestedTables = field(default_factory=dict, hash=False)
+    """Data sets of the package reasoning-gym with task.name = "reasoning_gym": tables [task.datasets.NAME] of their
+    settings, and a weight of being drawn (docs/data.md)."""
     eval_path: str = ""
     """Held-out prompts, as in path. The first eval.size rows are used."""
     prompt_key: str = "question"

@@ -87,7 +87,7 @@ class Key:
             list[str]: "a list of strings",
             Table: "a table of texts, numbers and booleans",
             Tables: "named tables of texts, numbers and booleans",
-            NestedTables: "named tables of texts, numbers, booleans, and tables of these",
+            NestedTables: "named tables of texts, numbers, booleans, and lists or tables of these",
         }
         return f"{(nouns | many)[self.type]} {self.range}".rstrip()
 
@@ -254,9 +254,12 @@ def _is_table(value: Any) -> bool:
 
 
 def _flat(table: dict[str, Any]) -> dict[Any, Any]:
-    """Return a table with the values of the tables in it."""
-    inner = {(key, name): item for key, value in table.items() if type(value) is dict for name, item in value.items()}
-    return {key: value for key, value in table.items() if type(value) is not dict} | inner
+    """Return a table with the values of the tables and lists in it."""
+    flat = dict[Any, Any]()
+    for key, value in table.items():
+        inner = value if type(value) is dict else dict(enumerate(value)) if type(value) is list else {None: value}
+        flat |= {(key, name): item for name, item in inner.items()}
+    return flat
 
 
 def _tables(path: Path, problems: list[str], above: tuple[Path, ...] = ()) -> Iterator[tuple[str, str, Any]]:

@@ -17,6 +17,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
+from titan_rl.fetch.models import FetchFailed, announce, with_models
 from titan_rl.preflight import checks
 from titan_rl.preflight.refusal import refuse, refusing
 from titan_rl.preflight.tiny import shrunk
@@ -50,6 +51,7 @@ job.dump_folder
   serve RUN             a checkpoint behind an OpenAI-compatible endpoint
   export RUN            a checkpoint as a Hugging Face folder
   check_env NAME        an environment, played without a model
+  fetch NAME            a pretrained model, or a GGUF file, as a folder
   lint --config X       what the chat template does to messages
   launch --config X     a run as a job of Slurm or Kubernetes
   worker                this machine as a host of runs that start elsewhere
@@ -111,6 +113,10 @@ def parse(
         config = config_file.load(path, arguments.overrides)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
+    try:
+        config = with_models(config, announce)
+    except FetchFailed as error:
+        refuse(arguments.config, [str(error)])
     scaled: list[str] = []
     if arguments.scale == TINY:
         models = stand_ins(config, arguments.dry_run and not submits)

@@ -189,13 +189,14 @@ def place_of(config: Config) -> str:
 
 def task(setup: Setup) -> str:
     t, heldout = setup.config.task, len(setup.heldout.prompts)
-    count = len(setup.task.train) - len(setup.task.unfit)
+    problems = "endless" if setup.task.endless else f"{len(setup.task.train) - len(setup.task.unfit):,}"
     rewarded_by = "agent" if t.agent else "environment" if t.name in GAMES else ""
     reward = f"rewarded by the {rewarded_by}" if rewarded_by else f"reward {t.reward}"
     drawn = ", ".join(f"{part.name} {part.count:,} x {part.weight:g}" for part in setup.task.parts)
+    drawn = drawn or ", ".join(t.datasets)
     sources = f" ({drawn})" if drawn else ""
     sets = "".join(f", {len(each.prompts)} x {each.samples} in {each.name}" for each in setup.eval_sets)
-    return f"{t.name}: {count:,} problems{sources}, {heldout} held out{sets}, {reward}"
+    return f"{t.name}: {problems} problems{sources}, {heldout} held out{sets}, {reward}"
 
 
 def chat(setup: Setup) -> str:

@@ -150,7 +150,7 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             why = f"{type(error).__name__}: {error}"
             expected = f"a tokenizer in {tokenizer.folder} that renders chats"
             raise BadRows([f"task.template: expected {expected}, found {why}"], "") from error
-    answers = config.algorithm.kind != "rl" or config.cold_start.steps > 0  # else only prompts are read
+    answers = reads_answers(config)
     one_token_each = config.task.name in ("addition", *GAMES) and not config.model.hf_assets_path  # of the characters
 
     def measured(examples: Sequence[Example], most: int) -> Iterator[RowLength | str]:
@@ -177,7 +177,24 @@ def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[di
             raise BadRows(unreadable, config.task.eval_path if heldout else config.task.path or "task.sources")
         return found
 
-    return unfit(task.train, False), unfit(task.heldout, True)
+    return unfit(task.known, False), unfit(task.heldout, True)
+
+
+def reads_answers(config: Config) -> bool:
+    """Return whether the run trains on reference answers, not only on prompts."""
+    return config.algorithm.kind != "rl" or config.cold_start.steps > 0
+
+
+def fits(config: Config, task: Task, tokenizer: TextTokenizer) -> Callable[[Example], bool]:
+    """Return a function that says whether the run can train on an example."""
+    limits = limits_on(config, heldout=False)
+    most = max(limit.most for limit in limits)
+
+    def fit(example: Example) -> bool:
+        (row,) = lengths([example], task, tokenizer, answers=reads_answers(config), most=most)
+        return not isinstance(row, str) and not any(limit.refuses(row) for limit in limits)
+
+    return fit
 
 
 def other_unfit(examples: Sequence[Example], unfit: Mapping[int, str]) -> str:

@@ -10,13 +10,15 @@ from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.checks.gpu_memory import on_gpus
 from titan_rl.preflight.microbatches import on_cpu
 from titan_rl.preflight.refusal import refusing
-from titan_rl.preflight.row_lengths import first_unfit, unfit_rows
+from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.judging import RewardJudges, evaluation_rubric
 from titan_rl.tasks.problems import Problems
+from titan_rl.tasks.procedural import Problems as EndlessProblems
+from titan_rl.tasks.procedural import Unfit
 from titan_rl.tasks.rubric import Rubric
 from titan_rl.tasks.task import Task, chat_settings, load_task, set_rows
 from titan_rl.text import tokenizer as characters
@@ -90,7 +92,9 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
     task = replace(task, curriculum=config.curriculum)
     dropped = [*task.notes]
-    if config.task.on_unfit_rows == "drop":
+    if isinstance(task.train, EndlessProblems):
+        task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
+    elif config.task.on_unfit_rows == "drop":
         task = without_unfit(config, task, tokenizer, dropped)
     judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
     if rubric.names == ["model"]:
@@ -214,7 +218,7 @@ def practice_examples(task: Task, config: Config) -> list[Example]:
     its first examples may be easier than the others."""
     if not config.cold_start.stop_at:
         return []
-    fit = [example for i, example in enumerate(task.train) if i not in task.unfit]
+    fit = [example for i, example in enumerate(task.known) if i not in task.unfit]
     order = shuffled(len(fit), derive(config.debug.seed, "practice"))
     return [fit[i] for i in order[: config.eval.size]]
 

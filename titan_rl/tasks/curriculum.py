@@ -8,14 +8,14 @@ It knows what the run's ledger says about groups that were trained on or dropped
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from titan_rl.config.sections import CurriculumSection
 
 
 class Curriculum:
-    def __init__(self, settings: CurriculumSection, size: int, unfit: frozenset[int] = frozenset()) -> None:
+    def __init__(self, settings: CurriculumSection, size: int, unfit: Collection[int] = frozenset()) -> None:
         """`size`: number of training examples, of which the `unfit` ones are never sampled."""
         self._settings, self._unfit = settings, unfit
         self._fit = size - len(unfit)

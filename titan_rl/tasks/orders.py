@@ -36,19 +36,16 @@ class Order(Protocol):
 
 
 def order_of(task: Task, seed: int) -> Order:
+    if task.endless:
+        return EndlessOrder()
     return MixedOrder(task.parts, seed) if task.parts else EpochOrder(len(task.train), seed)
 
 
-class EpochOrder:
-    """Each epoch is all examples in a new order."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._order = lru_cache(maxsize=2)(partial(shuffled, size, seed))  # epoch -> permutation
+class EndlessOrder:
+    """Each place has an example of its own: the seed has shuffled them already."""
 
     def index_at(self, place: int) -> int:
-        epoch, place = divmod(place, self._size)
-        return int(self._order(epoch)[place])
+        return place
 
     def state_at(self, place: int) -> dict[str, Any]:
         return {}
@@ -58,6 +55,18 @@ class EpochOrder:
 
     def close(self) -> None:
         pass
+
+
+class EpochOrder(EndlessOrder):
+    """Each epoch is all examples in a new order."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._order = lru_cache(maxsize=2)(partial(shuffled, size, seed))  # epoch -> permutation
+
+    def index_at(self, place: int) -> int:
+        epoch, place = divmod(place, self._size)
+        return int(self._order(epoch)[place])
 
 
 class MixedOrder:

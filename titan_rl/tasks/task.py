@@ -2,10 +2,10 @@
 
     config.TaskSection -> load_task -> Task(train, heldout) -> task.prompt -> Prompt
 
-"addition", "calc" and "hunt" generate their own data; "jsonl" reads files (docs/data.md).
+"addition", "calc", "hunt" and "reasoning_gym" generate their own data; "jsonl" reads files (docs/data.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from titan_rl.agents.games import GAMES, Game
 from titan_rl.config import sections as config
 from titan_rl.config.data_sources import DataSource, data_sources, source_of
 from titan_rl.config.eval_sets import EvalSet
+from titan_rl.tasks import procedural
 from titan_rl.tasks.examples import Example, SourceRows, read_source
 from titan_rl.text.template import ChatSettings, is_inline
 from titan_rl.text.tokenizer import TextTokenizer, messages_of
@@ -24,6 +25,7 @@ from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.types import Prompt
 
 MOST_PLAYED = 20_000  # training problems of a game
+MOST_KNOWN = 512  # of endless problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,22 @@ class Task:
     heldout: Sequence[Example]
     template: Literal["plain", "chat"] = "plain"
     system_prompt: str = ""
-    unfit: frozenset[int] = frozenset()  # indices of training examples that are left out, because they do not fit
+    unfit: Collection[int] = frozenset()  # indices of training examples that are left out, because they do not fit
     game: Game | None = None  # which demonstrates its problems
     seed: int = 0  # of the demonstrations
     notes: tuple[str, ...] = ()  # what a person should know about the rows
     bad_rows: int = 0  # that task.skip_bad_rows left out
     curriculum: config.CurriculumSection = config.CurriculumSection()  # noqa: RUF009 (frozen)
     parts: Sequence[TaskPart] = ()  # of the training examples, in order, if they are of several sources
+
+    @property
+    def endless(self) -> bool:
+        return isinstance(self.train, procedural.Problems)
+
+    @property
+    def known(self) -> Sequence[Example]:
+        """Return the training examples that can all be looked at before the run: of endless ones, the first."""
+        return self.train[:MOST_KNOWN] if self.endless else self.train
 
     def prompt(self, example: Example, id: int, tokenizer: TextTokenizer) -> Prompt:
         """Return the example as the policy reads it. For a chat, `text` is the rendered template."""
@@ -106,6 +117,8 @@ def load_task(task: config.TaskSection, *, seed: int, eval_size: int, pairs: boo
         train, heldout = played(task.name, seed, eval_size)
     elif task.name == "addition":
         train, heldout = addition(seed, eval_size)
+    elif task.name == procedural.NAME:
+        train, heldout = procedural.procedural(task, seed, eval_size)
     else:
         return _of_files(task, eval_size, pairs)
     return Task(train, heldout, task.template, task.system_prompt, game=game, seed=seed)

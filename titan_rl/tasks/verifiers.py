@@ -1,18 +1,21 @@
 """Built-in verifiers: what task.reward, task.rewards, task.eval_reward and task.grader may name.
 
 Each is made from task.reward_args, so that a bad argument is found before a run starts, and judges one answer. Those
-that may hang ("regex", "math", "json_schema") run in reward processes, as a user's functions do.
+that may hang ("regex", "math", "json_schema", "reasoning_gym") run in reward processes, as a user's functions do.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from titan_rl.sandbox.code_tests import code_tests
 from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
+from titan_rl.tasks.procedural import NAME as GYM
+from titan_rl.tasks.procedural import package
 from titan_rl.tasks.rewards import BUILT_IN, Answered, Reward, last_number_of
 from titan_rl.wire.types import Prompt
 
@@ -154,6 +157,22 @@ def passes_tests(arguments: Arguments) -> Verify:
     return lambda prompt, answer: code_tests(answer.text, prompt.answer, prompt.row)
 
 
+def scored_by_gym(arguments: Arguments) -> Verify:
+    """The score of reasoning-gym's own scorer for a problem of task.name = "reasoning_gym". It reads what is between
+    the last <answer> and </answer>, or else the whole answer."""
+    gym = package()
+    extract_answer = gym.utils.extract_answer
+    score_of = cache(gym.factory.get_score_answer_fn)
+
+    def verify(prompt: Prompt, answer: Answered) -> float:
+        if "dataset" not in prompt.row:
+            raise ValueError(f'"{GYM}" judges only problems of task.name = "{GYM}"')
+        found = extract_answer(answer.text) if "</answer>" in answer.text else answer.text.strip()
+        return score_of(prompt.row["dataset"])(found, prompt.row["entry"])
+
+    return verify
+
+
 VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     **{name: by_text(reward) for name, reward in BUILT_IN.items()},
     "number": near_number,
@@ -163,6 +182,7 @@ VERIFIERS: dict[str, Callable[[Arguments], Verify]] = {
     "format": tagged,
     "length": length,
     "code_tests": passes_tests,
+    GYM: scored_by_gym,
     "judge": lambda arguments: LlmJudge(arguments, argument),
 }
 """By the names that the config uses."""

@@ -12,6 +12,7 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.checks.assets import policy_tokenizer
 from titan_rl.preflight.checks.reward_keys import check_rewards, rewards_of
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.tasks import procedural
 from titan_rl.tasks.announced import announced
 from titan_rl.tasks.examples import BadRows, Example, named, read_source
 from titan_rl.tasks.rewards import last_number
@@ -47,8 +48,13 @@ def check_task(config: Config) -> Iterator[str]:
     elif found := list(source_problems(task)):
         yield from found
         return
-    read = _played if task.name in GAMES else _addition if task.name == "addition" else _files
-    train, heldout = read(config)
+    if task.datasets and task.name != procedural.NAME:
+        yield f'task.datasets: expected none with task.name = "{task.name}", found {as_toml(list(task.datasets))}'
+    elif found := list(_procedural_problems(config)):
+        yield from found
+        return
+    own = {"addition": _addition, "jsonl": _files, procedural.NAME: _procedural}
+    train, heldout = own.get(task.name, _played)(config)
     yield from check_rewards(config, train.examples, heldout.examples)
     yield from (*train.problems, *heldout.problems)
 
@@ -69,6 +75,23 @@ def _played(config: Config) -> tuple[Rows, Rows]:
         return Rows(train, []), Rows(heldout, [])
     most = f"expected at most {count // 5} of {config.task.name}'s {count:,} problems"
     return Rows([], [f"eval.size: {most}, found {size}"]), Rows([], [])
+
+
+def _procedural_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong with a task of endless problems."""
+    if config.task.name != procedural.NAME:
+        return
+    yield from procedural.set_problems(config.task)
+    if config.curriculum.on:
+        yield f'curriculum: expected none with task.name = "{procedural.NAME}", whose problems never come back'
+    if config.algorithm.kind in ("preference", "reward"):
+        name = as_toml(config.algorithm.name)
+        yield f'task.name: expected "jsonl" with algorithm.name = {name}, which reads pairs, found "{procedural.NAME}"'
+
+
+def _procedural(config: Config) -> tuple[Rows, Rows]:
+    train, heldout = procedural.procedural(config.task, derive(config.debug.seed, "task"), config.eval.size)
+    return Rows(train[:1], []), Rows(heldout, [])
 
 
 def _files(config: Config) -> tuple[Rows, Rows]:
@@ -143,7 +166,7 @@ def check_row_lengths(config: Config) -> Iterator[str]:
         except BadRows as error:  # rows that the chat template refuses
             yield from error.problems
             return
-    for examples, unfit in zip((task.train, task.heldout), found, strict=True):
+    for examples, unfit in zip((task.known, task.heldout), found, strict=True):
         if unfit and config.task.on_unfit_rows == "refuse":
             drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
             yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'

@@ -13,6 +13,7 @@ from titan_rl.preflight.checks.reward_keys import check_callable
 from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
 from titan_rl.record.metric_docs import EVAL_SCORE
 from titan_rl.record.scores import ks_of
+from titan_rl.tasks import procedural
 from titan_rl.tasks.examples import BadRows, Example
 from titan_rl.tasks.judging import evaluation_rubric
 from titan_rl.tasks.rewards import BUILT_IN
@@ -53,7 +54,7 @@ def _check_set(config: Config, chosen: EvalSet) -> Iterator[str]:
     if not chosen.path and not config.eval.size:
         yield f"{label}.path: {EXPECTED}, because eval.size = 0 leaves no held-out problems, found none"
         return
-    if chosen.path and config.task.name in GAMES:
+    if chosen.path and config.task.name in (*GAMES, procedural.NAME):
         yield f'{label}.path: expected none with task.name = "{config.task.name}", found {as_toml(chosen.path)}'
         return
     examples: Sequence[Example] = ()

@@ -6,13 +6,14 @@ from titan_rl.config.sections import Config, TaskSection
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.preflight.reward_probe import probe
 from titan_rl.sandbox.code_tests import row_tests
+from titan_rl.tasks import procedural
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.reward_shapes import component
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.verifiers import TAKES, VERIFIERS
 from titan_rl.wire.types import Prompt
 
-MAY_HANG = ("regex", "math", "json_schema")
+MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
 """Verifiers whose package takes long to import, so that a process of its own does."""

