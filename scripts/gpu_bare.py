@@ -6,8 +6,9 @@
     PYTHONPATH=$PWD:/tmp/site python3 scripts/gpu_bare.py --only head eager     # some parts
     .venv/bin/python scripts/gpu_bare.py --device cpu                            # tries this script: tiny shapes
 
-The machine has torch >= 2.11 with CUDA, triton, numpy and transformers. Carry the wheels of torchtitan 0.3.0, spmd_types
-0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, for comparison, liger-kernel 0.8.5 (optional).
+The machine has torch >= 2.11 with CUDA, triton, numpy and transformers. Carry the wheels of torchtitan 0.3.0,
+spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, to compare with, liger-kernel 0.8.5
+(optional).
 
     machine        what this card can do: copies, matmuls, pinned transfers
     varlen         FlashAttention over documents that share prompts, against SDPA in float32

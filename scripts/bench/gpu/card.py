@@ -1,6 +1,7 @@
 """Parts of gpu_bare.py: the card's own rates, FlashAttention over shared prompts, and the kernels of a weight sync."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ import triton
 
 from bench.gpu.measured import DEVICE, ON_CPU, milliseconds, relative, say, say_equal, say_within, seconds_of
 
-# A prompt of 37 places, two answers of 50 and 19 that see it, and a document of 64: start, length, -, start of the prefix.
+# A prompt of 37 places, two answers of 50 and 19 that see it, and a document of 64. See titan_rl/batch/prefixes.py.
 SEGMENTS = np.array([[0, 37, 0, 0], [37, 50, 0, 37], [87, 19, 0, 37], [106, 64, 0, 0]])
 
 
@@ -87,7 +88,8 @@ def checksums() -> None:
         parts = [[part.view(1, -1)] for part in run.zero_().split(2**19)]
         table = HashTable(parts, device)
         table.sums(range(len(parts)))
-        say(f"hash 1 GiB, {place}, GB/s", run.nbytes / seconds_of(lambda: table.sums(range(len(parts)))) / 1e9)
+        seconds = seconds_of(partial(table.sums, range(len(parts))))
+        say(f"hash 1 GiB, {place}, GB/s", run.nbytes / seconds / 1e9)
     sizes = {"a": (257, 96), "b": (4096, 64), "c": (33,)}
     params = {name: torch.randn(size, generator=g).to(DEVICE) for name, size in sizes.items()}
     copies = [Copy("a", 3, 8, 100, 64, "p", 0, 0), Copy("b", 0, 0, 4096, 64, "p", 0, 0)]

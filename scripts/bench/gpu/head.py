@@ -141,9 +141,9 @@ def bound(case: Case, largest: float) -> tuple[float, str]:
     if case.dtype == torch.bfloat16 and not case.float32:
         # cuBLAS may take another order for a tile of another shape, and a logit then round to its other neighbour.
         return size * 2**-8, "a logit may round to its other bfloat16 neighbour"
-    # A logit is a sum of D products. Each addition rounds a partial sum, which is no larger than the largest logit, by at
-    # most a float32's last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a random walk, hence
-    # sqrt(D). A log-prob is the difference of two such logits: of the target, and of the words with the mass.
+    # A logit is a float32 sum of D products. Each addition rounds a partial sum, which is hardly larger than the largest
+    # logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a random walk,
+    # hence sqrt(D). A log-prob is the difference of two such logits: the target's, and that of the words with the mass.
     return 2 * case.width**0.5 * 2**-23 * size, "2 sqrt(D) 2^-23 of the largest logit / temperature: float32 sums"
 
 
@@ -196,9 +196,11 @@ class Speed:
 
         return run
 
-    def ours(self, **named: bool) -> torch.Tensor:
-        logprob, entropy = token_logprob(self.hidden, self.weight, self.targets, **named)
-        return logprob + entropy if "with_entropy_grad" in named else logprob
+    def ours(self, wide: bool = False, entropy: bool = False) -> torch.Tensor:
+        logprob, entropies = token_logprob(
+            self.hidden, self.weight, self.targets, with_entropy_grad=entropy, float32_logits=wide
+        )
+        return logprob + entropies if entropy else logprob
 
     def plain(self) -> torch.Tensor:
         return (self.hidden @ self.weight.T).float().log_softmax(-1).gather(1, self.targets[:, None])[:, 0]
@@ -221,7 +223,7 @@ class Speed:
         say("titan_rl forward, ms", forward, f"{forward / one:.2f} matmuls; the least is 1")
         whole = milliseconds(run)
         say("titan_rl forward and backward, ms", whole, f"{whole / one:.2f} matmuls; the least is 4")
-        for name, key in (("a float32 head", "float32_logits"), ("the entropy's gradient", "with_entropy_grad")):
+        for name, key in (("a float32 head", "wide"), ("the entropy's gradient", "entropy")):
             took = milliseconds(self.both(partial(self.ours, **{key: True})))
             say(f"with {name}, ms", took, f"{took / whole:.2f} of that without")
         if ON_CPU:
@@ -241,7 +243,7 @@ class Speed:
                 say(f"{name}, ms", type(error).__name__, str(error).split("\n")[0][:200])
 
     def liger(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return Liger's log-prob of each token, as its GRPO uses it, and its cross entropy, a mean; nothing without it."""
+        """Return Liger's log-prob of each token, for GRPO, and its cross entropy, a mean; nothing without Liger."""
         with suppress(ImportError):
             from liger_kernel.chunked_loss.fused_linear_ppo import (  # pyright: ignore[reportMissingImports]
                 _ChunkedSelectiveLogProbFunction as Selective,

@@ -16,7 +16,8 @@ def adapt() -> list[str]:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.attention import varlen
 
-    missing, shard, attend, state = list[str](), fsdp.fully_shard, varlen.varlen_attn, FSDPState
+    missing, shard, attend = list[str](), fsdp.fully_shard, varlen.varlen_attn
+    state: Any = FSDPState
     if not hasattr(fsdp, "DataParallelMeshDims"):
         fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
         missing.append("DataParallelMeshDims")

@@ -74,8 +74,9 @@ def truth(facts: dict[str, Any], state: dict[str, torch.Tensor], made: list[Samp
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     named = {key: value for key, value in facts.items() if key not in ("architectures", "model_type")}
+    named["attn_implementation"] = "sdpa"
     with torch.device(DEVICE):
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**named, attn_implementation="sdpa"))
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**named))
     lost = model.load_state_dict({name: value.clone() for name, value in state.items()}, strict=False)
     if set(lost.missing_keys) - {"lm_head.weight"} or lost.unexpected_keys:
         raise RuntimeError(f"expected the trainer's weights to fill transformers' model, found {lost}")
@@ -103,4 +104,4 @@ def deterministic() -> None:
             seq_len = config.training.seq_len
             model.step(pack(drawn, shards=1, seq_len=seq_len, rows_per_microbatch=1, pad_id=0, share=True))
         found.append(model.checksum())
-    say_equal("bits of two runs of two steps", *found, "debug.deterministic")
+    say_equal("bits of two runs of two steps", found[0], found[1], "debug.deterministic")

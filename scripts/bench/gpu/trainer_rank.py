@@ -16,10 +16,17 @@ from titan_rl.config import sections as c
 from titan_rl.preflight.checks.gpu_memory import on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.types import Sample
+from titan_rl.wire.types import Column, Sample
 
-QWEN3_0_6B = {"dim": 1024, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 3072, "vocab_size": 151936}
-TINY = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 96, "vocab_size": 997}
+QWEN3_0_6B: dict[str, Any] = {
+    "dim": 1024,
+    "n_heads": 16,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "hidden_dim": 3072,
+    "vocab_size": 151936,
+}
+TINY: dict[str, Any] = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 96, "vocab_size": 997}
 
 
 def config_of(
@@ -78,6 +85,9 @@ def samples(seed: int, groups: int, size: int, prompt: int, answer: tuple[int, i
             n = int(random.integers(*answer))
             tokens = asked + random.integers(3, vocabulary, n).tolist()
             advantage = np.full(len(tokens), random.standard_normal())
-            columns = {"behaviour": np.full(len(tokens), -np.log(vocabulary)), "advantage": advantage}
+            columns: dict[Column, Any] = {
+                "behaviour": np.full(len(tokens), -np.log(vocabulary)),
+                "advantage": advantage,
+            }
             made.append(Sample(tokens, [0] * prompt + [1] * n, columns, prompt))
     return made

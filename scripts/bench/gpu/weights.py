@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from bench.gpu.measured import DEVICE, ON_CPU, say, say_equal, seconds_of
+from titan_rl.actors.sync.landing import Landing
+from titan_rl.actors.sync.staging import Staging
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
@@ -43,26 +45,26 @@ class Reader:
     """A generator's rank: lands versions in parameters of its own."""
 
     def __init__(self) -> None:
+        self.landing: Landing | None = None
         self.live = {n: torch.zeros(s, dtype=torch.bfloat16, device=DEVICE) for n, s in param_shapes(SHAPE, 1).items()}
-        self.landing: Any = None
 
-    def ready(self) -> None:
-        from titan_rl.actors.sync import landing as _
+    def ready(self) -> bool:
+        return True
 
     def connect(self, sources: Sequence[Source], sync: WeightSyncSection) -> None:
-        from titan_rl.actors.sync.landing import Landing
-
         self.landing = None  # its pins end
         self.landing = Landing(self.live, sources, sync)
 
     def land(self, manifests: Sequence[Manifest]) -> tuple[Any, Any, dict[str, float]]:
         """Return what fetching and writing took, and the sum of each parameter."""
+        assert self.landing is not None
         fetched = asyncio.run(self.landing.fetch_weights(manifests, PATIENCE))
         written = asyncio.run(self.landing.write_weights(PATIENCE))
         return fetched, written, {name: float(p.double().sum()) for name, p in self.live.items()}
 
     def damage(self, manifests: Sequence[Manifest]) -> int:
         """Negate one element. Return how many blocks then differ from the manifests."""
+        assert self.landing is not None
         name = next(name for name in self.live if name.endswith("qkv_proj.weight"))
         flat = self.live[name].view(-1)
         flat[12345 % len(flat)].neg_()
@@ -98,8 +100,6 @@ class Peer:
 
 
 def weights() -> None:
-    from titan_rl.actors.sync.staging import Staging
-
     reader, g = Peer(), torch.Generator(DEVICE).manual_seed(0)
     params = {name: torch.randn(size, device=DEVICE, generator=g) for name, size in SHAPE.hf_tensors().items()}
     shards = [Shard(name, 0, p.shape[0], 0, p.shape[1] if p.dim() > 1 else 1) for name, p in params.items()]
@@ -128,7 +128,7 @@ def weights() -> None:
         asyncio.run(staging.drop())
 
 
-def publish(version: int, staging: Any, params: dict[str, torch.Tensor], reader: Peer) -> None:
+def publish(version: int, staging: Staging, params: dict[str, torch.Tensor], reader: Peer) -> None:
     """Pack a version, let the reader land it, and compare what it holds."""
     manifests = dict[int, Manifest]()
     packed = seconds_of(lambda: manifests.update(staging.pack(version, version % 2, version)))
