@@ -23,7 +23,7 @@ spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, to c
     expandable     the memory of `eager` with PyTorch's expandable segments
     weights        Staging in one process, Landing in another on the same GPU: pins, pack, write, verify, a flipped sign
 
-On --device cpu, kernels run in Triton's interpreter, and what needs a GPU says so.
+With --device cpu, kernels run in Triton's interpreter, and parts that need a GPU are left out.
 """
 
 import argparse
@@ -55,7 +55,7 @@ Row = list[str]  # what, found, against, verdict
 class Process:
     """Modes that run one after the other in one process: starting one takes as long as most modes."""
 
-    module: str  # of scripts/bench/gpu, with a function for each mode
+    module: str  # in scripts/bench/gpu; it has a function for each mode
     modes: Sequence[str]
     seconds: int  # limit; what earlier processes leave of theirs is added
     env: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +111,7 @@ def run_here(modes: Sequence[str]) -> int:
         began = time.monotonic()
         try:
             getattr(importlib.import_module(f"bench.gpu.{MODULES[mode]}"), mode)()
-        except Exception as error:  # whatever it is, it is this mode's result
+        except Exception as error:  # any error is this mode's result
             traceback.print_exc()
             measured.say(f"{mode} failed", type(error).__name__, str(error).strip().split("\n")[0][:300], False)
             return 1
@@ -146,7 +146,7 @@ class Ended:
 
 
 def execute(process: Process, modes: Sequence[str], device: str, deadline: float) -> Ended:
-    """Run modes in a process group of its own, which ends at the deadline. What it printed until then is kept."""
+    """Run modes in a new process group, which ends at the deadline. Its output until then is kept."""
     on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     seconds = deadline - time.monotonic()
     if seconds < 1:

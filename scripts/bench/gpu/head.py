@@ -141,9 +141,9 @@ def bound(case: Case, largest: float) -> tuple[float, str]:
     if case.dtype == torch.bfloat16 and not case.float32:
         # cuBLAS may take another order for a tile of another shape, and a logit then round to its other neighbour.
         return size * 2**-8, "a logit may round to its other bfloat16 neighbour"
-    # A logit is a float32 sum of D products. Each addition rounds a partial sum, which is hardly larger than the largest
-    # logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a random walk,
-    # hence sqrt(D). A log-prob is the difference of two such logits: the target's, and that of the words with the mass.
+    # A logit is a float32 sum of D products. Each addition rounds a partial sum, which is hardly larger than the
+    # largest logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a random walk,
+    # hence sqrt(D). A log-prob is the difference of two such logits: the target's, and the most likely words'.
     return 2 * case.width**0.5 * 2**-23 * size, "2 sqrt(D) 2^-23 of the largest logit / temperature: float32 sums"
 
 
@@ -239,7 +239,7 @@ class Speed:
             try:
                 took = milliseconds(self.both(other), 3, 1)
                 say(f"{name}, ms", took, f"titan_rl takes {whole / took:.2f} of it")
-            except Exception as error:  # of another project's kernel, or no memory: no verdict on ours
+            except Exception as error:  # another project's kernel failed, or memory was short: no verdict on ours
                 say(f"{name}, ms", type(error).__name__, str(error).split("\n")[0][:200])
 
     def liger(self) -> dict[str, Callable[[], torch.Tensor]]:

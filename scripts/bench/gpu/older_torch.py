@@ -11,7 +11,7 @@ import torch
 
 
 def adapt() -> list[str]:
-    """Add to torch what TorchTitan 0.3.0 and titan_rl expect of 2.13. Return the names of what was missing."""
+    """Add to torch the names of 2.13 that TorchTitan 0.3.0 and titan_rl use. Return those that were missing."""
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.attention import varlen

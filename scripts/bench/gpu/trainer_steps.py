@@ -14,7 +14,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch
 
 LAYERS, SEQ_LEN = 28, 2048
-ROWS = (1, 2) if ON_CPU else (1, 4, 8)  # of a microbatch: training.local_batch_size
+ROWS = (1, 2) if ON_CPU else (1, 4, 8)  # a microbatch's: training.local_batch_size
 
 
 def eager() -> None:

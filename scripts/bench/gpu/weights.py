@@ -42,7 +42,7 @@ SHAPE = TINY if ON_CPU else LLAMA_1B
 
 
 class Reader:
-    """A generator's rank: lands versions in parameters of its own."""
+    """A generator's rank: lands versions in its parameters."""
 
     def __init__(self) -> None:
         self.landing: Landing | None = None
@@ -129,7 +129,7 @@ def weights() -> None:
 
 
 def publish(version: int, staging: Staging, params: dict[str, torch.Tensor], reader: Peer) -> None:
-    """Pack a version, let the reader land it, and compare what it holds."""
+    """Pack a version, let the reader land it, and compare the sums of its parameters."""
     manifests = dict[int, Manifest]()
     packed = seconds_of(lambda: manifests.update(staging.pack(version, version % 2, version)))
     fetched, written, sums = reader.ask("land", list(manifests.values()))
@@ -143,7 +143,7 @@ def publish(version: int, staging: Staging, params: dict[str, torch.Tensor], rea
         name: sum(float(params[part].to(torch.bfloat16).double().sum()) for part in parts) for name, parts in held()
     }
     close = {name: math.isclose(sums[name], value, rel_tol=1e-9, abs_tol=1e-3) for name, value in true.items()}
-    say_equal("sums of the attention's weights", all(close.values()), True, "what was packed, summed in float64")
+    say_equal("sums of the attention's weights", all(close.values()), True, "the packed weights, summed in float64")
 
 
 def held() -> list[tuple[str, list[str]]]:
