@@ -142,8 +142,8 @@ def bound(case: Case, largest: float) -> tuple[float, str]:
         # cuBLAS may take another order for a tile of another shape, and a logit then round to its other neighbour.
         return size * 2**-8, "a logit may round to its other bfloat16 neighbour"
     # A logit is a float32 sum of D products. Each addition rounds a partial sum, which is hardly larger than the
-    # largest logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a random walk,
-    # hence sqrt(D). A log-prob is the difference of two such logits: the target's, and the most likely words'.
+    # largest logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a
+    # random walk, hence sqrt(D). A log-prob is a difference of two logits: the target's, and the most likely words'.
     return 2 * case.width**0.5 * 2**-23 * size, "2 sqrt(D) 2^-23 of the largest logit / temperature: float32 sums"
 
 

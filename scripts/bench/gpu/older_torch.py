@@ -11,7 +11,7 @@ import torch
 
 
 def adapt() -> list[str]:
-    """Add to torch the names of 2.13 that TorchTitan 0.3.0 and titan_rl use. Return those that were missing."""
+    """Add to torch the names of 2.13 that TorchTitan 0.3.0 and titan_rl use. Return the missing ones."""
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.nn.attention import varlen
