@@ -1,5 +1,6 @@
 """Parts of gpu_bare.py: steps of a trainer rank at 0.6B: seconds, MFU, the host's share, graphs and memory."""
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -43,11 +44,13 @@ def steps(*, compiled: bool, rates: bool = True) -> None:
     model, shape = model_of(config_of(LAYERS, SEQ_LEN, compiled=compiled))
     say("build, s", time.perf_counter() - began, f"{shape.parameters / 1e6:.0f}M parameters")
     for rows in ROWS:
-        hardware = measure(model, shape, rows, rates)
+        seconds, hardware = measure(model, shape, rows)
         if compiled:
             say_graphs(rows)
         if not ON_CPU:
-            say_memory(model, shape, rows, hardware)
+            say_memory(model, shape, rows, hardware)  # before the profiler takes memory
+            if rates:
+                say_rates(model, shape, rows, seconds, hardware.get("throughput/mfu", math.nan))
 
 
 def drawn(seed: int, rows: int, vocabulary: int) -> list[Batch]:
@@ -58,8 +61,8 @@ def drawn(seed: int, rows: int, vocabulary: int) -> list[Batch]:
     return pack(made, shards=1, seq_len=seq_len, rows_per_microbatch=rows, pad_id=0, share=True)
 
 
-def measure(model: RoleModel, shape: ModelShape, rows: int, rates: bool) -> dict[str, float]:
-    """Take some steps. Return the last one's metrics of its hardware."""
+def measure(model: RoleModel, shape: ModelShape, rows: int) -> tuple[float, dict[str, float]]:
+    """Take some steps. Return the last one's seconds, and its metrics of the hardware."""
     times, hardware, microbatches = list[float](), dict[str, float](), []
     for seed in (0, 1, 2, LAST, LAST) if rows == 1 else (0, LAST, LAST):  # the last step has no new shape to compile
         batches = drawn(seed, rows, shape.vocab_size)
@@ -72,11 +75,8 @@ def measure(model: RoleModel, shape: ModelShape, rows: int, rates: bool) -> dict
     places = sum(each.tokens.size for each in microbatches)
     what = f"{len(microbatches)} microbatches of {rows} x {microbatches[0].tokens.shape[1]}"
     say(f"rows {rows}: steps, s", " ".join(f"{each:.2f}" for each in times), what)
-    if rates:
-        say(f"rows {rows}: places a second in the last step", places / times[-1])
-    if rates and not ON_CPU:
-        say_rates(model, shape, rows, times[-1], hardware["throughput/mfu"])
-    return hardware
+    say(f"rows {rows}: places a second in the last step", places / times[-1])
+    return times[-1], hardware
 
 
 def say_rates(model: RoleModel, shape: ModelShape, rows: int, seconds: float, mfu: float) -> None:
@@ -104,7 +104,7 @@ def say_memory(model: RoleModel, shape: ModelShape, rows: int, hardware: Mapping
     own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes(), {})["trainer"].own
     peak, reserved = hardware["memory/max_active_gib"], hardware["memory/max_reserved_gib"]
     parts = sum(part.nbytes for part in own.parts.values()) / gib
-    say_within(f"rows {rows}: peak allocated, GiB", peak, parts, f"estimate without allowances: {own}")
+    say_within(f"rows {rows}: peak allocated, GiB", peak, parts, f"estimate, allowances apart: {own}")
     say(f"rows {rows}: peak reserved minus peak allocated, GiB", reserved - peak, f"reserved {reserved:.2f}")
     for when, estimate, what in (
         ("taken of the device", own.total, "estimate with allowances"),
