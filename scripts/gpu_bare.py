@@ -62,14 +62,14 @@ class Process:
 
 
 PROCESSES = [
-    Process("card", ["machine", "varlen", "checksums"], 30),
-    Process("head", ["head", "speed"], 34),
+    Process("card", ["machine", "varlen", "checksums"], 32),
+    Process("head", ["head", "speed"], 32),
     Process("trainer_numbers", ["float32", "bfloat16"], 26),
     Process("trainer_steps", ["eager"], 36),
     Process("trainer_steps", ["compiled"], 46),
-    Process("trainer_numbers", ["deterministic"], 18, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-    Process("trainer_steps", ["expandable"], 20, dict.fromkeys(BOTH_NAMES, "expandable_segments:True")),
-    Process("weights", ["weights"], 30),
+    Process("trainer_numbers", ["deterministic"], 16, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
+    Process("trainer_steps", ["expandable"], 24, dict.fromkeys(BOTH_NAMES, "expandable_segments:True")),
+    Process("weights", ["weights"], 28),
 ]
 MODULES = {mode: process.module for process in PROCESSES for mode in process.modes}
 
