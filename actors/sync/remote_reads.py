@@ -3,15 +3,18 @@
 import math
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from monarch.rdma import RDMAAction, RDMABuffer
 from torch import Tensor
 
 from titan_rl.actors.sync.host_memory import EMPTY, HeldRun, Words
 from titan_rl.wire.manifest import Manifest, checksum
 from titan_rl.wire.weight_source import SLOTS, Registered, one_sided
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMAAction, RDMABuffer
 
 
 class Remote:
@@ -94,7 +97,9 @@ class Remote:
         return np.array([checksum(sums[first:last].tobytes()) for first, last in self._touching], np.uint64)
 
 
-def _reads(parts: Sequence[tuple[RDMABuffer, Tensor]]) -> RDMAAction:
+def _reads(parts: "Sequence[tuple[RDMABuffer, Tensor]]") -> "RDMAAction":
+    from monarch.rdma import RDMAAction  # where every reader maps the memory, Monarch is not needed
+
     action = RDMAAction()
     for source, target in parts:
         action.read_remote(target, source)

@@ -10,7 +10,6 @@ pack() is given; titan_rl.train.weight_sync alone keeps track of the readers.
 from collections.abc import Iterator, Mapping
 
 import torch
-from monarch.rdma import RDMABuffer
 from torch import Tensor
 
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
@@ -117,6 +116,8 @@ class Staging:
         """Return where each reader finds its run. Runs are registered for one-sided reads, once, if any reader is
         `remote`."""
         if remote and not self._registered:
+            from monarch.rdma import RDMABuffer  # needed by remote readers only
+
             stamps = RDMABuffer(self._memory.stamps.view(torch.uint8))
             self._registered = {
                 reader: Registered(

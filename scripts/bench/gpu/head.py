@@ -1,0 +1,267 @@
+"""Parts of gpu_bare.py: the log-prob kernel's numbers against float64, and its speed."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from bench.gpu import older_torch
+from bench.gpu.measured import DEVICE, ON_CPU, kernel_times, milliseconds, relative, say, say_within
+from titan_rl.kernels import token_logprob_triton as fused
+from titan_rl.kernels.kept_bits import DROPPED
+from titan_rl.kernels.token_logprob import token_logprob
+
+if ON_CPU:
+    older_torch.interpret_products()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    vocabulary: int
+    tokens: int
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    temperature: float = 1.0
+    kept: bool = False  # sets of truncated sampling: few words, a third, all
+    entropy: bool = False  # has a gradient
+    float32: bool = False  # logits
+    tiles: tuple[int, int] = (fused.TILE_ELEMENTS, fused.MOST_TOKENS)
+
+    def __str__(self) -> str:
+        named = (name for name in ("kept", "entropy", "float32") if getattr(self, name))
+        sizes = f"V {self.vocabulary} T {self.tokens} D {self.width}"
+        return " ".join([sizes, str(self.dtype).removeprefix("torch."), f"temperature {self.temperature}", *named])
+
+
+CASES = [
+    Case(151936, 1003, 1024),
+    Case(151936, 1003, 1024, temperature=0.7, entropy=True),
+    Case(128256, 777, 4096, kept=True),
+    Case(128256, 777, 4096, kept=True, entropy=True, float32=True),
+    Case(128256, 130, 512, temperature=0.01, float32=True),
+    Case(50257, 333, 512, torch.float32, 1.3, kept=True, entropy=True),
+    Case(50257, 1, 512),
+    Case(50264, 1003, 512, kept=True, entropy=True, tiles=(2**20, 256)),
+    Case(50257, 1003, 512, entropy=True, tiles=(2**20, 256)),
+]
+
+
+def tiny(case: Case) -> Case:
+    small = case.tiles[1] < fused.MOST_TOKENS
+    tiles = (2**14, 4) if small else case.tiles
+    return replace(case, vocabulary=min(case.vocabulary, 5003), tokens=min(case.tokens, 7), width=32, tiles=tiles)
+
+
+def head() -> None:
+    whole = fused.TILE_ELEMENTS, fused.MOST_TOKENS
+    for case in map(tiny, CASES) if ON_CPU else CASES:
+        fused.TILE_ELEMENTS, fused.MOST_TOKENS = case.tiles
+        compare(case)
+        if not ON_CPU:
+            torch.cuda.empty_cache()
+    fused.TILE_ELEMENTS, fused.MOST_TOKENS = whole
+
+
+@dataclass(slots=True)
+class Drawn:
+    hidden_TD: torch.Tensor
+    weight_VD: torch.Tensor
+    targets_T: torch.Tensor
+    kept_TV: torch.Tensor | None
+    logprob_grad_T: torch.Tensor
+    entropy_grad_T: torch.Tensor  # zero if the entropy has no gradient
+
+
+def drawn(case: Case) -> Drawn:
+    g = torch.Generator(DEVICE).manual_seed(case.vocabulary + case.tokens)
+    normal = partial(torch.randn, device=DEVICE, generator=g)
+    hidden = normal(case.tokens, case.width).to(case.dtype)
+    weight = (normal(case.vocabulary, case.width) * 2 * case.width**-0.5).to(case.dtype)
+    targets = torch.randint(0, case.vocabulary, (case.tokens,), device=DEVICE, generator=g)
+    targets[0], targets[-1], kept = 0, case.vocabulary - 1, None
+    rows = torch.arange(case.tokens, device=DEVICE)
+    if case.kept:
+        share = torch.tensor([2e-4, 0.3, 1.0], device=DEVICE)[rows % 3].unsqueeze(1)
+        kept = torch.rand(case.tokens, case.vocabulary, device=DEVICE, generator=g) < share
+        kept[rows, targets] = True
+    return Drawn(hidden, weight, targets, kept, normal(case.tokens), normal(case.tokens) * case.entropy)
+
+
+def bits(kept_TV: torch.Tensor) -> torch.Tensor:
+    """Return the masks as kernels read them: eight words to a byte, the first in its lowest bit."""
+    padded = torch.nn.functional.pad(kept_TV.to(torch.uint8), (0, -kept_TV.shape[1] % 8))
+    weights = 2 ** torch.arange(8, device=DEVICE, dtype=torch.uint8)
+    return (padded.unflatten(1, (-1, 8)) * weights).sum(-1).to(torch.uint8)
+
+
+@dataclass(slots=True)
+class Exact:
+    """What float64 computes: from exact logits, and log-probs from logits that are rounded as the kernel's are."""
+
+    logprob_T: torch.Tensor
+    rounded_logprob_T: torch.Tensor
+    entropy_T: torch.Tensor
+    hidden_grad_TD: torch.Tensor
+    weight_grad_VD: torch.Tensor
+    largest: float  # logit, before the temperature
+
+
+def exact(case: Case, x: Drawn) -> Exact:
+    weight, parts = x.weight_VD.double(), list[tuple[torch.Tensor, ...]]()
+    weight_grad, largest = torch.zeros_like(weight), 0.0
+    for part in torch.arange(case.tokens, device=DEVICE).split(128):  # whole logits in float64 would not fit
+
+        def of_own(logits: torch.Tensor, part: torch.Tensor = part) -> torch.Tensor:
+            kept = None if x.kept_TV is None else x.kept_TV[part]
+            logits = logits / case.temperature
+            return (logits if kept is None else logits.masked_fill(~kept, DROPPED)).log_softmax(-1)
+
+        hidden, own = x.hidden_TD[part].double().requires_grad_(), weight.detach().requires_grad_()
+        logits = hidden @ own.T
+        logs, at = of_own(logits), x.targets_T[part, None]
+        logprob, entropy = logs.gather(1, at)[:, 0], -(logs.exp() * logs).sum(-1)
+        (logprob * x.logprob_grad_T[part] + entropy * x.entropy_grad_T[part]).sum().backward()
+        assert hidden.grad is not None
+        assert own.grad is not None
+        weight_grad += own.grad
+        largest = max(largest, float(logits.detach().abs().max()))
+        rounds = case.dtype == torch.bfloat16 and not case.float32
+        rounded = (x.hidden_TD[part] @ x.weight_VD.T).double() if rounds else logits.detach()
+        parts.append((logprob.detach(), of_own(rounded).gather(1, at)[:, 0], entropy.detach(), hidden.grad))
+        del logits, logs, rounded
+    logprob, rounded, entropy, hidden_grad = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Exact(logprob, rounded, entropy, hidden_grad, weight_grad, largest)
+
+
+def bound(case: Case, largest: float) -> tuple[float, str]:
+    """Return how far a log-prob may be off, and why. Both follow the size of a logit over the temperature."""
+    size = largest / case.temperature
+    if case.dtype == torch.bfloat16 and not case.float32:
+        # cuBLAS may take another order for a tile of another shape, and a logit then round to its other neighbour.
+        return size * 2**-8, "a logit may round to its other bfloat16 neighbour"
+    # A logit is a float32 sum of D products. Each addition rounds a partial sum, which is hardly larger than the
+    # largest logit, by at most its last place, 2^-23 of it: tensor cores truncate. The D roundings add up like a
+    # random walk, hence sqrt(D). A log-prob is a difference of two logits: the target's, and the most likely words'.
+    return 2 * case.width**0.5 * 2**-23 * size, "2 sqrt(D) 2^-23 of the largest logit / temperature: float32 sums"
+
+
+def compare(case: Case) -> None:
+    x = drawn(case)
+    hidden, weight = x.hidden_TD.clone().requires_grad_(), x.weight_VD.clone().requires_grad_()
+    logprob, entropy = token_logprob(
+        hidden,
+        weight,
+        x.targets_T,
+        case.temperature,
+        with_entropy_grad=case.entropy,
+        float32_logits=case.float32,
+        kept=None if x.kept_TV is None else bits(x.kept_TV),
+    )
+    ((logprob * x.logprob_grad_T).sum() + (entropy * x.entropy_grad_T).sum()).backward()
+    true = exact(case, x)
+    say_within(
+        f"{case}: log-prob, max", float((logprob - true.rounded_logprob_T).abs().max()), *bound(case, true.largest)
+    )
+    say("log-prob of exact logits, max", float((logprob - true.logprob_T).abs().max()), "no bound: what rounding costs")
+    say("entropy, max", float((entropy - true.entropy_T).abs().max()), "no bound: of exact logits")
+    limit, why = (2e-2, "bfloat16 has 8 bits") if case.dtype == torch.bfloat16 else (2e-5, "float32 has 24 bits")
+    for name, found, wanted in (("hidden", hidden, true.hidden_grad_TD), ("weight", weight, true.weight_grad_VD)):
+        assert found.grad is not None
+        say_within(f"gradient of {name}, relative", relative(found.grad, wanted), limit, why)
+
+
+def speed() -> None:
+    for sizes in [(8, 1000, 16)] if ON_CPU else [(4096, 128256, 4096), (4096, 151936, 1024), (16384, 16032, 4096)]:
+        Speed(*sizes).compare()
+
+
+class Speed:
+    def __init__(self, tokens: int, vocabulary: int, width: int) -> None:
+        self.sizes = tokens, vocabulary, width
+        self.hidden = torch.randn(tokens, width, device=DEVICE).to(torch.bfloat16).requires_grad_()
+        weight = torch.randn(vocabulary, width, device=DEVICE) * width**-0.5
+        self.weight = weight.to(torch.bfloat16).requires_grad_()
+        self.targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
+        self.grad = torch.randn(tokens, device=DEVICE)
+
+    def both(self, logprob: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        """Return a forward with a backward."""
+
+        def run() -> None:
+            self.hidden.grad = self.weight.grad = None
+            values = logprob()
+            (values * self.grad if values.dim() else values).sum().backward()
+
+        return run
+
+    def ours(self, wide: bool = False, entropy: bool = False) -> torch.Tensor:
+        logprob, entropies = token_logprob(
+            self.hidden, self.weight, self.targets, with_entropy_grad=entropy, float32_logits=wide
+        )
+        return logprob + entropies if entropy else logprob
+
+    def plain(self) -> torch.Tensor:
+        return (self.hidden @ self.weight.T).float().log_softmax(-1).gather(1, self.targets[:, None])[:, 0]
+
+    def matmul(self) -> float:
+        """Return the milliseconds of the logits alone, by cuBLAS and in tiles."""
+        tokens, vocabulary, _ = self.sizes
+        n = min(vocabulary, fused.TILE_ELEMENTS // tokens)
+        tile = torch.empty(tokens, n, device=DEVICE, dtype=torch.bfloat16)
+        with torch.no_grad():
+            return milliseconds(lambda: torch.mm(self.hidden, self.weight[:n].T, out=tile)) * vocabulary / n
+
+    def compare(self) -> None:
+        tokens, vocabulary, width = self.sizes
+        one, run = self.matmul(), self.both(self.ours)
+        rate = 2 * tokens * vocabulary * width / one / 1e9
+        say(f"T {tokens} V {vocabulary} D {width}: one matmul by cuBLAS, ms", one, f"{rate:.0f} TFLOP/s")
+        with torch.no_grad():
+            forward = milliseconds(self.ours)
+        say("titan_rl forward, ms", forward, f"{forward / one:.2f} matmuls; the least is 1")
+        whole = milliseconds(run)
+        say("titan_rl forward and backward, ms", whole, f"{whole / one:.2f} matmuls; the least is 4")
+        for name, key in (("a float32 head", "wide"), ("the entropy's gradient", "entropy")):
+            took = milliseconds(self.both(partial(self.ours, **{key: True})))
+            say(f"with {name}, ms", took, f"{took / whole:.2f} of that without")
+        if ON_CPU:
+            return
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        say("its peak memory, MiB", (torch.cuda.max_memory_allocated() - held) / 2**20, "with both gradients")
+        self.tiles(run)
+        for name, took, launches in kernel_times(run)[:5]:
+            say(f"kernel {name[:60]}, ms", took, f"{launches} launches")
+        for name, other in {"plain torch": self.plain, **self.liger()}.items():
+            try:
+                took = milliseconds(self.both(other), 3, 1)
+                say(f"{name}, ms", took, f"titan_rl takes {whole / took:.2f} of it")
+            except Exception as error:  # another project's kernel failed, or memory was short: no verdict on ours
+                say(f"{name}, ms", type(error).__name__, str(error).split("\n")[0][:200])
+
+    def liger(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """Return Liger's log-prob of each token, for GRPO, and its cross entropy, a mean; nothing without Liger."""
+        with suppress(ImportError):
+            from liger_kernel.chunked_loss.fused_linear_ppo import (  # pyright: ignore[reportMissingImports]
+                _ChunkedSelectiveLogProbFunction as Selective,
+            )
+            from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
+                LigerFusedLinearCrossEntropyFunction as CrossEntropy,
+            )
+
+            inputs = self.hidden, self.weight, self.targets
+            return {
+                "Liger's log-prob of GRPO": lambda: Selective.apply(*inputs, None, 1.0, 4096),
+                "Liger's fused cross entropy": lambda: CrossEntropy.apply(*inputs)[0],
+            }
+        return {}
+
+    def tiles(self, run: Callable[[], None]) -> None:
+        before = fused.TILE_ELEMENTS
+        for power in (23, 24, 25, 26, 27):
+            fused.TILE_ELEMENTS = 2**power
+            say(f"tile of 2^{power} logits, ms", milliseconds(run, 3, 1), f"now 2^{before.bit_length() - 1}")
+        fused.TILE_ELEMENTS = before
