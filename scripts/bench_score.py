@@ -39,7 +39,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "titan_rl, 2 engines": {"generator.replicas": 2},
     "titan_rl, lag 1": {  # as in grpo_llama_async
         "rollout.lag": 1,
-        "algorithm.proximal": "generator",
         "parallelism.data_parallel_shard_degree": 1,
     },
 }

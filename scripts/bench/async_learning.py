@@ -14,7 +14,8 @@ from titan_rl.record.metric_docs import EVAL_SCORE
 
 LAGS = (0, 1, 2, 4)
 LOOK = 5  # steps between evaluations
-UNCORRECTED = {"algorithm.proximal": "trainer", "algorithm.correction": "none"}
+CORRECTED = {"algorithm.proximal": "trainer", "algorithm.correction": "token_tis"}
+UNCORRECTED = CORRECTED | {"algorithm.correction": "none"}
 Key = tuple[int, int, str]  # seed, lag, correction
 
 
@@ -41,7 +42,7 @@ def missing(
         for lag in lags:
             keys = {"rollout.lag": lag, "rollout.pace": "false"}
             if lag:
-                found[seed, lag, "default"] = keys
+                found[seed, lag, "corrected"] = keys | CORRECTED
             found[seed, lag, "none"] = keys | (UNCORRECTED if lag else {})
     return {key: keys for key, keys in found.items() if key not in there}
 

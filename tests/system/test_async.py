@@ -70,19 +70,18 @@ def test_a_rollout_may_span_versions_and_they_only_rise(lagging: Run) -> None:
     assert any(len(set(versions)) > 1 for versions in spans)
 
 
-def test_a_lag_is_corrected_by_default(lagging: Run) -> None:
-    """And the correcting weights are 1 only while nothing is stale."""
-    resolved = (lagging.folder / "config.toml").read_text()
-    assert 'correction = "token_tis"' in resolved
-    assert 'proximal = "trainer"' in resolved
+def test_a_stale_token_has_its_ratio_by_default(lagging: Run) -> None:
+    """And it is 1 only while nothing is stale."""
     first, *_, last = lagging.lines("metrics.jsonl")
-    assert first["off_policy/ess"] == pytest.approx(1, abs=1e-4)
-    assert last["off_policy/weight_min"] < 0.99 < 1.01 < last["off_policy/weight_max"] <= 2
-    assert last["off_policy/ess"] < 0.9999
+    for bound in ("ratio/min", "ratio/max"):
+        assert first[bound] == pytest.approx(1, abs=1e-4)
+    assert last["ratio/min"] < 0.99 < 1.01 < last["ratio/max"]
+    assert last["off_policy/ess"] == 1, "nothing else weighs it"
 
 
 def test_a_run_that_keeps_keys_and_values_recomputes_none(runs: Runs, lagging: Run, tmp_path: Path) -> None:
-    """What is in flight goes on with the new weights; the bound, the ledger and the correction hold as with "swap"."""
+    """Requests in flight continue with the new weights; bound and ledger hold as with "swap". This run has a correction
+    instead of the ratio, which is 1 only while nothing is stale."""
     kept = runs.finish(
         tmp_path / "run",
         rollout__lag=1,
@@ -90,6 +89,8 @@ def test_a_run_that_keeps_keys_and_values_recomputes_none(runs: Runs, lagging: R
         generator__max_num_seqs=4,
         training__steps=6,
         weight_sync__in_flight="keep",
+        algorithm__proximal="trainer",
+        algorithm__correction="token_tis",
         **LAGGING,
     )
     spans = [line["versions"] for line in rollouts(kept)]
@@ -101,7 +102,10 @@ def test_a_run_that_keeps_keys_and_values_recomputes_none(runs: Runs, lagging: R
     lines = kept.lines("metrics.jsonl")
     assert sum(line["engine/recomputed_tokens"] for line in lines) == 0
     assert sum(line["engine/recomputed_tokens"] for line in lagging.lines("metrics.jsonl")) > 0
-    assert lines[-1]["off_policy/weight_min"] < 1 < lines[-1]["off_policy/weight_max"] <= 2
+    first, *_, last = lines
+    assert first["off_policy/ess"] == pytest.approx(1, abs=1e-4)
+    assert last["off_policy/weight_min"] < 1 < last["off_policy/weight_max"] <= 2
+    assert last["off_policy/ess"] < 0.9999
 
 
 def test_generators_sample_and_take_weights_while_trainers_step(lagging: Run) -> None:

@@ -1,9 +1,17 @@
 """Presets of [algorithm]: for each name, the keys that differ from "grpo", whose values are the defaults.
 
 A file's own keys override the preset, so presets can be changed and mixed freely.
+
+A preset means the same at every rollout.lag: its ratio is against the log-probs of sampling (proximal = "generator"),
+as PPO defines it, so that its clip limits what all updates since sampling have changed. With one update per step a
+ratio against the trainer's log-probs before the step would be 1 on every token, and no clip could act. Two presets need
+other keys, see `resolve`: opd with a lag, and gspo in 16 bits.
 """
 
+from collections.abc import Collection
 from typing import Any
+
+from titan_rl.config.sections import AlgorithmSection, Config
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024: baseline is the group's mean, scale its standard deviation. Token mean is the default of
@@ -11,19 +19,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     # Liu et al. 2025: divide neither by the standard deviation nor by a sequence's own length.
     "dr_grpo": {"normalize": "none", "aggregation": "sequence_sum"},
-    # Ahmadian et al. 2024: baseline is the mean of the other samples; the KL, if any, is in the reward.
+    # Ahmadian et al. 2024: baseline is the mean of the other samples; the KL, if any, is in the reward. The paper has
+    # no lag and needs no clip; here PPO's clip limits stale tokens.
     "rloo": {"advantage": "leave_one_out", "normalize": "none", "kl_in": "reward", "kl": "k1"},
     # Hu 2025: the only baseline is the step's mean; KL in the reward.
     "reinforce_pp": {"advantage": "return", "normalize": "batch", "kl_in": "reward", "kl": "k1"},
     # The same paper's variant for groups: subtract the group's mean, then whiten over the step.
     "reinforce_pp_baseline": {"advantage": "group", "normalize": "batch", "kl": "k2"},
-    # Schulman et al. 2017, as used in RLHF: a critic, GAE, KL in the reward.
+    # Schulman et al. 2017, as used in RLHF: a critic, GAE, KL in the reward. The paper's old policy is the one that
+    # sampled.
     "ppo": {"advantage": "gae", "normalize": "batch", "kl_in": "reward", "kl": "k1"},
     # Yu et al. 2025: clip-higher, token mean, dynamic sampling, overlong filtering. Soft punishment: overlong_buffer.
+    # Clip-higher leaves stale tokens that became likelier their gradient up to 1.28, not 1.2.
     "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "overlong_filter": True},
-    # Zheng et al. 2025: one ratio per sequence, with the paper's clip.
+    # Zheng et al. 2025: one ratio per sequence, with the paper's clip. All stale tokens of an answer share one weight.
     "gspo": {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    # MiniMax 2025: a clipped weight in front of the log-prob, without a lower bound, at most 5.
+    # MiniMax 2025: a clipped weight in front of the log-prob, without a lower bound, at most 5. With a lag it is the
+    # truncated importance weight that corrects stale tokens.
     "cispo": {"clip": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     # On-policy distillation: a token's advantage is teacher log-prob - sampling log-prob.
     "opd": {"advantage": "teacher", "normalize": "none", "clip": "none"},
@@ -34,13 +46,31 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reward_model": {},
 }
 
-ASYNCHRONOUS: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
-"""Defaults for lag > 0: the ratio is against the policy before the step (decoupled PPO), and a truncated weight
-corrects the difference between that policy and those that sampled."""
+TRUNCATED: dict[str, Any] = {"proximal": "trainer", "correction": "token_tis"}
+"""For opd with a lag: no clip limits its ratio, so a truncated weight corrects stale tokens."""
+
+GSPO_16_BITS: dict[str, Any] = {"clip_low": 0.015, "clip_high": 0.02}
+"""gspo's clip for a ratio against a generator, if it or the trainer computes in 16 bits. They then round differently,
+which moves the ratio of an unchanged policy beyond the paper's clip. This one is 50 times as wide: more than the mean
+difference over an answer of some dozens of tokens, if the difference per token is sound (train/engine_proof.py)."""
 
 
-def resolve(own: dict[str, Any], *, lag: int) -> dict[str, Any]:
-    """Return a file's own keys of [algorithm] over those of its preset. If lag > 0, also add ASYNCHRONOUS, unless the
-    file sets proximal = "generator": a ratio against the sampling log-probs needs no further correction."""
-    corrected = ASYNCHRONOUS if lag and own.get("proximal") != "generator" else {}
-    return PRESETS[own.get("name", "grpo")] | corrected | own
+def resolve(own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float32",)) -> dict[str, Any]:
+    """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: what trainer and generator compute in.
+    Any but "float32" counts as 16 bits, also "auto", which is decided later."""
+    name, keys = own.get("name", "grpo"), dict[str, Any]()
+    if name == "opd" and lag and own.get("proximal") != "generator":
+        keys = TRUNCATED
+    if name == "gspo" and set(dtypes) != {"float32"}:
+        # Without a lag the sampling policy is the trainer's, so a ratio against the trainer has no difference of
+        # rounding. With a lag only the generator has computed log-probs of the older policy. A weight by the product
+        # over an answer ("sequence_tis") would add up the rounding of all tokens; the mean in gspo's ratio cancels it.
+        proximal = own.get("proximal", "generator" if lag else "trainer")
+        keys = {"proximal": proximal} | (GSPO_16_BITS if proximal == "generator" else {})
+    return PRESETS[name] | keys | own
+
+
+def algorithm_of(own: dict[str, Any], config: Config) -> AlgorithmSection:
+    """Return [algorithm] as resolved for a file that sets the keys `own`, and whose other sections are `config`."""
+    dtypes = config.training.mixed_precision_param, config.generator.dtype
+    return AlgorithmSection(**resolve(own, lag=config.rollout.lag, dtypes=dtypes))

@@ -17,7 +17,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,7 +25,7 @@ import tomli
 
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import VALUES
-from titan_rl.config.presets import resolve
+from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config
 
 SCALARS = (bool, int, float, str)
@@ -212,8 +212,9 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
-    values["algorithm"] = resolve(values["algorithm"], lag=values["rollout"].get("lag", 0))
-    return Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
+    own = values.pop("algorithm", {})
+    config = Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
+    return replace(config, algorithm=algorithm_of(own, config))
 
 
 def to_toml(config: Config) -> str:

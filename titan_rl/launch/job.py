@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_rl.config.presets import resolve
-from titan_rl.config.sections import AlgorithmSection, Config
+from titan_rl.config.presets import algorithm_of
+from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.preflight.checks.launching import gpus_of_node, stop_seconds
 
@@ -81,7 +81,7 @@ class Job:
 def changed_toml(config: Config) -> str:
     """Write the keys that differ from their defaults; `load` reads an equal config."""
     own = {"name": config.algorithm.name, "proximal": config.algorithm.proximal}  # other defaults depend on these two
-    usual = replace(Config(), algorithm=AlgorithmSection(**resolve(dict(own), lag=config.rollout.lag)))
+    usual = replace(Config(), algorithm=algorithm_of(own, config))
 
     def lines(section: str) -> Iterator[str]:
         for name in schema()[section]:

@@ -48,13 +48,38 @@ def test_grpo_is_the_defaults() -> None:
     assert AlgorithmSection().name == "grpo"
 
 
-def test_a_lag_brings_a_correction_unless_the_file_has_its_own() -> None:
-    assert resolve({"name": "dapo"}, lag=0) == {"name": "dapo", **PRESETS["dapo"]}
-    corrected = {"proximal": "trainer", "correction": "token_tis"}
-    assert resolve({"name": "dapo"}, lag=1) == {"name": "dapo", **PRESETS["dapo"], **corrected}
-    assert resolve({"correction": "sequence_mask"}, lag=2)["correction"] == "sequence_mask"
-    assert resolve({"correction": "none"}, lag=2) == {"proximal": "trainer", "correction": "none"}
-    assert resolve({"proximal": "generator"}, lag=2) == {"proximal": "generator"}
+@names
+def test_a_lag_changes_only_the_preset_without_a_clip(name: str) -> None:
+    corrected = {"proximal": "trainer", "correction": "token_tis"} if name == "opd" else {}
+    assert resolve({"name": name}, lag=0) == {"name": name, **PRESETS[name]}
+    assert resolve({"name": name}, lag=4) == {"name": name, **PRESETS[name], **corrected}
+
+
+def test_a_files_keys_win_at_every_lag() -> None:
+    decoupled = {"name": "dapo", "proximal": "trainer", "correction": "token_tis"}
+    assert resolve(decoupled, lag=2) == PRESETS["dapo"] | decoupled
+    assert resolve({"name": "opd", "correction": "none"}, lag=2)["proximal"] == "trainer"
+    assert resolve({"name": "opd", "correction": "none"}, lag=2)["correction"] == "none"
+    assert "correction" not in resolve({"name": "opd", "proximal": "generator"}, lag=2)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("auto", "auto")])
+def test_gspo_is_right_for_16_bits_if_a_dtype_may_have_them(dtypes: tuple[str, str]) -> None:
+    usual, wide = PRESETS["gspo"], {"proximal": "generator", "clip_low": 0.015, "clip_high": 0.02}
+    assert resolve({"name": "gspo"}, lag=0, dtypes=dtypes) == {"name": "gspo", **usual, "proximal": "trainer"}
+    assert resolve({"name": "gspo"}, lag=1, dtypes=dtypes) == {"name": "gspo", **usual, **wide}
+    own = {"name": "gspo", "proximal": "generator"}
+    assert resolve(own, lag=0, dtypes=dtypes) == own | usual | wide, "its clip allows for rounding"
+    own = {"name": "gspo", "proximal": "trainer", "clip_low": 0.5}
+    assert resolve(own, lag=1, dtypes=dtypes) == usual | own
+    assert resolve({"name": "dapo"}, lag=1, dtypes=dtypes) == {"name": "dapo", **PRESETS["dapo"]}
+
+
+@pytest.mark.parametrize("where", ["[generator]\ndtype", "[training]\nmixed_precision_param"])
+def test_a_preset_knows_the_files_dtypes_and_lag(where: str, tmp_path: Path) -> None:
+    text = f'[algorithm]\nname = "gspo"\n{where} = "bfloat16"\n'
+    assert loaded(tmp_path, text).algorithm.proximal == "trainer"
+    assert loaded(tmp_path, text, ("rollout.lag", "1")).algorithm.clip_high == 0.02
 
 
 @names

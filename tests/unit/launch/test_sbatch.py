@@ -134,7 +134,10 @@ def test_the_jobs_config_is_the_one_that_was_launched(name: str, tmp_path: Path)
 def test_keys_that_a_preset_sets_otherwise_stay_as_they_are(tmp_path: Path) -> None:
     for flags in (
         ["algorithm.name=dapo", "algorithm.clip_high=0.2", "algorithm.dynamic_sampling=false"],
-        ["rollout.lag=2", "algorithm.correction=none"],
+        ["rollout.lag=2", "algorithm.proximal=trainer"],
+        ["rollout.lag=2", "algorithm.name=opd", "algorithm.correction=none"],
+        ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.clip_high=0.0004"],
+        ["generator.dtype=bfloat16", "algorithm.name=gspo", "algorithm.proximal=generator"],
         ["rollout.lag=2", "algorithm.proximal=generator", "algorithm.correction=token_tis"],
     ):
         config = config_of(*flags)

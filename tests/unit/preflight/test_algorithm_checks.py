@@ -164,6 +164,41 @@ def test_no_problem_of_an_algorithm(tmp_path: Path, toml: str) -> None:
     assert problems(config(tmp_path, f"[algorithm]\n{toml}")) == []
 
 
+def test_a_clip_that_cannot_act_is_warned_of(tmp_path: Path) -> None:
+    trainer = '[rollout]\nlag = 1\n[algorithm]\nproximal = "trainer"\ncorrection = "token_tis"\n'
+    for keys, found in (
+        ("clip_low = 0.3", "algorithm.clip_low = 0.3"),
+        ("dual_clip = 3", "algorithm.dual_clip = 3.0"),
+        ('name = "dapo"', "algorithm.clip_high = 0.28"),
+        ('name = "gspo"', "algorithm.clip_low = 0.0003, algorithm.clip_high = 0.0004"),
+        ('name = "cispo"', 'algorithm.clip = "cispo", algorithm.clip_low = 1.0, algorithm.clip_high = 4.0'),
+    ):
+        (warning,) = warnings(config(tmp_path, f"{trainer}{keys}"))
+        assert warning == (
+            f'{found}: no clip can act, because with algorithm.proximal = "trainer" and one update per step the ratio '
+            'is 1 on every token; set algorithm.proximal = "generator" with algorithm.correction = "none", or '
+            "algorithm.minibatches or algorithm.epochs above 1"
+        )
+        for more in ("minibatches = 2", "epochs = 2"):
+            assert warnings(config(tmp_path, f"{trainer}{keys}\n{more}")) == []
+    assert warnings(config(tmp_path, trainer)) == []  # decoupled PPO with the usual clip, on purpose
+    (warning,) = warnings(config(tmp_path, '[algorithm]\nproximal = "trainer"\nclip_high = 0.28'))
+    assert warning.endswith("ratio is 1 on every token; set algorithm.minibatches or algorithm.epochs above 1")
+
+
+def test_a_presets_own_keys_are_not_warned_of(tmp_path: Path) -> None:
+    """gspo in 16 bits compares with the trainer where nothing is stale."""
+    dtype = 'dtype = "bfloat16"\n[training]\nmixed_precision_param = "bfloat16"\n'
+    gspo = f'[generator]\n{dtype}[algorithm]\nname = "gspo"\n'
+    assert warnings(config(tmp_path, gspo)) == []
+    (warning,) = warnings(config(tmp_path, f"{gspo}clip_low = 0.02"))
+    assert warning.startswith("algorithm.clip_low = 0.02: no clip can act")
+    opd = '[rollout]\nlag = 1\n[algorithm]\nname = "opd"\n'
+    assert warnings(config(tmp_path, opd)) == []
+    (warning,) = warnings(config(tmp_path, f'{opd}clip = "ppo"'))
+    assert warning.startswith('algorithm.clip = "ppo": no clip can act')
+
+
 def test_k1_in_the_loss_is_warned_of(tmp_path: Path) -> None:
     (warning,) = warnings(config(tmp_path, '[algorithm]\nkl_coef = 0.1\nkl = "k1"'))
     assert warning.startswith('algorithm.kl is "k1" in the loss: its gradient is zero on average')

@@ -203,8 +203,9 @@ def test_kept_keys_and_values_need_a_correction_and_devices_of_their_own(tmp_pat
     keep = '[weight_sync]\nin_flight = "keep"\n'
     uncorrected = '[algorithm]\nproximal = "trainer"\ncorrection = "none"\n'
     assert problems(config(tmp_path, f"{keep}{uncorrected}")) == []  # without a lag nothing is in flight
-    assert problems(config(tmp_path, f"{keep}[rollout]\nlag = 1")) == []  # which is corrected by default
-    assert problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[algorithm]\nproximal = "generator"')) == []
+    assert (
+        problems(config(tmp_path, f"{keep}[rollout]\nlag = 1")) == []
+    )  # whose ratio is against the log-probs of sampling
     (problem,) = problems(config(tmp_path, f"{keep}{uncorrected}[rollout]\nlag = 1"))
     assert problem.startswith('algorithm.correction: expected "token_tis" or another correction, because weight_sync')
     (problem,) = problems(config(tmp_path, f'{keep}[rollout]\nlag = 1\n[placement]\nkind = "colocated"'))

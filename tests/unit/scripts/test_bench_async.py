@@ -4,7 +4,7 @@ import asyncio
 import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 
-from bench.async_learning import UNCORRECTED, missing, plot
+from bench.async_learning import CORRECTED, UNCORRECTED, missing, plot
 from bench.long_tailed import drawn_length, generate_long_tailed
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -51,14 +51,14 @@ def test_only_curves_that_lack_steps_are_run_again() -> None:
     whole, cut_short = (0, 0, "none", 10, 0.9), (0, 1, "none", 5, 0.8)
     lagging = {"rollout.lag": 1, "rollout.pace": "false"}
     assert missing(curves([whole, cut_short]), seeds=1, steps=10, lags=[0, 1]) == {
-        (0, 1, "default"): lagging,
+        (0, 1, "corrected"): lagging | CORRECTED,
         (0, 1, "none"): lagging | UNCORRECTED,
     }
     assert len(missing([], seeds=3, steps=60, lags=[0, 1, 2, 4])) == 21
 
 
 def test_the_plot_has_a_line_a_curve_and_dashes_what_is_uncorrected() -> None:
-    every = [(0, "none"), (2, "default"), (2, "none")]
+    every = [(0, "none"), (2, "corrected"), (2, "none")]
     points = [(seed, *how, step, 0.6 + 0.01 * step) for seed in range(3) for how in every for step in (0, 5, 10)]
     root = xml.fromstring(plot(curves(points)))
     lines = [element for element in root if element.tag.endswith("polyline")]

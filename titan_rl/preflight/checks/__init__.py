@@ -4,7 +4,7 @@ Every message names the key to change, what was expected, and what was found.
 """
 
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks.algorithm import check_algorithm
+from titan_rl.preflight.checks.algorithm import check_algorithm, clip_warning
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
 from titan_rl.preflight.checks.chat_template import chat_warnings, check_chat, check_template_keys
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
@@ -83,5 +83,5 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
         )
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
-    found += [*attach_warnings(config), *chat_warnings(config)]
+    found += [*clip_warning(config), *attach_warnings(config), *chat_warnings(config)]
     return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]

@@ -2,7 +2,11 @@
 
 from collections.abc import Iterator
 
-from titan_rl.config.sections import Config
+from titan_rl.config.presets import algorithm_of
+from titan_rl.config.sections import AlgorithmSection, Config
+from titan_rl.config.toml import as_toml
+
+CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
 
 
 def check_algorithm(config: Config) -> Iterator[str]:
@@ -54,3 +58,22 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if a.overlong_buffer > rollout.max_new_tokens:
         most = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
         yield f"algorithm.overlong_buffer: expected at most {most}, found {a.overlong_buffer}"
+
+
+def clip_warning(config: Config) -> Iterator[str]:
+    """Yield that no clip can act, if the file sets one, or changes the ratio of a preset that has one."""
+    a = config.algorithm
+    if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip == "none":
+        return
+    preset = algorithm_of({"name": a.name}, config)
+    usual = preset if preset.proximal == "trainer" else AlgorithmSection()
+    keys = [key for key in CLIPS if getattr(a, key) != getattr(usual, key)]
+    if keys:
+        found = ", ".join(f"algorithm.{key} = {as_toml(getattr(a, key))}" for key in keys)
+        remedy = "algorithm.minibatches or algorithm.epochs above 1"
+        if config.rollout.lag:
+            remedy = f'algorithm.proximal = "generator" with algorithm.correction = "none", or {remedy}'
+        yield (
+            f'{found}: no clip can act, because with algorithm.proximal = "trainer" and one update per step the ratio '
+            f"is 1 on every token; set {remedy}"
+        )
