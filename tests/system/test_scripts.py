@@ -105,7 +105,7 @@ def test_of_two_first_calls_one_installs(fresh: Checkout) -> None:
 def test_without_a_python_the_exit_code_is_2(fresh: Checkout, python: str) -> None:
     done = fresh.call(PYTHON=python)
     assert done.returncode == 2
-    assert "expected Python 3.11 or newer" in done.stderr
+    assert "expected Python 3.11, 3.12 or 3.13" in done.stderr
     assert not fresh.stamp.exists()
 
 
