@@ -2,10 +2,9 @@
 
     .venv/bin/python -I scripts/install.py ENGINE DEV LOG      ENGINE is cpu or cuda, DEV is dev or empty
 
-uv does it if it is on PATH or if pip can install it; otherwise, or if uv fails, pip. Both find packages where pip's
-configuration says. Default PyPI has only torch's CUDA build: if the CPU build is not found, it comes from PyTorch's
-index, or from the one that TORCH_INDEX names. INSTALLER=pip leaves uv out. Needs nothing but Python's standard library
-and pip.
+uv does it if it is on PATH or if pip can install it; otherwise, or if uv fails, pip. Both find packages by pip's
+configuration. Default PyPI has only torch's CUDA build: if the CPU build is not found, it comes from PyTorch's index,
+or from the one in TORCH_INDEX. INSTALLER=pip leaves uv out. Needs nothing but Python's standard library and pip.
 """
 
 import ast
@@ -52,7 +51,7 @@ TAIL = 20  # lines of the log that a failure shows
 
 @dataclass(frozen=True, slots=True)
 class Installer:
-    """Installs with uv or pip, and writes what it prints to the log."""
+    """Runs uv or pip; their output goes to the log."""
 
     name: str
     command: Sequence[str]
@@ -129,17 +128,18 @@ def find_uv(log: Path) -> str | None:
 
 
 def install_with_uv(uv: Installer, project: str, engine: str, dev: str, torch: str, index: str) -> bool:
+    log = uv.log
     left_out = [] if engine == "cuda" else [*CPU_UNUSED, *([] if dev else [TESTS_ONLY])]
-    overrides = uv.log.with_name("titan_rl.overrides")
+    overrides = log.with_name("titan_rl.overrides")
     overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in left_out))
     options = ["--override", str(overrides)]
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        options.append("--compile-bytecode")  # no process would keep what it compiles: 9 s of CPU time for each rank
+        options.append("--compile-bytecode")  # otherwise each rank compiles again at every start
     # Only torch comes from its index: the second call finds it installed, and asks the usual ones for the rest.
     found = not index or uv.install("--no-deps", torch, UV_DEFAULT_INDEX=index)
     if found and uv.install(*options, "--editable", project):
         return True
-    say(f"uv failed, trying pip (the log says why: {uv.log})")
+    say(f"uv failed, trying pip (the log says why: {log})")
     return False
 
 

@@ -104,7 +104,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     needs = (*project["dependencies"], *extras["cpu"], *extras["cuda"], *extras["math"], *extras["reasoning"])
     declared = {re.split(r"[=<>!\[ ]", need)[0] for need in needs}
     optional = {"math_verify": ["math-verify"], "reasoning_gym": ["reasoning-gym"]}  # they need not be here
-    providers = importlib.metadata.packages_distributions() | optional
+    providers = {**importlib.metadata.packages_distributions(), **optional}
     undeclared = {
         f"{path.relative_to(ROOT)}: {module}"
         for module, path in imports()
