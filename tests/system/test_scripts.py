@@ -101,11 +101,18 @@ def test_of_two_first_calls_one_installs(fresh: Checkout) -> None:
     assert "".join(said).count("installing titan_rl[") == 1
 
 
-@pytest.mark.parametrize("python", ["/nowhere/python3", "false"])
-def test_without_a_python_the_exit_code_is_2(fresh: Checkout, python: str) -> None:
-    done = fresh.call(PYTHON=python)
+@pytest.mark.parametrize("python", ["/nowhere/python3", "false", "python3.14"])
+def test_without_a_python_that_the_engines_support_the_exit_code_is_2(fresh: Checkout, python: str) -> None:
+    newer = fresh.wheels / "python3.14"  # this Python, which calls itself 3.14
+    program = "import sys; sys.version_info = (3, 14, 0); exec(sys.argv[1])"
+    newer.write_text(
+        f"#!/bin/sh\n[ $1 != -V ] || exec echo Python 3.14.0\nexec {sys.executable} -c '{program}' \"$2\"\n"
+    )
+    newer.chmod(0o755)
+    done = fresh.call(PYTHON=str(newer) if python == newer.name else python)
     assert done.returncode == 2
-    assert "expected Python 3.11 or newer" in done.stderr
+    assert "expected Python 3.11, 3.12 or 3.13" in done.stderr
+    assert ("(Python 3.14.0)" in done.stderr) == (python == newer.name)
     assert not fresh.stamp.exists()
 
 

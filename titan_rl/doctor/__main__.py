@@ -8,9 +8,9 @@ import sys
 
 
 def main() -> int:
-    if sys.hexversion < 0x030B0000:  # the modules below cannot be imported then
+    if not 0x030B0000 <= sys.hexversion < 0x030E0000:  # the modules below cannot be imported in an older one
         found = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        print(f"titan_rl.doctor: expected Python 3.11 or newer, found {found}. Call a newer one, like .venv/bin/python")
+        print(f"titan_rl.doctor: expected Python 3.11 to 3.13, found {found}. Call another one, like .venv/bin/python")
         return 1
     parser = argparse.ArgumentParser(
         prog="python -m titan_rl.doctor", description="Check this machine and its install."

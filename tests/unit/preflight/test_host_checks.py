@@ -119,3 +119,12 @@ def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert "expected a GPU, because vLLM's CUDA build is installed" in found
     assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
     assert host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=Gpus(2)) == []
+
+
+def test_media_packages_for_cuda_next_to_torchs_cpu_build_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "cuda_media", lambda: ("torchvision", "torchcodec"))
+    (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus())
+    assert "found torchvision torchcodec, which vLLM and transformers fail to import" in found
+    assert found.endswith("pip uninstall -y torchvision torchcodec")

@@ -101,9 +101,10 @@ def imports() -> Iterator[tuple[str, Path]]:
 def test_every_import_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needs = (*project["dependencies"], *extras["cpu"], *extras["cuda"], *extras["math"])
+    needs = (*project["dependencies"], *extras["cpu"], *extras["cuda"], *extras["math"], *extras["reasoning"])
     declared = {re.split(r"[=<>!\[ ]", need)[0] for need in needs}
-    providers = {**importlib.metadata.packages_distributions(), "math_verify": ["math-verify"]}  # it need not be here
+    optional = {"math_verify": ["math-verify"], "reasoning_gym": ["reasoning-gym"]}  # they need not be here
+    providers = {**importlib.metadata.packages_distributions(), **optional}
     undeclared = {
         f"{path.relative_to(ROOT)}: {module}"
         for module, path in imports()

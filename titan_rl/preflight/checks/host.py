@@ -10,7 +10,7 @@ from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
-from titan_rl.wire.torch_build import as_numbers, torch_cuda, vllm_needs_gpu
+from titan_rl.wire.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
@@ -59,6 +59,11 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
     if on_gpu or hosts.device == "cuda":
         yield from check_compiled(config)
         return
+    if media := " ".join(cuda_media()):
+        yield (
+            f"installed packages: expected none that is built for CUDA next to torch's CPU build, found {media}, which "
+            f"vLLM and transformers fail to import; text models do not need them: pip uninstall -y {media}"
+        )
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield 'checkpoint.async_mode: expected "disabled" or "async" on a CPU, found "async_with_pinned_mem"'
     if config.training.enable_cpu_offload:

@@ -1,0 +1,20 @@
+"""For which device installed packages were built, from their files."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_rl.wire.torch_build import cuda_media, torch_cuda
+
+
+def test_a_media_package_for_cuda_is_known_by_what_it_links_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("torchvision-1.dist-info", "a"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "torchvision-1.dist-info/METADATA").write_text("Name: torchvision\nVersion: 1\n")
+    (tmp_path / "torchvision-1.dist-info/RECORD").write_text("a/_C.so,,\na/cuda.py,,\n")
+    (tmp_path / "a/cuda.py").write_text("libtorch_cuda.so")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a/_C.so").write_bytes(b"\x7fELF libtorch_cpu.so\0")
+    assert cuda_media() == ()
+    (tmp_path / "a/_C.so").write_bytes(b"\x7fELF libtorch_cpu.so\0libtorch_cuda.so\0")
+    assert cuda_media() == (() if torch_cuda() else ("torchvision",))
