@@ -81,7 +81,17 @@ def main(engine: str, dev: str, log: Path) -> int:
             python, root = shlex.quote(sys.executable), shlex.quote(str(ROOT))
             say(f"the same by hand: cd {root} && {python} -m pip install {extra}--editable '{project}'")
             return 1
+    if not dev:  # which has it
+        install_reasoning(uv or pip, log)
     return remove_broken_media(log)
+
+
+def install_reasoning(installer: Installer, log: Path) -> None:
+    """Install the package of task.name = "reasoning_gym". Other tasks do without it, so a failure is only reported."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["reasoning"]
+    if not installer.install(*needs):
+        why = "one of its packages, pycosat, has to be compiled: install a C compiler and Python's headers"
+        say(f"{' '.join(needs)} could not be installed, so grpo_smollm2.toml cannot run ({why}; the log: {log})")
 
 
 def cpu_torch() -> str:

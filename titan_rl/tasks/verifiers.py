@@ -16,7 +16,7 @@ from titan_rl.tasks.llm_judge import ARGUMENTS as JUDGE_ARGUMENTS
 from titan_rl.tasks.llm_judge import LlmJudge
 from titan_rl.tasks.procedural import NAME as GYM
 from titan_rl.tasks.procedural import package
-from titan_rl.tasks.rewards import BUILT_IN, Answered, Reward, last_number_of
+from titan_rl.tasks.rewards import BUILT_IN, NUMBER, Answered, Reward, last_number_of
 from titan_rl.wire.types import Prompt
 
 Arguments = Mapping[str, bool | int | float | str]
@@ -158,16 +158,19 @@ def passes_tests(arguments: Arguments) -> Verify:
 
 
 def scored_by_gym(arguments: Arguments) -> Verify:
-    """The score of reasoning-gym's own scorer for a problem of task.name = "reasoning_gym". It reads what is between
-    the last <answer> and </answer>, or else the whole answer."""
-    gym = package()
-    extract_answer = gym.utils.extract_answer
+    """The score of reasoning-gym's own scorer for a problem of task.name = "reasoning_gym". With extract = "tag" it
+    reads the last <answer>...</answer>, or else the whole answer; with "number" the last number of the answer."""
+    gym, extract = package(), argument(arguments, "extract", str, "tag")
+    if extract not in ("tag", "number"):
+        raise ValueError(f'task.reward_args: expected extract to be "tag" or "number", found {extract!r}')
     score_of = cache(gym.factory.get_score_answer_fn)
 
     def verify(prompt: Prompt, answer: Answered) -> float:
         if "dataset" not in prompt.row:
             raise ValueError(f'"{GYM}" judges only problems of task.name = "{GYM}"')
-        found = extract_answer(answer.text) if "</answer>" in answer.text else answer.text.strip()
+        found = gym.utils.extract_answer(answer.text) if "</answer>" in answer.text else answer.text.strip()
+        if extract == "number":
+            found = next((number[0] for number in reversed(list(NUMBER.finditer(answer.text)))), "")
         return score_of(prompt.row["dataset"])(found, prompt.row["entry"])
 
     return verify
@@ -192,6 +195,7 @@ TAKES: dict[str, tuple[str, ...]] = {
     "json_schema": ("schema",),
     "format": ("tags",),
     "length": ("longest",),
+    GYM: ("extract",),
     "judge": JUDGE_ARGUMENTS,
 }
 """The keys of task.reward_args that each of them reads."""

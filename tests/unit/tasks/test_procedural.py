@@ -74,6 +74,11 @@ def test_answers_are_scored_by_the_package() -> None:
     assert score(prompt, Answered(f"I add.<answer>{example.answer}</answer>")) == 1
     assert 0 < score(prompt, Answered(f"The answer is {example.answer}, I think.")) < 0.2
     assert score(prompt, Answered("")) == 0
+    by_number = VERIFIERS["reasoning_gym"]({"extract": "number"})
+    assert by_number(prompt, Answered(f"9 and 2 make {example.answer}, I think.")) == 1
+    assert by_number(prompt, Answered("none")) == by_number(prompt, Answered("7 or 8")) == 0
+    with pytest.raises(ValueError, match=r'expected extract to be "tag" or "number", found'):
+        VERIFIERS["reasoning_gym"]({"extract": "last"})
     with pytest.raises(ValueError, match=r'judges only problems of task\.name = "reasoning_gym"'):
         score(Prompt(0, "", [], ""), Answered("1"))
 
