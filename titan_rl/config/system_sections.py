@@ -217,9 +217,9 @@ class WeightSyncSection:
     """Compare with the trainer's checksums before serving new weights: nothing, the bytes received, or the live
     parameters."""
     in_flight: Literal["auto", "swap", "keep", "drain"] = "auto"
-    """Unfinished requests at a weight update: they continue with the new weights, and "swap" recomputes their keys and
-    values, while "keep" leaves those of the old weights; "drain" finishes them with the old weights first. "auto":
-    "keep" on GPUs with rollout.lag > 0, unless placement or algorithm.correction rule it out; else "swap"."""
+    """Unfinished requests at a weight update: "swap" recomputes their keys and values with the new weights, "keep"
+    leaves the old ones, "drain" finishes them first. "auto": "keep" on GPUs with rollout.lag > 0 where other keys allow
+    it, else "swap"."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
     gap_tolerance: float = bounds(0.0, ge=0, le=1e6)

@@ -80,7 +80,7 @@ def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequenc
 
 
 def test_gradients_stay_whole_where_they_fit() -> None:
-    config = load(find(EIGHT))
+    config = load(find(EIGHT), [("activation_checkpoint.mode", "none")])
     assert on_gpus(config, LLAMA_8B, 79 * GIB).training.gradient_sync == "microbatch"
     assert on_gpus(config, LLAMA_8B, 141 * GIB).training.gradient_sync == "update"
     assert on_gpus(config, LLAMA_8B, 0).training.gradient_sync == "microbatch"  # of unknown size

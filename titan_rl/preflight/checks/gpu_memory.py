@@ -19,7 +19,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
 
 GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
-SPARE = 0.1  # of a GPU, which a microbatch sized by estimate leaves free
+SPARE = 0.1  # of a GPU, which gradients and microbatches sized by estimate leave free
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -107,9 +107,10 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
         found = needs(tried, shape, int(nbytes), roles)
         return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
 
-    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), gpu_bytes), 1
+    spared = (1 - SPARE) * gpu_bytes
+    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
     while 2 * rows * config.training.seq_len <= GPU_TOKENS:
-        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), (1 - SPARE) * gpu_bytes, "generator"):
+        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), spared, "generator"):
             break
         rows *= 2
     final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
