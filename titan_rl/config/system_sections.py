@@ -218,8 +218,7 @@ class WeightSyncSection:
     parameters."""
     in_flight: Literal["auto", "swap", "keep", "drain"] = "auto"
     """Unfinished requests at a weight update: "swap" recomputes their keys and values with the new weights, "keep"
-    leaves the old ones, "drain" finishes them first. "auto": "keep" on GPUs with rollout.lag > 0 where other keys allow
-    it, else "swap"."""
+    leaves the old ones, "drain" finishes them first. "auto": "keep" on GPUs with a lag if allowed, else "swap"."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
     gap_tolerance: float = bounds(0.0, ge=0, le=1e6)

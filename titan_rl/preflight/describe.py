@@ -176,7 +176,7 @@ def dtype(setup: Setup) -> str:
 
 
 def generators(setup: Setup) -> MeshRow:
-    g = setup.config.generator
+    g = setup.resolved.generator
     each = setup.shape.parameters * BYTES[g.dtype] // g.tensor_parallel_degree
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")
