@@ -1,7 +1,7 @@
-"""Resolves the keys that are "auto", or 0 for that: what they mean depends on the machine.
+"""Resolves the keys that are "auto", or 0 for "auto": their values depend on the machine.
 
-`on_device` resolves those that the device decides: whoever reads one of them, checks included, has such a config.
-`resolved` resolves the others too, which depend on estimates of memory: only ranks read these.
+`on_device` resolves the keys that only the device decides. Checks, the plan and the run read its result. `resolved`
+also resolves the keys that depend on estimates of memory, which only ranks read.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ BATCHED_TOKENS = 8192
 RECOMPUTED_FROM = 2048
 """Tokens of a row from which on blocks are recomputed on a GPU: the memory then holds larger microbatches."""
 CPU_CACHE_MB = 256
-"""KV cache of an engine on a CPU, whose memory nobody measures."""
+"""Size of the KV cache of an engine on a CPU: vLLM measures the memory of GPUs only."""
 
 
 def device_of(config: Config, gpus: int) -> Literal["cpu", "cuda"]:

@@ -18,7 +18,7 @@ CONTEXT = 3 * GIB // 4  # of CUDA, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
 FRAGMENTED = 0.05  # of what a process allocates
-PREFILL_TOKENS = 2048  # of one vLLM step by its default, unless max_num_seqs is larger
+PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 
 

@@ -1,4 +1,4 @@
-"""A KV cache holds what an engine samples at once, or a warning says how much it holds, or the run is refused."""
+"""A run is warned about a KV cache with too little room for the sequences of its batch, or refused."""
 
 from dataclasses import replace
 from pathlib import Path

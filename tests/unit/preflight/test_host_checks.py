@@ -16,7 +16,7 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     assert "hosts.slots" in problem
     toml += '[placement]\nkind = "colocated"\n'
     (problem,) = problems(config(tmp_path, toml), gpus=Gpus(2))
-    assert problem.startswith("generator.kv_cache_memory_mb: expected a size, because ")  # of GPUs of unknown memory
+    assert problem.startswith("generator.kv_cache_memory_mb: expected a size, because ")
     toml += "[generator]\nkv_cache_memory_mb = 256"
     assert problems(config(tmp_path, toml), gpus=Gpus(2)) == []
     (problem,) = problems(config(tmp_path, toml), gpus=Gpus(1))

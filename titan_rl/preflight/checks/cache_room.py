@@ -33,11 +33,11 @@ class CacheRoom:
         return min(FEWEST, self.wanted)
 
     def mib(self, sequences: int) -> int:
-        """Return the size of a cache that holds so many of them."""
+        """Return the size of a cache that holds this number of them."""
         return math.ceil((sequences * math.ceil(self.longest / self.block_size) + 1) * self.block / 2**20)
 
     def length(self, sequences: int) -> int:
-        """Return the longest sequence of which this cache holds so many."""
+        """Return the longest length at which this cache holds this number of sequences."""
         return self._blocks // sequences * self.block_size
 
     @property
@@ -46,7 +46,7 @@ class CacheRoom:
 
 
 def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom | None:
-    """Return the room in the KV caches of a config that is resolved for its device; None if nothing is sampled, if an
+    """Return the room in the KV cache of one engine, from a config; None if nothing is sampled, if an
     engine measures the room itself, or if it does not fit its GPU, which check_gpu_memory refuses."""
     g = config.generator
     if not config.samples_rollouts or shape.head == "value":

@@ -19,7 +19,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
 
 GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
-SPARE = 0.1  # of a GPU, which gradients and microbatches sized by estimate leave free
+SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -78,8 +78,8 @@ def lent(config: Config) -> int:
 
 
 def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) -> Need:
-    """Without a size of its own, the KV cache takes what gpu_memory_utilization leaves beside a waiting `trainer`, but
-    at least one sequence."""
+    """A KV cache without a size takes the memory within gpu_memory_utilization that weights, graphs and a waiting
+    `trainer` leave, but at least one sequence."""
     g = config.generator
     longest = (g.max_model_len or config.training.seq_len) * device_memory.cache_bytes_per_token(config, shape)
     cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
@@ -99,8 +99,8 @@ def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
 
 def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
-    as many rows as fit, a power of two. On a GPU of unknown size they have one row. vLLM cannot measure what a trainer
-    leaves that starts later, so the KV cache beside it has the size that is estimated."""
+    the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
+    after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
     roles = role_shapes(config, shape)
 
     def fits(tried: Config, nbytes: float, *others: str) -> bool:
