@@ -181,6 +181,7 @@ def alone(config: Config, folder: Path, scratch: Path) -> Config:
         algorithm=AlgorithmSection(name="sft"),  # has no other models
         cold_start=ColdStartSection(steps=0, stop_at=0.0),
         curriculum=CurriculumSection(),
+        placement=replace(config.placement, kind="disaggregated"),
         task=replace(
             task,
             path=next(filter(None, files), task.path),

@@ -24,7 +24,6 @@ from titan_rl.actors.titan.document_masks import (
     classed_masks,
     varlen_masks,
 )
-from titan_rl.config.sections import Dtype
 
 
 class DocumentSDPA(VarlenAttention):
@@ -149,7 +148,7 @@ def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
     return masks
 
 
-def overrides(device: str, compute: Dtype) -> list[str]:
+def overrides(device: str, compute: str) -> list[str]:
     """Return what replaces TorchTitan's attention where that cannot run, or would not compute in this dtype."""
     if device == "cuda" and compute == "float32":
         logger.warning(

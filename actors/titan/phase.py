@@ -86,6 +86,7 @@ class Phase:
         self._folder = Path(model.config.job.dump_folder, folder)
         model.discard_gradients()  # an interrupted phase may have accumulated some
         config = model.config
+        assert config.checkpoint.async_mode != "auto"  # resolved
         self._syncs_each = config.training.gradient_sync == "microbatch"
         self._optimizers = self._optimizer(schedule.lr)
         self._schedulers = schedule.schedulers(self._optimizers, at if isinstance(at, int) else 0)

@@ -28,7 +28,7 @@ from titan_rl.actors.vllm.fewer_imports import fewer_imports
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.open_request import OpenRequest
 from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of
-from titan_rl.config.choices import HeadDtype
+from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.reports import EngineStats
@@ -42,8 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(GeneratorSection):
-    """The keys of [generator] (max_model_len resolved, never 0) and what a run derives for its engines."""
+    """The keys of [generator] without "auto" (and max_model_len never 0), and what a run derives for its engines."""
 
+    dtype: DtypeChoice = "float32"
+    enforce_eager: Switch = True
+    kv_cache_memory_mb: int = 256  # 0: vLLM measures what gpu_memory_utilization leaves
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0

@@ -23,6 +23,7 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
+        "max_num_batched_tokens": settings.max_num_batched_tokens or None,  # None: vLLM's default
         # The processes exist already: each rank builds its own engine, and finds its peers by RANK and MASTER_ADDR.
         "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
         "skip_tokenizer_init": True,

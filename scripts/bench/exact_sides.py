@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, DebugSection
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.setup import write_model_folder
@@ -102,7 +103,7 @@ def sets_of(tokens: Sequence[int] | np.ndarray) -> list[bytes]:
 
 def main(side: str, preset: str, mode: str) -> None:
     measure: Callable[[Config, Path, str], tuple[int, float]] = {"sampling": sampling, "training": training}[side]
-    config = replace(load(find(preset)), debug=DebugSection(exact=mode == "exact"))
+    config = replace(on_device(load(find(preset)), "cpu"), debug=DebugSection(exact=mode == "exact"))
     with tempfile.TemporaryDirectory() as folder:
         tokens, seconds = measure(config, Path(folder), mode)
     print("FOUND", tokens / seconds, flush=True)

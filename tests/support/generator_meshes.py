@@ -12,6 +12,7 @@ from monarch.actor import this_host
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
+from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.train.weight_sync import WeightSync
@@ -131,10 +132,13 @@ class OneTrainer:
 async def connected(running: Running, model: Any, seconds: int = 60, **sync: Any) -> tuple[OneTrainer, WeightSync]:
     trainer: Any = OneTrainer(model)
     tp = len(running.pids) // len(running.mesh.replicas)
-    config = c.Config(
-        generator=c.GeneratorSection(tensor_parallel_degree=tp),
-        weight_sync=c.WeightSyncSection(block_kb=1, **sync),
-        comm=c.CommSection(train_timeout_seconds=seconds),
+    config = on_device(
+        c.Config(
+            generator=c.GeneratorSection(tensor_parallel_degree=tp),
+            weight_sync=c.WeightSyncSection(block_kb=1, **sync),
+            comm=c.CommSection(train_timeout_seconds=seconds),
+        ),
+        "cpu",
     )
     weights = WeightSync(trainer, running.mesh, Clock())
     await weights.connect(config, shape_of_folder(str(running.folder), "model"))

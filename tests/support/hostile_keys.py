@@ -37,7 +37,7 @@ FLAGS: list[tuple[str, str]] = [
     ("--debug.seed -1", "debug.seed: expected"),
     ("--debug.seed 1.0", "debug.seed: expected an integer"),
     ("--debug.seed 0x10", "debug.seed: expected an integer"),
-    ("--generator.kv_cache_memory_mb 0", "generator.kv_cache_memory_mb: expected"),
+    ("--generator.kv_cache_memory_mb -1", "generator.kv_cache_memory_mb: expected"),
     ("--generator.kv_cache_memory_mb 16777216", "generator.kv_cache_memory_mb: expected at most"),
     (f"--generator.kv_cache_memory_mb {10**9}", "generator.kv_cache_memory_mb: expected"),
     (f"--generator.max_num_seqs {10**12}", "generator.max_num_seqs: expected"),

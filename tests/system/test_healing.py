@@ -14,6 +14,7 @@ import pytest
 from support.generator_meshes import OneTrainer, Running, greedy, requests, started
 from support.tiny import tiny_llama
 from titan_rl.config import sections as c
+from titan_rl.config.auto import on_device
 from titan_rl.meshes import deaths
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
@@ -82,8 +83,12 @@ def tending(
 
             async def connect() -> tuple[Any, WeightSync]:
                 trainer: Any = OneTrainer(model)
-                config = c.Config(
-                    generator=c.GeneratorSection(tensor_parallel_degree=tp), weight_sync=c.WeightSyncSection(block_kb=1)
+                config = on_device(
+                    c.Config(
+                        generator=c.GeneratorSection(tensor_parallel_degree=tp),
+                        weight_sync=c.WeightSyncSection(block_kb=1),
+                    ),
+                    "cpu",
                 )
                 weights = WeightSync(trainer, running.mesh, Clock())
                 await weights.connect(config, shape_of_folder(str(folder), "model"))

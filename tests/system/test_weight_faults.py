@@ -25,6 +25,7 @@ from titan_rl.actors.sync.transport import PACKING, SLOTS
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
+from titan_rl.config.auto import on_device
 from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
@@ -162,12 +163,15 @@ def test_a_reader_killed_amid_a_read_lets_go_of_its_slot_and_the_trainers_go_on(
     """Its source is stopped, so that it cannot have read the whole."""
 
     async def work() -> None:
-        config = c.Config(
-            job=c.JobSection(dump_folder=str(tmp_path)),
-            model=replace(MODEL, dim=256, hidden_dim=512),
-            parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
-            weight_sync=c.WeightSyncSection(transport="rdma"),
-            comm=c.CommSection(train_timeout_seconds=60),
+        config = on_device(
+            c.Config(
+                job=c.JobSection(dump_folder=str(tmp_path)),
+                model=replace(MODEL, dim=256, hidden_dim=512),
+                parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
+                weight_sync=c.WeightSyncSection(transport="rdma"),
+                comm=c.CommSection(train_timeout_seconds=60),
+            ),
+            "cpu",
         )
         shape = shape_of(config.model)
         write_model_folder(tmp_path / "model", shape)
@@ -224,12 +228,15 @@ def test_when_the_replica_that_reads_for_its_host_dies_another_takes_over(tmp_pa
     host has."""
 
     async def work() -> None:
-        config = c.Config(
-            job=c.JobSection(dump_folder=str(tmp_path)),
-            model=replace(MODEL, dim=256, hidden_dim=512),
-            parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
-            weight_sync=c.WeightSyncSection(transport="rdma", verify="transfer", slice_mb=1),
-            comm=c.CommSection(train_timeout_seconds=60),
+        config = on_device(
+            c.Config(
+                job=c.JobSection(dump_folder=str(tmp_path)),
+                model=replace(MODEL, dim=256, hidden_dim=512),
+                parallelism=c.ParallelismSection(data_parallel_shard_degree=2),
+                weight_sync=c.WeightSyncSection(transport="rdma", verify="transfer", slice_mb=1),
+                comm=c.CommSection(train_timeout_seconds=60),
+            ),
+            "cpu",
         )
         shape = shape_of(config.model)
         whole = 4 * shape.parameters

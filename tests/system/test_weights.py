@@ -13,6 +13,7 @@ from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
+from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
@@ -42,13 +43,18 @@ STARTS_FROM_A_FOLDER = ("llama_tied_fsdp2_tp2_to_tp2",)
 
 
 def run_config(folder: Path, model: c.ModelSection, parallelism: c.ParallelismSection, tp: int, dtype: str) -> c.Config:
-    return c.Config(
-        job=c.JobSection(dump_folder=str(folder)),
-        model=model,
-        training=c.TrainingSection(steps=4, seq_len=64, local_batch_size=2),
-        optimizer=c.OptimizerSection(lr=1e-2),
-        parallelism=parallelism,
-        generator=c.GeneratorSection(tensor_parallel_degree=tp, dtype="bfloat16" if dtype == "bfloat16" else "float32"),
+    return on_device(
+        c.Config(
+            job=c.JobSection(dump_folder=str(folder)),
+            model=model,
+            training=c.TrainingSection(steps=4, seq_len=64, local_batch_size=2),
+            optimizer=c.OptimizerSection(lr=1e-2),
+            parallelism=parallelism,
+            generator=c.GeneratorSection(
+                tensor_parallel_degree=tp, dtype="bfloat16" if dtype == "bfloat16" else "float32"
+            ),
+        ),
+        "cpu",
     )
 
 

@@ -1,15 +1,74 @@
-"""Resolves the keys that are "auto", or 0 for that: what they mean depends on the machine."""
+"""Resolves the keys that are "auto", or 0 for "auto": their values depend on the machine.
+
+`on_device` resolves the keys that only the device decides. Checks, the plan and the run read its result. `resolved`
+also resolves the keys that depend on estimates of memory, which only ranks read.
+"""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from titan_rl.config.sections import Config
+from titan_rl.config.sections import Config, Dtype
+
+BATCHED_TOKENS = 8192
+"""Tokens of one engine step on a GPU, at least: prompts are computed in few large steps."""
+RECOMPUTED_FROM = 2048
+"""Tokens of a row from which on blocks are recomputed on a GPU: the memory then holds larger microbatches."""
+CPU_CACHE_MB = 256
+"""Size of the KV cache of an engine on a CPU: vLLM measures the memory of GPUs only."""
+
+
+def device_of(config: Config, gpus: int) -> Literal["cpu", "cuda"]:
+    """Return where the ranks of a run compute whose host has `gpus` GPUs."""
+    return "cuda" if gpus and config.hosts.device != "cpu" else "cpu"
+
+
+def on_device(config: Config, device: str) -> Config:
+    """Return the config without "auto" in the keys that `device`, "cpu" or "cuda", decides. It resolves to itself."""
+    g, t, cuda = config.generator, config.training, device == "cuda"
+    computes: list[Dtype] = [key for key in (t.mixed_precision_param, g.dtype) if cuda and key != "auto"]
+    compute = (computes or ["bfloat16" if cuda else "float32"])[0]
+    recompute = "selective" if cuda and t.seq_len >= RECOMPUTED_FROM else "none"
+    batched = max(BATCHED_TOKENS, g.max_model_len or t.seq_len, g.max_num_seqs) if cuda else 0
+    return replace(
+        config,
+        training=replace(t, mixed_precision_param=chosen(t.mixed_precision_param, compute)),
+        activation_checkpoint=replace(
+            config.activation_checkpoint, mode=chosen(config.activation_checkpoint.mode, recompute)
+        ),
+        checkpoint=replace(
+            config.checkpoint,
+            async_mode=chosen(config.checkpoint.async_mode, "async_with_pinned_mem" if cuda else "disabled"),
+        ),
+        generator=replace(
+            g,
+            dtype=chosen(g.dtype, compute),
+            enforce_eager=chosen(g.enforce_eager, not cuda),
+            max_num_batched_tokens=g.max_num_batched_tokens or batched,
+            kv_cache_memory_mb=g.kv_cache_memory_mb or (0 if cuda else CPU_CACHE_MB),
+        ),
+        weight_sync=replace(
+            config.weight_sync,
+            in_flight=chosen(config.weight_sync.in_flight, "keep" if cuda and keeps(config) else "swap"),
+        ),
+    )
+
+
+def chosen(value: Any, otherwise: Any) -> Any:
+    return otherwise if value == "auto" else value
+
+
+def keeps(config: Config) -> bool:
+    """Return whether unfinished requests may keep the keys and values of old weights: engines that sleep at an update
+    free them, and a ratio against the policy of one version needs a correction (checks/whole_run.py)."""
+    a = config.algorithm
+    corrected = (a.proximal, a.correction) != ("trainer", "none")
+    return a.kind == "rl" and config.rollout.lag > 0 and config.placement.kind != "colocated" and corrected
 
 
 def compiles(config: Config, device: str) -> bool:
     """Return whether the trainers' blocks are compiled on `device`, "cpu" or "cuda"."""
     if config.compile.enable == "auto":
-        return device == "cuda" and config.training.mixed_precision_param == "bfloat16"
+        return device == "cuda" and on_device(config, device).training.mixed_precision_param == "bfloat16"
     return config.compile.enable
 
 
@@ -43,11 +102,14 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
     return min(MOST_THREADS, max(1, cores // together))
 
 
-def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: int = 1) -> Config:
+def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: int = 1, cache_mb: int = 0) -> Config:
     """Return the config that the ranks on `device` work with. It has no "auto", and resolves to itself. Microbatches
-    that are sized by tokens (preflight/microbatches.py) have `rows`."""
+    that are sized by tokens (preflight/microbatches.py) have `rows`. A KV cache without a size has `cache_mb`; 0: what
+    vLLM measures."""
+    config = on_device(config, device)
     return replace(
         config,
+        generator=replace(config.generator, kv_cache_memory_mb=config.generator.kv_cache_memory_mb or cache_mb),
         compile=replace(config.compile, enable=compiles(config, device)),
         training=replace(
             config.training,

@@ -4,7 +4,8 @@ from dataclasses import field
 from typing import Any, Literal
 
 Dtype = Literal["float32", "bfloat16"]
-BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+DtypeChoice = Literal["auto", Dtype]
+BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 Table = dict[str, bool | int | float | str]
 Tables = dict[str, Table]  # by name
 Scalar = bool | int | float | str

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, Dtype, FamilyChoice, HeadDtype, Switch, bounds
+from titan_rl.config.choices import MOST_RANKS, Dtype, DtypeChoice, FamilyChoice, HeadDtype, Switch, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,9 @@ class TrainingSection:
     """Maximum gradient norm; larger gradients are clipped to it."""
     dtype: Dtype = "float32"
     """Dtype of master weights, gradients and optimizer states."""
-    mixed_precision_param: Dtype = "float32"
-    """Dtype of forward and backward (FSDP2 mixed precision)."""
+    mixed_precision_param: DtypeChoice = "auto"
+    """Dtype of forward and backward (FSDP2 mixed precision). "auto": float32 on a CPU; on a GPU generator.dtype, or
+    bfloat16 if that is "auto" too."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype of gradient reduction."""
     enable_cpu_offload: bool = False
@@ -149,8 +150,9 @@ class ParallelismSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointSection:
-    mode: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward instead of storing."""
+    mode: Literal["auto", "none", "selective", "full"] = "auto"
+    """Activations to recompute in the backward instead of storing. "auto": "selective" on a GPU if training.seq_len is
+    at least 2048, else "none"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +178,9 @@ class CheckpointSection:
     """Training steps between checkpoints. The last step and a clean stop always write one."""
     keep_latest_k: int = bounds(3, ge=0, le=10**9)
     """Number of checkpoints to keep. 0: all. 1 is refused, because the newest may be half-written."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training continues: "async" copies first, "async_with_pinned_mem" copies in parallel too (GPU)."""
+    async_mode: Literal["auto", "disabled", "async", "async_with_pinned_mem"] = "auto"
+    """Write while training continues: "async" copies first, "async_with_pinned_mem" copies in parallel too (GPU).
+    "auto": "async_with_pinned_mem" on a GPU, "disabled" on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, Dtype, Table, bounds
+from titan_rl.config.choices import MOST_RANKS, MOST_SECONDS, DtypeChoice, Switch, Table, bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,22 +121,27 @@ class GeneratorSection:
     """Number of independent vLLM engines."""
     tensor_parallel_degree: int = bounds(1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree of one engine, which is its number of processes."""
-    dtype: Dtype = "float32"
-    """Dtype of the rollout weights."""
+    dtype: DtypeChoice = "auto"
+    """Dtype of the rollout weights. "auto": float32 on a CPU; on a GPU training.mixed_precision_param, or bfloat16 if
+    that is "auto" too."""
     max_num_seqs: int = bounds(256, ge=1, le=2**20)
     """Maximum number of sequences in one engine's batch."""
     max_model_len: int = bounds(0, ge=0, le=2**20)
     """Maximum length of a sequence. 0: training.seq_len."""
-    kv_cache_memory_mb: int = bounds(256, ge=0, le=2**24)
-    """Size of the KV cache of one process in MiB. 0: vLLM derives it from gpu_memory_utilization (GPU)."""
+    max_num_batched_tokens: int = bounds(0, ge=0, le=2**24)
+    """Maximum number of tokens that one step of an engine computes: prompts, and one of each sequence. 0: 8192 on a
+    GPU, or max_model_len or max_num_seqs if they are larger; vLLM's default on a CPU."""
+    kv_cache_memory_mb: int = bounds(0, ge=0, le=2**24)
+    """Size of the KV cache of one process in MiB. 0: 256 on a CPU; what gpu_memory_utilization leaves on a GPU, by
+    vLLM's measurement, or with placement.kind = "colocated" by the plan's estimate."""
     gpu_memory_utilization: float = bounds(0.9, ge=0.01, le=1)
-    """Fraction of a GPU's memory that the engine may use."""
+    """Fraction of a GPU's memory that the engine may use, together with a trainer that waits on the same GPU."""
     block_size: int = bounds(32, ge=1, le=1024)
     """Tokens per KV-cache block, the unit of prefix caching."""
     enable_prefix_caching: bool = True
     """Share the KV cache of the prompt between the samples of a group."""
-    enforce_eager: bool = True
-    """Run vLLM without CUDA graphs."""
+    enforce_eager: Switch = "auto"
+    """Run vLLM without CUDA graphs. "auto": false on a GPU, true on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +216,9 @@ class WeightSyncSection:
     verify: Literal["off", "transfer", "live"] = "live"
     """Compare with the trainer's checksums before serving new weights: nothing, the bytes received, or the live
     parameters."""
-    in_flight: Literal["swap", "keep", "drain"] = "swap"
-    """Unfinished requests at a weight update: they continue with the new weights, and "swap" recomputes their keys and
-    values, while "keep" leaves those of the old weights; "drain" finishes them with the old weights first."""
+    in_flight: Literal["auto", "swap", "keep", "drain"] = "auto"
+    """Unfinished requests at a weight update: "swap" recomputes their keys and values with the new weights, "keep"
+    leaves the old ones, "drain" finishes them first. "auto": "keep" on GPUs with a lag if allowed, else "swap"."""
     delta: bool = False
     """Transfer and write only the blocks that changed, unless most of them did."""
     gap_tolerance: float = bounds(0.0, ge=0, le=1e6)

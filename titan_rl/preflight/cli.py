@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titan_rl.config import toml as config_file
+from titan_rl.config.auto import device_of
 from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
@@ -75,7 +76,7 @@ class Invocation:
 
     @property
     def device(self) -> str:
-        return "cuda" if self.gpus.count and self.config.hosts.device != "cpu" else "cpu"
+        return device_of(self.config, self.gpus.count)
 
 
 @dataclass(slots=True)

@@ -1,14 +1,14 @@
 """Describes a run's plan: what --dry-run prints, and what every run prints first."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from titan_rl.agents.games import GAMES
-from titan_rl.config.auto import threads
+from titan_rl.config.auto import on_device, threads
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.config.toml import ConfigError, as_toml, load, schema
+from titan_rl.config.toml import ConfigError, as_text, as_toml, load, schema
 from titan_rl.preflight.host_loss import after_loss
 from titan_rl.preflight.host_view import host_rows
 from titan_rl.preflight.memory_tables import memory_tables
@@ -50,6 +50,9 @@ def describe(
             meshes.append(environments(config))
     if config.debug.exact:
         facts.append(("exact", "trainer and generator compute equal log-probs, or the run ends"))
+    facts.append(("set to", main_keys(config)))
+    if autos := [f"{key} {as_text(now)}" for key, _, now in differences(setup.given, setup.resolved)]:
+        facts.append(("auto", ", ".join(autos)))
     rows = setup.resolved.training.local_batch_size
     facts.append(("microbatch", f"at most {rows} rows of {config.training.seq_len} tokens on a rank"))
     if setup.device == "cuda":
@@ -76,9 +79,29 @@ def changed_keys(setup: Setup) -> list[str]:
         before = load(setup.folder / "config.toml")
     except (ConfigError, OSError):  # written by another version
         return []
-    keys = ((section, name) for section, names in schema().items() for name in names if section != "job")
-    both = ((f"{s}.{name}", *(getattr(getattr(c, s), name) for c in (before, setup.config))) for s, name in keys)
-    return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if was != now]
+    both = differences(on_device(before, setup.device), setup.config)
+    return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if not key.startswith("job.")]
+
+
+def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that have another value in two configs, with both values."""
+    for section, names in schema().items():
+        for name in names:
+            values = [getattr(getattr(config, section), name) for config in (one, other)]
+            if values[0] != values[1]:
+                yield f"{section}.{name}", *values
+
+
+def main_keys(config: Config) -> str:
+    """Describe the keys that most often decide how a run goes, and that the other rows do not have."""
+    a, r = config.algorithm, config.rollout
+    parts = [f"optimizer.lr {config.optimizer.lr:g}"] if config.training.steps else []
+    parts += [f"cold_start.lr {config.cold_start.lr:g}"] if config.cold_start.steps else []
+    if a.kind == "rl":
+        parts += [f"algorithm.kl_coef {a.kl_coef:g}", f"rollout.temperature {r.temperature:g}"]
+    if config.samples_rollouts:
+        parts.append(f"rollout.max_new_tokens {r.max_new_tokens}")
+    return ", ".join([*parts, f"training.seq_len {config.training.seq_len}"])
 
 
 def on_gpu(config: Config) -> str:
@@ -153,7 +176,7 @@ def dtype(setup: Setup) -> str:
 
 
 def generators(setup: Setup) -> MeshRow:
-    g = setup.config.generator
+    g = setup.resolved.generator
     each = setup.shape.parameters * BYTES[g.dtype] // g.tensor_parallel_degree
     cache = f"KV cache {g.kv_cache_memory_mb} MiB" if g.kv_cache_memory_mb else "KV cache sized by vLLM"
     layout = f"vLLM x {g.replicas}" + (f", TP {g.tensor_parallel_degree}" if g.tensor_parallel_degree > 1 else "")

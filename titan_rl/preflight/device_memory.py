@@ -18,7 +18,7 @@ CONTEXT = 3 * GIB // 4  # of CUDA, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
 FRAGMENTED = 0.05  # of what a process allocates
-PREFILL_TOKENS = 2048  # of one vLLM step, unless max_num_seqs is larger
+PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 
 
@@ -122,7 +122,7 @@ def engine(config: Config, shape: ModelShape, cache: int) -> Estimate:
     """Estimate one rank of a generator with a KV cache of `cache` bytes."""
     g = config.generator
     each, tp = BYTES[g.dtype], g.tensor_parallel_degree
-    batch = max(PREFILL_TOKENS, g.max_num_seqs)
+    batch = g.max_num_batched_tokens or max(PREFILL_TOKENS, g.max_num_seqs)
     wide = (4 * shape.dim + 3 * shape.hidden_per_token // tp) * each
     logits = 4 * shape.vocab_size * BYTES["float32"]  # logits, log-probs, and the sampler's two copies
     graphs = {} if g.enforce_eager else {"graphs": MemoryPart(GRAPHS, "allowance for CUDA graphs")}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
 from titan_rl.preflight.checks.gpu_memory import on_gpus
@@ -43,7 +44,8 @@ class Policy:
 @dataclass(frozen=True, slots=True)
 class Setup:
     name: str  # config name
-    config: Config
+    given: Config  # as it was read
+    config: Config  # on the run's device: auto.on_device
     folder: Path  # the dump folder
     shape: ModelShape
     tokenizer: TextTokenizer
@@ -82,6 +84,7 @@ class Setup:
 @refusing
 def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
     """Resolve a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
+    given, config = config, on_device(config, device)
     check_folder(config.job)
     folder = Path(config.job.dump_folder).absolute()
     seed = config.debug.seed
@@ -126,6 +129,7 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
 
     return Setup(
         name=name,
+        given=given,
         config=config,
         folder=folder,
         shape=policy.shape,

@@ -240,7 +240,8 @@ async def _generators(
     loaded: bool = False,
 ) -> GeneratorMesh:
     """Start the engines, which get their weights by weight sync, or have `loaded` them from setup.model_folder."""
-    config, g = setup.config, setup.config.generator
+    config = setup.resolved
+    g = config.generator
     shares = _share_gpus(setup) and not loaded
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},

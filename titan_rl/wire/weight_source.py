@@ -7,7 +7,7 @@ The controller must not import torch for it: that would take it 1.2 CPU seconds 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from titan_rl.config.choices import BYTES, Dtype
+from titan_rl.config.choices import BYTES
 from titan_rl.wire.weight_plan import Copy
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Source:
     trainer_rank: int
     offer: Offer
     copies: tuple[Copy, ...]
-    dtype: Dtype
+    dtype: str
     block_bytes: int
 
     @property

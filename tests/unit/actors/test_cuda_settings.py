@@ -15,11 +15,13 @@ from titan_rl.actors.model_rank import ModelRank
 from titan_rl.actors.titan import document_attention
 from titan_rl.actors.titan import model as titan_model
 from titan_rl.actors.titan.role_model import RoleModel
-from titan_rl.config.sections import Config, ParallelismSection, PlacementSection, TrainingSection
+from titan_rl.config.auto import on_device
+from titan_rl.config.sections import Config, ParallelismSection, PlacementSection
 from titan_rl.preflight.shapes import shape_of
 
 CUDA = torch.device("cuda", 0)
-OFFLOADED = replace(Config(), training=TrainingSection(enable_cpu_offload=True))
+USUAL = on_device(Config(), "cuda")
+OFFLOADED = replace(USUAL, training=replace(USUAL.training, enable_cpu_offload=True))
 
 
 def on_cuda(config: Config) -> RoleModel:
@@ -40,7 +42,7 @@ class Materialized(torch.nn.Module):
         self.buffers_on = str(buffer_device)
 
 
-@pytest.mark.parametrize(("config", "place"), [(OFFLOADED, "cpu"), (Config(), "cuda")])
+@pytest.mark.parametrize(("config", "place"), [(OFFLOADED, "cpu"), (USUAL, "cuda")])
 def test_offloaded_parameters_are_materialized_on_the_host_and_buffers_on_the_gpu(
     config: Config, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +59,7 @@ def test_offloaded_parameters_are_materialized_on_the_host_and_buffers_on_the_gp
     assert asked["training"].enable_cpu_offload == (place == "cpu"), "FSDP2's policy"
 
 
-@pytest.mark.parametrize(("config", "both"), [(OFFLOADED, True), (Config(), False)])
+@pytest.mark.parametrize(("config", "both"), [(OFFLOADED, True), (USUAL, False)])
 def test_offloaded_gradients_have_a_backend_on_the_host(
     config: Config, both: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +128,7 @@ def test_a_colocated_trainer_gives_its_cache_back_before_engines_take_the_weight
     calls = list[str]()
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     rank: Any = object.__new__(ModelRank)
-    model: Any = on_cuda(replace(Config(), placement=PlacementSection(kind=kind)))
+    model: Any = on_cuda(replace(USUAL, placement=PlacementSection(kind=kind)))
     model._phase_name, model._phase = "rl", SimpleNamespace(state=SimpleNamespace(step=3))
     rank._model, rank._staging = model, SimpleNamespace(pack=lambda *_: calls.append("pack") or {0: "manifest"})
     publish: Any = vars(ModelRank)["publish"]

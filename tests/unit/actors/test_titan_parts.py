@@ -19,6 +19,7 @@ from titan_rl.actors.titan import document_attention, heads, titan_cpu
 from titan_rl.actors.titan.instruments import known_peak_flops, record_titan_spans
 from titan_rl.actors.titan.model import file_numbers, titan_config
 from titan_rl.actors.titan.spec import build_spec, hf_names, plain
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, DebugSection, Dtype, ParallelismSection, TrainingSection
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.spans import span
@@ -116,7 +117,7 @@ def test_attention_runs_on_the_device_and_in_the_dtype(
 
 
 def test_torchtitans_sections_are_filled_from_ours() -> None:
-    config = Config()
+    config = on_device(Config(), "cpu")
     titan = titan_config(config, ParallelismSection(tensor_parallel_degree=2, fsdp_reshard_after_forward="never"))
     parallel = titan.parallelism
     assert (parallel.tensor_parallel_degree, parallel.fsdp_reshard_after_forward) == (2, "never")

@@ -15,7 +15,8 @@ SETTINGS = EngineSettings(
 def test_every_key_reaches_vllm_under_its_name() -> None:
     args = engine_args(SETTINGS)
     for key in {field.name for field in fields(SETTINGS)} - NOT_VLLMS:
-        assert args[VLLM_NAMES.get(key, key)] == getattr(SETTINGS, key)
+        assert args[VLLM_NAMES.get(key, key)] == (getattr(SETTINGS, key) if key != "max_num_batched_tokens" else None)
+    assert engine_args(replace(SETTINGS, max_num_batched_tokens=8192))["max_num_batched_tokens"] == 8192
     assert not NOT_VLLMS & args.keys()
     assert (args["model"], args["tensor_parallel_size"], args["seed"]) == ("folder", 2, 7)
     assert args["distributed_executor_backend"] == "external_launcher"

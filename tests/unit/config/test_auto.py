@@ -1,13 +1,31 @@
 """What "auto" means, by config and device."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_rl.config.auto import compiles, gradient_sync, resolved, threads
+from titan_rl.config.auto import compiles, gradient_sync, on_device, resolved, threads
 from titan_rl.config.sections import CompileSection, Config, Switch, TrainingSection
-from titan_rl.config.toml import find, load
+from titan_rl.config.toml import as_text, find, load, schema, shipped, to_toml
+
+
+def at(config: Config, section: str, key: str) -> object:
+    return getattr(getattr(config, section), key)
+
+
+def of_device(config: Config, device: str) -> dict[str, object]:
+    """Return the keys that a device decides, with their values."""
+    found = on_device(config, device)
+    sections = {
+        "training": ["mixed_precision_param"],
+        "activation_checkpoint": ["mode"],
+        "checkpoint": ["async_mode"],
+        "generator": ["dtype", "max_num_batched_tokens", "kv_cache_memory_mb", "enforce_eager"],
+        "weight_sync": ["in_flight"],
+    }
+    return {f"{section}.{key}": at(found, section, key) for section, keys in sections.items() for key in keys}
 
 
 @pytest.mark.parametrize(
@@ -39,11 +57,80 @@ def test_gradients_are_synced_once_per_update_if_their_memory_allows_it() -> Non
         assert {gradient_sync(config, fits=fits) for fits in (True, False)} == {chosen}
 
 
-def test_a_resolved_config_resolves_to_itself() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", shipped())
+def test_a_resolved_config_resolves_to_itself_and_has_no_auto(name: str, device: str, tmp_path: Path) -> None:
+    config = load(find(name))
+    once = on_device(config, device)
+    assert on_device(once, device) == once
+    once = resolved(config, device, gradients_fit=False, rows=3, cache_mb=512)
+    assert resolved(once, device) == once
+    (tmp_path / "config.toml").write_text(to_toml(once))
+    assert load(tmp_path / "config.toml") == once
+    left = {(section, key) for section, keys in schema().items() for key in keys if at(once, section, key) == "auto"}
+    assert left <= {("model", "name"), ("hosts", "device"), ("hosts", "isolation"), ("weight_sync", "transport")}
+
+
+def test_a_device_decides_what_an_expert_would_write() -> None:
+    config = load(find("grpo_llama"), [("rollout.lag", "1"), ("training.seq_len", "4096")])
+    assert of_device(config, "cpu") == {
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+        "checkpoint.async_mode": "disabled",
+        "generator.dtype": "float32",
+        "generator.max_num_batched_tokens": 0,
+        "generator.kv_cache_memory_mb": 256,
+        "generator.enforce_eager": True,
+        "weight_sync.in_flight": "swap",
+    }
+    assert of_device(config, "cuda") == {
+        "training.mixed_precision_param": "bfloat16",
+        "activation_checkpoint.mode": "selective",
+        "checkpoint.async_mode": "async_with_pinned_mem",
+        "generator.dtype": "bfloat16",
+        "generator.max_num_batched_tokens": 8192,
+        "generator.kv_cache_memory_mb": 0,
+        "generator.enforce_eager": False,
+        "weight_sync.in_flight": "keep",
+    }
+    assert on_device(config, "cuda").training.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "expected"),
+    [
+        ({"training.mixed_precision_param": "float32"}, "generator.dtype", "float32"),
+        ({"generator.dtype": "float32"}, "training.mixed_precision_param", "float32"),
+        ({"training.seq_len": 1024}, "activation_checkpoint.mode", "none"),
+        ({"training.seq_len": 2**14}, "generator.max_num_batched_tokens", 2**14),
+        ({"training.seq_len": 2**14, "generator.max_model_len": 512}, "generator.max_num_batched_tokens", 8192),
+        ({"rollout.lag": 0}, "weight_sync.in_flight", "swap"),
+        ({"placement.kind": "colocated"}, "weight_sync.in_flight", "swap"),
+        ({"algorithm.proximal": "trainer", "algorithm.correction": "none"}, "weight_sync.in_flight", "swap"),
+        ({"algorithm.proximal": "generator", "algorithm.correction": "none"}, "weight_sync.in_flight", "keep"),
+    ],
+)
+def test_other_keys_change_what_a_gpu_decides(keys: dict[str, object], key: str, expected: object) -> None:
+    given = {"rollout.lag": 1, **keys}
+    config = load(find("grpo_llama"), [(name, str(value)) for name, value in given.items()])
+    assert of_device(config, "cuda")[key] == expected
+
+
+def test_what_a_file_sets_wins() -> None:
+    given: dict[str, Any] = {
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "full",
+        "checkpoint.async_mode": "async",
+        "generator.dtype": "bfloat16",
+        "generator.max_num_batched_tokens": 4096,
+        "generator.kv_cache_memory_mb": 64,
+        "generator.enforce_eager": True,
+        "weight_sync.in_flight": "drain",
+    }
+    config = load(find("grpo_llama"), [(name, as_text(value)) for name, value in given.items()])
     for device in ("cpu", "cuda"):
-        once = resolved(Config(), device, gradients_fit=False)
-        assert resolved(once, device) == once
-        assert once == replace(Config(), compile=once.compile, training=once.training)
+        assert on_device(config, device) == config
+        assert resolved(config, device, cache_mb=512).generator == config.generator
 
 
 @pytest.mark.parametrize(

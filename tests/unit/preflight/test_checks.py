@@ -123,7 +123,7 @@ def test_the_defaults_run() -> None:
         ("[generator]\nblock_size = 16", "generator.block_size: expected a multiple of 32 on a CPU, found 16"),
         (
             "[model]\nn_layers = 64\n[training]\nseq_len = 2048\n[generator]\nkv_cache_memory_mb = 32",
-            "generator.kv_cache_memory_mb: expected at least 65, the KV cache of one sequence of 2048 tokens, found 32",
+            "generator.kv_cache_memory_mb: expected at least 257, the KV cache of 4 sequences of 2048 tokens, found 32",
         ),
         (
             '[task]\nreward = "exct"',

@@ -157,13 +157,13 @@ def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.Captur
 
 
 def test_what_no_host_could_run_on_a_cpu_is_refused_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--config", "grpo_llama", "--dry-run", "--compile.enable", "--generator.kv_cache_memory_mb=0")
+    argv = ("--config", "grpo_llama", "--dry-run", "--compile.enable", "--generator.block_size=16")
     assert [warning.split(":")[0] for warning in parse(argv).warnings] == [
         "compile.enable",
-        "generator.kv_cache_memory_mb",
+        "generator.block_size",
     ]
     _, *problems = refused(capsys, *argv, "--hosts.device=cpu")
-    assert [problem.split(":")[0] for problem in problems] == ["  - compile.enable", "  - generator.kv_cache_memory_mb"]
+    assert [problem.split(":")[0] for problem in problems] == ["  - compile.enable", "  - generator.block_size"]
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_some_models_are_too_large_for_a_node() -> None:
 
 def test_colocated_meshes_take_turns_on_a_gpu() -> None:
     """The engine samples next to the trainer's weights and optimizer; its KV cache is freed while the trainer works."""
-    config = load(find(ONE))
+    config = load(find(ONE), [("generator.kv_cache_memory_mb", "3072")])
     apart = replace(config, placement=replace(config.placement, kind="disaggregated"))
     together, alone = (needs(on_gpus(c, QWEN_600M, 0), QWEN_600M, 15 * GIB, {}) for c in (config, apart))
     kept = 12 * QWEN_600M.parameters
@@ -75,12 +75,12 @@ def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequenc
     assert found.fits
     assert 0.99 * found.limit < found.nbytes <= found.limit <= 0.9 * 79 * GIB
     long = replace(config, generator=replace(config.generator, max_model_len=2**20))
-    assert cache_bytes_per_token(long, LLAMA_8B) == 2**17
+    assert cache_bytes_per_token(on_gpus(long, LLAMA_8B, 0), LLAMA_8B) == 2**17
     assert not needs(on_gpus(long, LLAMA_8B, 0), LLAMA_8B, 79 * GIB, {})["generator"].fits
 
 
 def test_gradients_stay_whole_where_they_fit() -> None:
-    config = load(find(EIGHT))
+    config = load(find(EIGHT), [("activation_checkpoint.mode", "none")])
     assert on_gpus(config, LLAMA_8B, 79 * GIB).training.gradient_sync == "microbatch"
     assert on_gpus(config, LLAMA_8B, 141 * GIB).training.gradient_sync == "update"
     assert on_gpus(config, LLAMA_8B, 0).training.gradient_sync == "microbatch"  # of unknown size

@@ -14,8 +14,12 @@ def test_colocated_meshes_share_gpus(tmp_path: Path) -> None:
     toml = "[parallelism]\ndata_parallel_shard_degree = 2\n"
     (problem,) = problems(config(tmp_path, toml), gpus=Gpus(2))
     assert "hosts.slots" in problem
-    assert problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=Gpus(2)) == []
-    (problem,) = problems(config(tmp_path, toml + '[placement]\nkind = "colocated"'), gpus=Gpus(1))
+    toml += '[placement]\nkind = "colocated"\n'
+    (problem,) = problems(config(tmp_path, toml), gpus=Gpus(2))
+    assert problem.startswith("generator.kv_cache_memory_mb: expected a size, because ")
+    toml += "[generator]\nkv_cache_memory_mb = 256"
+    assert problems(config(tmp_path, toml), gpus=Gpus(2)) == []
+    (problem,) = problems(config(tmp_path, toml), gpus=Gpus(1))
     assert "2 GPUs (2 of the trainer, 1 of the generators; trainer and generators share GPUs)" in problem
 
 

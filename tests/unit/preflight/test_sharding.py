@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from support.shapes import LLAMA_8B, QWEN_600M
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config, ModelSection, ParallelismSection
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.gpu_memory import needs, on_gpus
@@ -17,6 +18,7 @@ from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
 from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
 
 TINY = shape_of(ModelSection())
+USUAL = on_device(Config(), "cpu")
 
 
 def mesh(shard: int = 1, tp: int = 1, replicate: int = 1) -> ParallelismSection:
@@ -31,7 +33,7 @@ def test_the_formula_agrees_with_torchtitan() -> None:
     meshes = [mesh(), mesh(shard=8), mesh(shard=4, tp=2), mesh(shard=2, tp=4, replicate=2), mesh(shard=128, tp=8)]
     short = {name: replace(shape, n_layers=4) for name, shape in shapes.items()}
     asked = {
-        f"{name} {i}": MeshQuestion(Config(), shape, p)
+        f"{name} {i}": MeshQuestion(USUAL, shape, p)
         for (name, shape), (i, p) in product(short.items(), enumerate(meshes))
         if shape.n_kv_heads % p.tensor_parallel_degree == 0
     }
@@ -46,7 +48,7 @@ def test_the_formula_agrees_with_torchtitan() -> None:
 
 
 def test_all_meshes_of_a_run_are_asked_about() -> None:
-    config = load(find("ppo_reward_model_llama"))
+    config = on_device(load(find("ppo_reward_model_llama")), "cpu")
     config = replace(config, parallelism=mesh(shard=2, tp=2))
     found = ask_titan(questions(config, TINY))
     assert list(found) == ["trainer", "reference", "reward_model", "critic"]
@@ -58,7 +60,7 @@ def test_all_meshes_of_a_run_are_asked_about() -> None:
 
 
 def test_a_mesh_that_torchtitan_refuses_is_named() -> None:
-    asked = {"critic": MeshQuestion(Config(), TINY, mesh(tp=3))}
+    asked = {"critic": MeshQuestion(USUAL, TINY, mesh(tp=3))}
     with pytest.raises(CannotShard, match=r"^\[critic\]: expected a mesh over which TorchTitan cuts the model, found "):
         ask_titan(asked)
 
@@ -67,12 +69,12 @@ def test_torchtitan_has_a_deadline() -> None:
     with pytest.raises(
         CannotShard, match=r"^expected TorchTitan to cut the models within 0\.01 s, found it still busy"
     ):
-        ask_titan({"trainer": MeshQuestion(Config(), TINY, mesh())}, seconds=0.01)
+        ask_titan({"trainer": MeshQuestion(USUAL, TINY, mesh())}, seconds=0.01)
 
 
 def test_a_rank_that_holds_more_than_its_share_counts() -> None:
     """What TorchTitan says replaces the formula."""
-    config = load(find("grpo_llama3_8b"))
+    config = on_device(load(find("grpo_llama3_8b")), "cuda")
     resolved = on_gpus(config, LLAMA_8B, 79 * GIB)
     twice = by_formula(LLAMA_8B, config.parallelism)
     uneven = replace(twice, held=2 * twice.held)
@@ -87,7 +89,7 @@ def loads(config: Config, sent: list[list[int]]) -> list[HostLoad]:
 
 def test_a_byte_crosses_a_link_once_per_receiving_host() -> None:
     """Hosts 0 and 1 train, 2 and 3 have two replicas each."""
-    config = load(find("grpo_llama3_8b"))
+    config = on_device(load(find("grpo_llama3_8b")), "cuda")
     config = replace(
         config,
         parallelism=mesh(shard=4, tp=2),
@@ -101,7 +103,7 @@ def test_a_byte_crosses_a_link_once_per_receiving_host() -> None:
 
 
 def test_nothing_crosses_a_link_within_a_host() -> None:
-    config = load(find("grpo_llama3_8b_colocated"))
+    config = on_device(load(find("grpo_llama3_8b_colocated")), "cuda")
     (found,) = host_loads(config, LLAMA_8B, {"trainer": ShardedModel(1, 1, 1, 1, [[100]] * 8)}, 8)
     assert (found.received, found.sent) == (0, 0)
     assert found.held["staged weights"] == 2 * 8 * 100 * 2

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config
 from titan_rl.preflight.setup import Setup
 from titan_rl.tasks.task import Task, load_task
@@ -23,7 +24,7 @@ LOGPROBS = [-1.5, -0.25, -3.0, -0.5]
 
 def config_of(**keys: Any) -> Config:
     """Return a config with these keys of its sections: training__dtype="bfloat16"."""
-    config = Config()
+    config = on_device(Config(), "cpu")
     for key, value in keys.items():
         section, _, name = key.partition("__")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
@@ -32,7 +33,7 @@ def config_of(**keys: Any) -> Config:
 
 def gap(trained: list[float], config: Config | None = None, sampled: list[float] = LOGPROBS) -> float:
     found = Continuation(READ, Completion(SAID, sampled, [0] * 4, "stop"))
-    return gap_of([found], [np.array([0.0, 0.0, 0.0, *trained])], config or Config())
+    return gap_of([found], [np.array([0.0, 0.0, 0.0, *trained])], config or on_device(Config(), "cpu"))
 
 
 def test_rounding_is_no_difference_and_more_ends_the_run_by_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from support.learners import learner_of
 from titan_rl.batch.packing import UpTo
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -69,7 +70,9 @@ def sample(trained: int) -> Sample:
 @pytest.mark.parametrize("stream_groups", [0, 1])
 def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stream_groups: int) -> None:
     """A trainer dies between two parts of a streamed step. What it had accumulated is gone, and so are the counts."""
-    config = Config(training=TrainingSection(stream_groups=stream_groups, seq_len=64, local_batch_size=1))
+    config = on_device(
+        Config(training=TrainingSection(stream_groups=stream_groups, seq_len=64, local_batch_size=1)), "cpu"
+    )
     trainers = Mesh(tmp_path)
     learns, _ = learner_of(tmp_path, config, trainers)
     made: list[list[Sample]] = []
@@ -101,7 +104,7 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
     tmp_path: Path, given: int, rows: list[int]
 ) -> None:
     learns, _ = learner_of(
-        tmp_path, Config(training=TrainingSection(seq_len=64, local_batch_size=given)), Mesh(tmp_path)
+        tmp_path, on_device(Config(training=TrainingSection(seq_len=64, local_batch_size=given)), "cpu"), Mesh(tmp_path)
     )
     learns._rows = given or UpTo(32)
     (batch,) = learns.batches([sample(60), sample(50)], Mesh(tmp_path))  # type: ignore[arg-type]
@@ -109,11 +112,14 @@ def test_microbatches_sized_by_tokens_have_no_more_rows_than_a_step_needs(
 
 
 def ppo(**checkpoint: Any) -> Config:
-    return Config(
-        algorithm=PPO,
-        critic=CriticSection(lr=1e-3),
-        checkpoint=CheckpointSection(**checkpoint),
-        fault=FaultSection(max_failed_saves=6),
+    return on_device(
+        Config(
+            algorithm=PPO,
+            critic=CriticSection(lr=1e-3),
+            checkpoint=CheckpointSection(**checkpoint),
+            fault=FaultSection(max_failed_saves=6),
+        ),
+        "cpu",
     )
 
 
@@ -148,7 +154,7 @@ def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None
 
 def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) -> None:
     policy = Mesh(tmp_path / "checkpoint")
-    learns, notes = learner_of(tmp_path, Config(fault=FaultSection(max_failed_saves=1)), policy)
+    learns, notes = learner_of(tmp_path, on_device(Config(fault=FaultSection(max_failed_saves=1)), "cpu"), policy)
     why = "Traceback\nOSError: [Errno 28] No space left on device"
     policy.broken = RankFailed("trainer[dp=0 tp=0] failed in save", why, rank="trainer", kind="OSError")
 
@@ -172,7 +178,7 @@ def test_a_step_without_the_critics_half_is_not_resumed_from(tmp_path: Path) -> 
         for step in range(1, last + 1):
             asyncio.run(Mesh(tmp_path / "checkpoint" / mesh).save(step))
     assert Resume.find(tmp_path, config).rl == 2
-    assert Resume.find(tmp_path, Config()).rl == 3
+    assert Resume.find(tmp_path, on_device(Config(), "cpu")).rl == 3
     (tmp_path / "checkpoint/step-2/.metadata").unlink()
     assert Resume.find(tmp_path, config).rl == 1
 
@@ -185,7 +191,7 @@ def test_the_step_being_written_counts_for_none_of_those_kept(tmp_path: Path) ->
     (tmp_path / "checkpoint/step-4/.metadata").unlink()  # torn, by an earlier process
     (tmp_path / "checkpoint/step-5").mkdir()  # being written
     (tmp_path / "checkpoint/step-by-step").mkdir()  # somebody's own
-    checkpoints = Checkpoints.of(tmp_path, Config())
+    checkpoints = Checkpoints.of(tmp_path, on_device(Config(), "cpu"))
     checkpoints.purge(2, writing=5)
     assert checkpoints.whole_steps() == [2, 3]
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
@@ -207,7 +213,7 @@ def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_pat
 
 def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
     learns, _ = learner_of(
-        tmp_path, Config(checkpoint=CheckpointSection(keep_latest_k=0)), Mesh(tmp_path / "checkpoint")
+        tmp_path, on_device(Config(checkpoint=CheckpointSection(keep_latest_k=0)), "cpu"), Mesh(tmp_path / "checkpoint")
     )
 
     async def body() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import CheckpointSection, Config
 from titan_rl.record.run_folder import Resume
 from titan_rl.record.terminal import Terminal
@@ -70,7 +71,7 @@ def steps(
         task = asyncio.current_task()
         assert task is not None
         stop = Stop(task, Clock(), Terminal(), grace)
-        config = Config(checkpoint=CheckpointSection(interval=interval))
+        config = on_device(Config(checkpoint=CheckpointSection(interval=interval)), "cpu")
         report = SimpleNamespace(to_disk=lambda: learner.events.append("to disk"))
         run: Any = SimpleNamespace(config=config, stop=stop, report=report, regrowth=Growth(growth))
         found = resume or Resume(None, None)

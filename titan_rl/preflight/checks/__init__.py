@@ -3,9 +3,11 @@
 Every message names the key to change, what was expected, and what was found.
 """
 
+from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.algorithm import check_algorithm, clip_warning
 from titan_rl.preflight.checks.assets import check_assets, usable_shape
+from titan_rl.preflight.checks.cache_room import cache_warning, check_cache_room
 from titan_rl.preflight.checks.chat_template import chat_warnings, check_chat, check_template_keys
 from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
@@ -35,6 +37,7 @@ __all__ = ["gpus_needed", "host_problems", "missing_addresses", "problems", "war
 
 def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return everything that would make the run fail on a host with these GPUs."""
+    config = on_device(config, device := device_of(config, gpus.count))
     shape, unusable = usable_shape(config)
     checks = [check_assets(config, shape), check_task(config), check_template_keys(config)]
     checks += [check_lengths(config, shape)] if shape else []
@@ -43,27 +46,30 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     rows += [] if readable or rows else check_chat(config)
     own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
     others = [check(config) for check in (*own, check_launch)]
-    others.append(check_hosts(config, gpus.count if config.hosts.device != "cpu" else 0))
-    others.append(check_exact(config, "cuda" if gpus.count and config.hosts.device != "cpu" else "cpu"))
+    others.append(check_hosts(config, gpus.count if device == "cuda" else 0))
+    others.append(check_exact(config, device))
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]
     if shape:
         checks_of_shape = (check_dimensions, check_parallelism, check_exact_model, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
-        if gpus.nbytes and config.hosts.device != "cpu":
+        if gpus.nbytes and device == "cuda":
             most = gpus_of_hosts(config, gpus.count)
             others.append(check_gpu_memory(config, shape, gpus.nbytes, most=most))
+        others.append(check_cache_room(config, shape, gpus.nbytes if device == "cuda" else 0))
     found = (problem for check in (rows, *others) for problem in check)
     return [*readable, *found, *host_problems(config, gpus=gpus)]
 
 
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
+    config = on_device(config, device_of(config, gpus.count))
     return [*check_driver(config, gpus), *check_placement(config, usable_shape(config)[0], gpus.count)]
 
 
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
-    found = []
+    config = on_device(config, device := device_of(config, gpus.count))
+    found: list[str] = []
     trainer, generator = config.training.mixed_precision_param, config.generator.dtype
     if trainer != generator:
         found.append(
@@ -84,4 +90,6 @@ def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     if a.name == "ipo" and a.label_smoothing:
         found.append(f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it")
     found += [*clip_warning(config), *attach_warnings(config), *chat_warnings(config)]
-    return [*found, *(snapshot_warning(config, usable_shape(config)[0]) if gpus.here else [])]
+    if shape := usable_shape(config)[0]:
+        found += cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
+    return [*found, *(snapshot_warning(config, shape) if gpus.here else [])]

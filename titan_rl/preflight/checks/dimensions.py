@@ -1,9 +1,8 @@
 """Checks of the model's dimensions against each other, the parallel degrees and the sequence lengths."""
 
-import math
 from collections.abc import Iterator
 
-from titan_rl.config.sections import BYTES, Config, ParallelismSection
+from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.preflight.checks.role_folders import shape_of_role
 from titan_rl.text.tokenizer import SIZE
 from titan_rl.wire.model_shape import ModelShape
@@ -88,12 +87,3 @@ def check_lengths(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f"generator.max_model_len: expected {row}, found {generator.max_model_len}"
     if 0 < generator.max_model_len < prompt + new:
         yield f"generator.max_model_len: expected {needed}, found {generator.max_model_len}"
-
-    length = generator.max_model_len or seq_len
-    blocks = math.ceil(length / generator.block_size) + 1  # vLLM keeps one for itself
-    heads = max(1, shape.n_kv_heads // generator.tensor_parallel_degree)
-    token = 2 * shape.n_layers * heads * shape.head_dim * BYTES[generator.dtype]
-    mib = math.ceil(blocks * generator.block_size * token / 2**20)
-    if 0 < generator.kv_cache_memory_mb < mib:
-        cache = f"the KV cache of one sequence of {length} tokens"
-        yield f"generator.kv_cache_memory_mb: expected at least {mib}, {cache}, found {generator.kv_cache_memory_mb}"

@@ -6,7 +6,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
-from titan_rl.config.auto import resolved
+from titan_rl.config.auto import on_device, resolved
 from titan_rl.config.changes import changed
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml
@@ -19,7 +19,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
 
 GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
-SPARE = 0.1  # of a GPU, which a microbatch sized by estimate leaves free
+SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
 UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
 
 
@@ -78,13 +78,14 @@ def lent(config: Config) -> int:
 
 
 def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) -> Need:
-    """Without a size of its own, the KV cache takes what gpu_memory_utilization leaves, but at least one sequence."""
+    """A KV cache without a size takes the memory within gpu_memory_utilization that weights, graphs and a waiting
+    `trainer` leave, but at least one sequence."""
     g = config.generator
     longest = (g.max_model_len or config.training.seq_len) * device_memory.cache_bytes_per_token(config, shape)
     cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
     if not cache:
         allowed = int(gpu_bytes * g.gpu_memory_utilization)
-        left = allowed - device_memory.engine(config, shape, 0).total
+        left = allowed - trainer - device_memory.engine(config, shape, 0).total
         cache = max(longest, int(left / (1 + device_memory.FRAGMENTED)))
         limit = gpu_bytes if trainer else allowed
     own = device_memory.engine(config, shape, cache)
@@ -98,19 +99,25 @@ def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
 
 def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
-    as many rows as fit, a power of two. On a GPU of unknown size they have one row."""
+    the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
+    after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
     roles = role_shapes(config, shape)
 
     def fits(tried: Config, nbytes: float, *others: str) -> bool:
         found = needs(tried, shape, int(nbytes), roles)
         return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
 
-    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), gpu_bytes), 1
+    spared = (1 - SPARE) * gpu_bytes
+    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
     while 2 * rows * config.training.seq_len <= GPU_TOKENS:
-        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), (1 - SPARE) * gpu_bytes, "generator"):
+        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), spared, "generator"):
             break
         rows *= 2
-    return resolved(config, "cuda", gradients_fit=whole, rows=rows)
+    final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
+    if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
+        return final
+    cache = needs(final, shape, gpu_bytes, roles)["generator"].own.kept["KV cache"].nbytes
+    return resolved(final, "cuda", cache_mb=cache >> 20)
 
 
 def check_gpu_memory(
@@ -122,6 +129,7 @@ def check_gpu_memory(
     sharded: Mapping[str, ShardedModel] = MappingProxyType({}),
 ) -> Iterator[str]:
     """`most`: how many GPUs there are."""
+    config = on_device(config, "cuda")
     roles = role_shapes(config, shape)
     for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, roles, sharded).items():
         if not need.fits:

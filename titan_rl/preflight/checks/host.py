@@ -80,8 +80,10 @@ def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iter
             "hosts.device: expected a GPU, because vLLM's CUDA build is installed, which samples on nothing else; "
             "./scripts/run --extra cpu installs the build for CPUs"
         )
-    if generator.kv_cache_memory_mb == 0:
-        yield "generator.kv_cache_memory_mb: expected a size above 0 on a CPU, found 0"
+    longest = generator.max_model_len or config.training.seq_len
+    if 0 < generator.max_num_batched_tokens < longest:
+        least = f"0 or at least {longest} on a CPU, where a prompt is computed in one step"
+        yield f"generator.max_num_batched_tokens: expected {least}, found {generator.max_num_batched_tokens}"
     if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"

@@ -29,7 +29,8 @@ def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
     if config.debug.seed >= SEEDS:
         why = "because vLLM takes no other"
         yield f"debug.seed: expected a value below 2^32 = {SEEDS}, {why}, found {config.debug.seed}"
-    batch = max(BATCHED_TOKENS, config.generator.max_model_len or config.training.seq_len)
+    longest = config.generator.max_model_len or config.training.seq_len
+    batch = config.generator.max_num_batched_tokens or max(BATCHED_TOKENS, longest)
     if config.generator.max_num_seqs > batch:
         why = "vLLM's limit on the tokens of a step"
         yield f"generator.max_num_seqs: expected at most {batch}, {why}, found {config.generator.max_num_seqs}"
