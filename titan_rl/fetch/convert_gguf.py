@@ -152,25 +152,23 @@ def write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def check(source: Path, folder: Path) -> None:
-    """Compare the log-probs of the folder's model with those of transformers' own reading of the file."""
+    """Compare log-probs of the model in the folder with log-probs of the model that transformers reads from the file:
+    its config and its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
-    tokens = torch.randint(vocabulary, (1, 64), generator=torch.Generator().manual_seed(0))
-    found = []
-    for reads_gguf in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        if reads_gguf:
-            state = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
-            wrong = model.load_state_dict({name: value.float() for name, value in state.items()}, strict=False)
-            if wrong.unexpected_keys or set(wrong.missing_keys) - {"lm_head.weight"}:
-                raise Refused(f"expected transformers to read the same tensors, found {wrong}")
-            model.tie_weights()
-        with torch.no_grad():
-            found.append(model(tokens).logits.log_softmax(-1))
-        del model
-    gap = float((found[0] - found[1]).abs().max())
+    facts = load_gguf_checkpoint(str(source), return_tensors=False)["config"]
+    facts = {name: value for name, value in facts.items() if not name.startswith("_")}
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**facts), dtype=torch.float32)
+    read = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=theirs)["tensors"]
+    keys = theirs.load_state_dict({name: values.float() for name, values in read.items()}, strict=False)
+    if keys.unexpected_keys or set(keys.missing_keys) - {"lm_head.weight"}:
+        raise Refused(f"expected transformers to read the same tensors, found {keys}")
+    theirs.tie_weights()
+    ours: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(theirs.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        gap = float((ours(tokens).logits.log_softmax(-1) - theirs(tokens).logits.log_softmax(-1)).abs().max())
     if not gap <= EPSILON:
         raise Refused(f"expected log-probs within {EPSILON} of transformers' own reading of the file, found {gap:.3g}")
     print(json.dumps({"largest difference of log-probs": gap}))

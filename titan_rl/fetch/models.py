@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ def announce(text: str) -> None:
 
 def with_models(config: Config, say: Say) -> Config:
     """Return the config with a folder in place of every "fetch:NAME". Fetch the models that are not there yet."""
-    changed = {}
+    changed = dict[str, Any]()
     for each in fields(Config):
         section: Any = getattr(config, each.name)
-        path = getattr(section, KEY, "") if is_dataclass(section) else ""
+        path = getattr(section, KEY, "")
         if path.startswith(PREFIX):
             folder = model_folder(path.removeprefix(PREFIX), f"{each.name}.{KEY}", say)
             changed[each.name] = replace(section, **{KEY: str(folder)})

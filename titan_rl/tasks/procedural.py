@@ -115,10 +115,8 @@ def package() -> Any:
 
 def procedural_sets(task: TaskSection) -> list[ProceduralSet]:
     """Return the data sets of checked tables."""
-    return [
-        ProceduralSet(name, float(table.get("weight", 1.0)), {key: v for key, v in table.items() if key != "weight"})
-        for name, table in task.datasets.items()
-    ]
+    tables: dict[str, dict[str, Any]] = {name: dict(table) for name, table in task.datasets.items()}
+    return [ProceduralSet(name, float(table.pop("weight", 1.0)), table) for name, table in tables.items()]
 
 
 def procedural(task: TaskSection, seed: int, eval_size: int) -> tuple[Problems, list[Example]]:

@@ -15,10 +15,11 @@ from titan_rl.fetch import convert_gguf
 from titan_rl.fetch.models import FetchFailed, convert
 
 NOWHERE = Path("no wheel: the package gguf is installed")
+HEADS, KV_HEADS = 4, 2
 CONFIG = LlamaConfig(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=260, max_position_embeddings=128, rope_theta=5e4, rms_norm_eps=1e-5, tie_word_embeddings=True,
-    bos_token_id=256, eos_token_id=257, pad_token_id=257,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+    vocab_size=260, max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+    rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=256, eos_token_id=257, pad_token_id=257,
 )  # fmt: skip
 
 
@@ -44,8 +45,8 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llam
     writer.add_embedding_length(CONFIG.hidden_size)
     writer.add_block_count(CONFIG.num_hidden_layers)
     writer.add_feed_forward_length(CONFIG.intermediate_size)
-    writer.add_head_count(CONFIG.num_attention_heads)
-    writer.add_head_count_kv(CONFIG.num_key_value_heads)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(CONFIG.rms_norm_eps)
     writer.add_rope_freq_base(5e4)
     writer.add_vocab_size(CONFIG.vocab_size)
@@ -66,9 +67,7 @@ def write_gguf(path: Path, model: LlamaForCausalLM, *, architecture: str = "llam
         if name == "lm_head.weight" or names[name] == without:
             continue
         values = tensor.numpy()
-        heads = (
-            CONFIG.num_attention_heads if "q_proj" in name else CONFIG.num_key_value_heads if "k_proj" in name else 0
-        )
+        heads = CONFIG.num_attention_heads if "q_proj" in name else KV_HEADS if "k_proj" in name else 0
         values = in_pairs(values, heads) if heads else values
         if "up_proj" in name:
             writer.add_tensor(

@@ -3,11 +3,13 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from titan_rl.config.choices import NestedTables
 from titan_rl.config.sections import TaskSection
-from titan_rl.tasks.procedural import ENDLESS, Unfit, procedural, set_problems
+from titan_rl.tasks.procedural import ENDLESS, Problems, Unfit, procedural, set_problems
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.rewards import Answered
 from titan_rl.tasks.task import load_task
@@ -15,8 +17,9 @@ from titan_rl.tasks.verifiers import VERIFIERS
 from titan_rl.text.tokenizer import TextTokenizer, build
 from titan_rl.wire.types import Prompt
 
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-TASK = TaskSection(name="reasoning_gym", datasets={"chain_sum": SUMS | {"weight": 3}, "gcd": {"max_value": 20}})
+SUMS: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+SETS: NestedTables = {"chain_sum": SUMS | {"weight": 3}, "gcd": {"max_value": 20}}
+TASK = TaskSection(name="reasoning_gym", datasets=SETS)
 
 
 def test_problems_depend_on_the_seed_and_their_number_only() -> None:
@@ -32,7 +35,7 @@ def test_problems_depend_on_the_seed_and_their_number_only() -> None:
 
 def test_a_seed_gives_these_problems() -> None:
     train, heldout = procedural(replace(TASK, datasets={"chain_sum": SUMS}), 0, 1)
-    shown = [(example.prompt.rpartition(": ")[2], example.answer) for example in [*train[:3], *heldout]]
+    shown = [(str(example.prompt).rpartition(": ")[2], example.answer) for example in [*train[:3], *heldout]]
     assert shown == [("9 - 2 =", "7"), ("9 + 5 =", "14"), ("9 + 6 =", "15"), ("8 - 6 =", "2")]
 
 
@@ -44,7 +47,7 @@ def test_data_sets_are_drawn_by_their_weights() -> None:
 
 def test_held_out_and_long_problems_are_passed_over() -> None:
     train, heldout = procedural(replace(TASK, datasets={"chain_sum": SUMS}), 0, 32)  # of 162 different ones
-    shown = {example.prompt for example in heldout}
+    shown = {str(example.prompt) for example in heldout}
     unfit = Unfit(train, heldout, lambda example: len(example.prompt) < 70)
     passed = [k for k in range(200) if k in unfit]
     assert passed == [k for k in range(200) if train[k].prompt in shown or len(train[k].prompt) >= 70]
@@ -55,6 +58,7 @@ def test_a_source_of_prompts_continues_where_it_was(tmp_path: Path) -> None:
     build(tmp_path)
     tokenizer = TextTokenizer.load(tmp_path)
     task = load_task(TASK, seed=3, eval_size=8)
+    assert isinstance(task.train, Problems)
     task = replace(task, unfit=Unfit(task.train, task.heldout, lambda example: True))
     source = PromptSource(task, tokenizer, seed=5)
     for _ in range(4):
