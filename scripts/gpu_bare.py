@@ -20,7 +20,6 @@ spmd_types 0.2.3, tyro, typeguard, docstring_parser, tomli, torchdata, and, to c
     eager          a trainer rank's steps at 0.6B, by rows of a microbatch: seconds, MFU, the host's share, memory
     compiled       the same with compiled blocks, and how often they were compiled
     deterministic  two runs with debug.deterministic have equal bits
-    expandable     the memory of `eager` with PyTorch's expandable segments
     weights        Staging in one process, Landing in another on the same GPU: pins, pack, write, verify, a flipped sign
 
 With --device cpu, kernels run in Triton's interpreter, and parts that need a GPU are left out.
@@ -47,7 +46,8 @@ from titan_rl.wire.gpus import PLANNED
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER = 4  # times the limits, on a CPU
-BOTH_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's, before and after 2.9
+EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+"""What a run's trainers are launched with (train/bring_up.py), under torch's names before and after 2.9."""
 Row = list[str]  # what, found, against, verdict
 
 
@@ -62,13 +62,12 @@ class Process:
 
 
 PROCESSES = [
-    Process("card", ["machine", "varlen", "checksums"], 32),
+    Process("card", ["machine", "varlen", "checksums"], 24),
     Process("head", ["head", "speed"], 32),
-    Process("trainer_numbers", ["float32", "bfloat16"], 26),
-    Process("trainer_steps", ["eager"], 36),
-    Process("trainer_steps", ["compiled"], 46),
-    Process("trainer_numbers", ["deterministic"], 16, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-    Process("trainer_steps", ["expandable"], 24, dict.fromkeys(BOTH_NAMES, "expandable_segments:True")),
+    Process("trainer_numbers", ["float32", "bfloat16"], 30),
+    Process("trainer_steps", ["eager"], 44, EXPANDABLE),
+    Process("trainer_steps", ["compiled"], 64, EXPANDABLE),
+    Process("trainer_numbers", ["deterministic"], 18, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     Process("weights", ["weights"], 28),
 ]
 MODULES = {mode: process.module for process in PROCESSES for mode in process.modes}
@@ -82,7 +81,10 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # run the parts in this process
     a = parser.parse_args()
     if a.here:
-        return run_here(a.only)
+        code = run_here(a.only)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a process group that is not destroyed may keep an interpreter from its end
     a.out.parent.mkdir(parents=True, exist_ok=True)
     began, deadline = time.monotonic(), time.monotonic()
     found = dict[str, list[Row]]()

@@ -1,8 +1,9 @@
 """Estimates the memory that each rank needs on a GPU, without one.
 
 Weights, optimizer states, caches and activations follow from the shapes: tests/unit/preflight/test_device_memory.py
-counts the activations in TorchTitan's own blocks. CONTEXT, COLLECTIVES, GRAPHS, FRAGMENTED and the engine's working
-memory are allowances, not measurements. docs/gpu.md has the formulas.
+counts the activations in TorchTitan's own blocks. CONTEXT and FRAGMENTED are what a trainer rank took on an H200
+(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements. docs/gpu.md
+has the formulas.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,10 @@ from titan_rl.preflight.quantities import GIB, count, gib, size
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
 
-CONTEXT = 3 * GIB // 4  # of CUDA, in every process
+CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
-FRAGMENTED = 0.05  # of what a process allocates
+FRAGMENTED = 0.08  # share of a process's allocations that the caching allocator takes in addition
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
 

@@ -7,6 +7,7 @@ controller ── trainer mesh (dp, tp)                                    the f
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +42,7 @@ from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
 from titan_rl.wire.vllm_params import verify_complete
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
 HURRIED_SECONDS = 0.5
 GOODBYE_SECONDS = 0.3  # for Monarch's last messages, to processes that are dead. Monarch itself takes 0.3 at exit
@@ -133,7 +135,7 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
     async def started(role: RoleName) -> ModelMesh:
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
-            env = {PLANNED: setup.device}
+            env = {PLANNED: setup.device, **_allocator_env(setup)}
             mesh = ModelMesh(partial(berths.of_model, role), role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
@@ -296,6 +298,14 @@ async def _environments(
 def _share_gpus(setup: Setup) -> bool:
     """Return True if generators and trainers use the same GPUs."""
     return setup.device == "cuda" and setup.config.placement.kind == "colocated" and setup.config.samples_rollouts
+
+
+def _allocator_env(setup: Setup) -> dict[str, str]:
+    """Return the launch environment of a model's rank on a GPU: segments that grow leave fewer gaps than fixed ones
+    between activations of other lengths. A setting of the user's stays."""
+    if setup.device == "cpu" or any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def _engine_env(setup: Setup) -> dict[str, str]:

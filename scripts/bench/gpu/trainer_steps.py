@@ -29,17 +29,7 @@ def compiled() -> None:
     steps(compiled=True)
 
 
-def expandable() -> None:
-    """The memory of `eager` again: gpu_bare.py has set expandable segments in this process's environment."""
-    if ON_CPU:
-        return say("expandable", "needs a GPU: on a CPU there is no caching allocator")
-    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    is_on = settings.get("expandable_segments")
-    say("allocator: expandable segments", str(is_on), "True: what this part is about", is_on is True)
-    steps(compiled=False, rates=False)
-
-
-def steps(*, compiled: bool, rates: bool = True) -> None:
+def steps(*, compiled: bool) -> None:
     began = time.perf_counter()
     model, shape = model_of(config_of(LAYERS, SEQ_LEN, compiled=compiled))
     say("build, s", time.perf_counter() - began, f"{shape.parameters / 1e6:.0f}M parameters")
@@ -49,8 +39,8 @@ def steps(*, compiled: bool, rates: bool = True) -> None:
             say_graphs(rows)
         if not ON_CPU:
             say_memory(model, shape, rows, hardware)  # before the profiler takes memory
-            if rates:
-                say_rates(model, shape, rows, seconds, hardware.get("throughput/mfu", math.nan))
+            say_rates(model, shape, rows, seconds, hardware.get("throughput/mfu", math.nan))
+            torch.cuda.empty_cache()  # other rows are measured as if they were the first
 
 
 def drawn(seed: int, rows: int, vocabulary: int) -> list[Batch]:

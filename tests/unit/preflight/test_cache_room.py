@@ -27,10 +27,12 @@ def of_readme(tmp_path: Path) -> Config:
     return config(tmp_path, block.removeprefix("toml\n"))
 
 
-@pytest.mark.parametrize("kind", ["disaggregated", "colocated"])
-@pytest.mark.parametrize(("gib", "rows"), [(79, 32), (24, 4)])
+@pytest.mark.parametrize(
+    ("gib", "kind", "rows"),
+    [(79, "disaggregated", 32), (79, "colocated", 32), (24, "disaggregated", 4), (24, "colocated", 2)],
+)
 def test_the_config_of_the_readme_is_a_good_one_on_a_gpu(
-    of_readme: Config, tmp_path: Path, gib: int, rows: int, kind: str
+    of_readme: Config, tmp_path: Path, gib: int, kind: str, rows: int
 ) -> None:
     (tmp_path / "base.toml").write_text((tmp_path / "run.toml").read_text())
     given = config(tmp_path, f'base = "base.toml"\n[placement]\nkind = "{kind}"\n[hosts]\ngpu_memory_gb = {gib}')

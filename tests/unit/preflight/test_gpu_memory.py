@@ -10,7 +10,7 @@ from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, needs, on_gpus
-from titan_rl.preflight.device_memory import cache_bytes_per_token
+from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, cache_bytes_per_token
 from titan_rl.preflight.quantities import GIB
 from titan_rl.wire.model_shape import ModelShape
 
@@ -66,7 +66,7 @@ def test_colocated_meshes_take_turns_on_a_gpu() -> None:
     together, alone = (needs(on_gpus(c, QWEN_600M, 0), QWEN_600M, 15 * GIB, {}) for c in (config, apart))
     kept = 12 * QWEN_600M.parameters
     assert together["generator"].nbytes - alone["generator"].nbytes > kept
-    assert GIB < together["trainer"].nbytes - alone["trainer"].nbytes < 2 * GIB
+    assert together["trainer"].nbytes - alone["trainer"].nbytes == CONTEXT + GRAPHS
 
 
 def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequence() -> None:
