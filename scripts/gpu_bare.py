@@ -63,10 +63,10 @@ class Process:
 
 PROCESSES = [
     Process("card", ["machine", "varlen", "checksums"], 24),
-    Process("head", ["head", "speed"], 32),
+    Process("head", ["head", "speed"], 30),
     Process("trainer_numbers", ["float32", "bfloat16"], 30),
     Process("trainer_steps", ["eager"], 44, EXPANDABLE),
-    Process("trainer_steps", ["compiled"], 64, EXPANDABLE),
+    Process("trainer_steps", ["compiled"], 66, EXPANDABLE),
     Process("trainer_numbers", ["deterministic"], 18, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     Process("weights", ["weights"], 28),
 ]
