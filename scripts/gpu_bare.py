@@ -46,7 +46,9 @@ from titan_rl.wire.gpus import PLANNED
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER = 4  # times the limits, on a CPU
-EXPANDABLE = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+EXPANDABLE: dict[str, str] = dict.fromkeys(
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+)
 """What a run's trainers are launched with (train/bring_up.py), under torch's names before and after 2.9."""
 Row = list[str]  # what, found, against, verdict
 

@@ -1,0 +1,196 @@
+#!/usr/bin/env python3
+"""Measure how grpo_smollm2 learns, next to TRL from the same weights on the same prompts. Appends a row per run.
+
+    .venv/bin/python scripts/bench_smollm2.py                                          # seeds 0 to 4, without TRL
+    .venv/bin/python scripts/bench_smollm2.py --trl /tmp/trl/bin/python --seeds 0 1    # with TRL, in turn
+    .venv/bin/python scripts/bench_smollm2.py --plot                                   # only print and plot the CSV
+
+Both take the same number of GRPO steps on the same problems, with the same batch, rate and temperature, and answer the
+same held-out problems greedily as often. Seconds count from the command: start-up and evaluations too. Memory is the
+peak of the proportional set sizes of all processes of a run, measured twice a second. TRL's environment:
+
+    python3 -m venv /tmp/trl
+    /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0+cpu transformers==5.19.0 reasoning-gym==0.1.25
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.axes import COLORS, Axes, legend, look_of, svg
+from bench.rows import BENCHMARKS, append_rows, csv_rows, metric_lines, ran_on
+from bench.step_ways import ENV, engines_of
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import find, load
+from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.fetch.models import announce, with_models
+from titan_rl.record.metric_docs import EVAL_SCORE
+from titan_rl.tasks.procedural import Unfit, procedural
+from titan_rl.tasks.rewards import NUMBER
+from titan_rl.wire.seeds import derive
+
+CONFIG = "grpo_smollm2"
+OURS, TRL = "titan_rl", "TRL"
+PROGRAM = Path(__file__).resolve().parent / "bench" / "smollm2_trl.py"
+POLL_SECONDS = 0.5
+MOST_SECONDS = 5400  # of a run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", type=Path, help="an interpreter that has TRL. Without it, TRL is not measured")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--steps", type=int, help="instead of the config's")
+    parser.add_argument("--csv", type=Path, default=BENCHMARKS / "smollm2.csv")
+    parser.add_argument("--plot", action="store_true", help="only print and plot the CSV")
+    a = parser.parse_args()
+    for seed in [] if a.plot else a.seeds:
+        for way in (OURS, *([TRL] if a.trl else [])):
+            row = {"way": way, "seed": seed, **measured(way, seed, a.steps, a.trl), **ran_on()}
+            append_rows(a.csv, [row | ({"engines": engines_of(a.trl)} if way == TRL else {})])
+            print(f"seed {seed}, {way}: {row['curve']}; {row['step_s']} s a step, {row['peak_gib']} GiB", flush=True)
+    rows = csv_rows(a.csv)
+    print("\n".join(summary(rows)))
+    for unit in ("step", "seconds"):
+        a.csv.with_name(f"{a.csv.stem}_by_{unit}.svg").write_text(plot(rows, unit))
+
+
+def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[str, Any]:
+    """Return the scores, seconds and peak memory of one run."""
+    keys = {"debug.seed": str(seed)} | ({"training.steps": str(steps)} if steps else {})
+    config = with_models(load(find(CONFIG), list(keys.items())), announce)
+    load_before = f"{os.getloadavg()[0]:.1f}"
+    with tempfile.TemporaryDirectory() as folder:
+        if way == OURS:
+            flags = [part for key, value in keys.items() for part in (f"--{key}", value)]
+            command = [sys.executable, "-m", "titan_rl.run", "--config", CONFIG, *flags, "--job.dump_folder", folder]
+            began = time.time()
+            peak = run(command, {**CONTROLLER_ENV, **os.environ}, Path(folder) / "log")
+            lines = metric_lines(Path(folder), "eval", "rl")
+            points = [(line["step"], line["time"] - began, line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line]
+            took = [line["time/step"] for line in lines if line["kind"] == "rl"]
+        else:
+            given, log = Path(folder) / "given.json", Path(folder) / "log"
+            given.write_text(json.dumps({**same_for_trl(config), "began": time.time()}))
+            env = {**os.environ, **ENV, "PYTHONPATH": str(PROGRAM.parents[1])}
+            peak = run([str(trl), str(PROGRAM), str(given)], env, log)
+            found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"step"')]
+            points = [(each["step"], each["seconds"], each["score"]) for each in found if "score" in each]
+            took = [each["took"] for each in found if "took" in each]
+    return {
+        "steps": config.training.steps,
+        "start": f"{points[0][2]:.4f}",
+        "final": f"{points[-1][2]:.4f}",
+        "curve": " ".join(f"{step}:{score:.4f}" for step, _, score in points),
+        "seconds": " ".join(f"{step}:{seconds:.1f}" for step, seconds, _ in points),
+        "step_s": f"{statistics.median(took):.2f}",
+        "peak_gib": f"{peak / 2**30:.2f}",
+        "load_before": load_before,
+    }
+
+
+def run(command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+    """Run a command to its end. Return the peak memory of all its processes in bytes."""
+    peak, ends = 0, time.monotonic() + MOST_SECONDS
+    with log.open("wb") as out, subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT) as process:
+        while process.poll() is None:
+            if time.monotonic() > ends:
+                process.kill()
+                raise TimeoutError(f"{' '.join(command)} took more than {MOST_SECONDS} seconds")
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(POLL_SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+    return peak
+
+
+def memory_of(pid: int) -> int:
+    """Return the bytes of a process and its descendants; memory that several of them share counts once."""
+    total = 0
+    with suppress(psutil.Error):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total
+
+
+def same_for_trl(config: Config) -> dict[str, Any]:
+    """Return the problems and the settings of a run as TRL's program reads them."""
+    train, heldout = procedural(config.task, derive(config.debug.seed, "task"), config.eval.size)
+    passed = Unfit(train, heldout, lambda _: True)
+    count, places = config.training.steps * config.rollout.groups_per_step, range(10**6)
+    indices = [index for index in places[: 4 * count] if index not in passed][:count]
+    system = [{"role": "system", "content": config.task.system_prompt}] if config.task.system_prompt else []
+
+    def shown(example: Any) -> dict[str, Any]:
+        return {"prompt": [*system, {"role": "user", "content": example.prompt}], **example.row}
+
+    return {
+        "folder": config.model.hf_assets_path,
+        "train": [shown(train[index]) for index in indices],
+        "heldout": [shown(example) for example in heldout],
+        "number": NUMBER.pattern,
+        "extract": config.task.reward_args.get("extract", "tag"),
+        **{name: asdict(getattr(config, name)) for name in ("rollout", "training", "optimizer", "algorithm", "eval")},
+        "seed": config.debug.seed,
+    }
+
+
+def points_of(text: str) -> dict[int, float]:
+    return {int(step): float(value) for step, value in (point.split(":") for point in text.split())}
+
+
+def summary(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a line per way: scores, seconds of a step and memory as medians and ranges; then the ratios to TRL."""
+    lines, steps = list[str](), dict[str, float]()
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == way]
+        gains = [float(row["final"]) - float(row["start"]) for row in own]
+        steps[way] = statistics.median(float(row["step_s"]) for row in own)
+        lines.append(
+            f"{way}: {len(own)} runs, start {spread([float(row['start']) for row in own])}, end "
+            f"{spread([float(row['final']) for row in own])}, gain at least {min(gains):.3f}; "
+            f"{spread([float(row['step_s']) for row in own])} s a step, "
+            f"{spread([max(points_of(row['seconds']).values()) for row in own])} s in all, "
+            f"{spread([float(row['peak_gib']) for row in own])} GiB at most"
+        )
+    if steps.keys() >= {OURS, TRL}:
+        lines.append(f"step / TRL: {steps[OURS] / steps[TRL]:.2f}")
+    return lines
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def plot(rows: Sequence[Mapping[str, str]], unit: str) -> str:
+    """Draw the held-out score of every run by `unit`, "step" or "seconds", in the color of its way."""
+    curves = list[tuple[str, dict[int, float]]]()
+    for row in rows:
+        scores, seconds = points_of(row["curve"]), points_of(row["seconds"])
+        at = {step: step if unit == "step" else round(seconds[step]) for step in scores}
+        curves.append((row["way"], {at[step]: score for step, score in scores.items()}))
+    axes = Axes(most=max(x for _, curve in curves for x in curve), floor=0.0)
+    ways = dict.fromkeys(way for way, _ in curves)
+    color = dict(zip(ways, COLORS[1:], strict=False))
+    drawn = axes.grid(f"{CONFIG}: held-out score by {unit}, {len(curves)} runs", unit)
+    drawn += [axes.line(curve, look_of(color[way])) for way, curve in curves]
+    for place, way in enumerate(ways):
+        drawn += legend(place, way, look_of(color[way]))
+    return svg(drawn)
+
+
+if __name__ == "__main__":
+    main()
