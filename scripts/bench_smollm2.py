@@ -45,7 +45,7 @@ CONFIG = "grpo_smollm2"
 OURS, TRL = "titan_rl", "TRL"
 PROGRAM = Path(__file__).resolve().parent / "bench" / "smollm2_trl.py"
 POLL_SECONDS = 0.5
-MOST_SECONDS = 5400  # of a run
+MOST_SECONDS = 5400  # deadline of one run
 
 
 def main() -> None:

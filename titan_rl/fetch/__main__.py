@@ -34,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    enter(main, stopped="stopped: the next call goes on with what was fetched")
+    enter(main, stopped="stopped: the next call keeps the files that are complete")

@@ -146,7 +146,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    except Exception as error:  # its readers raise what they find
+    except Exception as error:  # its readers raise errors of any type
         raise Refused(f"expected a tokenizer that transformers reads, found {type(error).__name__}: {error}") from error
     tokenizer.save_pretrained(folder)
 

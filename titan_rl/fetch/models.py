@@ -27,7 +27,7 @@ LOCK_SECONDS = 1800.0
 """Longest wait for another process that fetches the same model."""
 CONVERT_SECONDS = 900.0
 COMPLETE = "fetched_from.txt"
-"""Written last into a folder: what it was made of."""
+"""File with the source of a folder, written last: a folder without it is incomplete."""
 
 Say = Callable[[str], None]
 
@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 
 
 def announce(text: str) -> None:
-    """Print what is done, before anything else is on the terminal."""
+    """Print a line about the download or the conversion."""
     print(f"titan_rl: {text}", file=sys.stderr, flush=True)
 
 
@@ -178,7 +178,7 @@ def locked(path: Path, what: str, say: Say) -> Iterator[None]:
     """Hold a lock while a model is made. Another process waits at most LOCK_SECONDS for it."""
     import time
 
-    deadline, told = time.monotonic() + LOCK_SECONDS, False
+    deadline, announced = time.monotonic() + LOCK_SECONDS, False
     with path.open("w") as file:
         while True:
             try:
@@ -189,8 +189,8 @@ def locked(path: Path, what: str, say: Say) -> Iterator[None]:
                     raise FetchFailed(
                         f"another process has been fetching {what} for {LOCK_SECONDS:.0f} seconds"
                     ) from None
-                if not told:
+                if not announced:
                     say(f"waiting for another process that fetches {what}")
-                told = True
+                announced = True
                 time.sleep(0.2)
         yield

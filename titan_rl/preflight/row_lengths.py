@@ -186,7 +186,7 @@ def reads_answers(config: Config) -> bool:
 
 
 def fits(config: Config, task: Task, tokenizer: TextTokenizer) -> Callable[[Example], bool]:
-    """Return a function that says whether the run can train on an example."""
+    """Return a predicate: whether the run can train on an example."""
     limits = limits_on(config, heldout=False)
     most = max(limit.most for limit in limits)
 

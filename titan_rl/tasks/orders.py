@@ -42,7 +42,7 @@ def order_of(task: Task, seed: int) -> Order:
 
 
 class EndlessOrder:
-    """Each place has an example of its own: the seed has shuffled them already."""
+    """Each place is the index of its example: endless problems are drawn by the seed already."""
 
     def index_at(self, place: int) -> int:
         return place

@@ -23,7 +23,7 @@ from titan_rl.wire.seeds import derive
 NAME = "reasoning_gym"
 NEEDS = "needs the package reasoning-gym: pip install 'titan-rl[reasoning]'"
 ENDLESS = 2**30
-"""Problems of one seed: more than a run draws. Twice as many seeds fit what numpy accepts."""
+"""Problems of one seed: more than a run draws. Training and held-out seeds together stay below 2^31."""
 RESERVED = ("seed", "size", "weight")
 """Settings that every data set of the package has, and that this project derives; and the key of this project."""
 TRIED = 8
@@ -106,7 +106,7 @@ def package() -> Any:
     """Import reasoning-gym, or raise a ValueError with what to install."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports, when that is compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # from cellpylib, when Python first compiles it
             import reasoning_gym  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(f'"{NAME}" {NEEDS} ({error})') from error

@@ -25,7 +25,7 @@ from titan_rl.wire.seeds import derive, shuffled
 from titan_rl.wire.types import Prompt
 
 MOST_PLAYED = 20_000  # training problems of a game
-MOST_KNOWN = 512  # of endless problems
+MOST_KNOWN = 512  # endless problems that are looked at before the run
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def test_data_sets_are_drawn_by_their_weights() -> None:
 
 
 def test_held_out_and_long_problems_are_passed_over() -> None:
-    train, heldout = procedural(replace(TASK, datasets={"chain_sum": SUMS}), 0, 32)  # of 162 different ones
+    train, heldout = procedural(replace(TASK, datasets={"chain_sum": SUMS}), 0, 32)  # 162 different ones exist
     shown = {str(example.prompt) for example in heldout}
     unfit = Unfit(train, heldout, lambda example: len(example.prompt) < 70)
     passed = [k for k in range(200) if k in unfit]

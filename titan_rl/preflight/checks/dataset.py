@@ -78,7 +78,7 @@ def _played(config: Config) -> tuple[Rows, Rows]:
 
 
 def _procedural_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with a task of endless problems."""
+    """Yield the problems of a config whose task generates endless problems."""
     if config.task.name != procedural.NAME:
         return
     yield from procedural.set_problems(config.task)
