@@ -80,6 +80,10 @@ def test_overrides(argv: list[str], section: str, key: str, value: object) -> No
         (["--optimizer.lr", "-1e-3"], "--optimizer.lr: expected a number > 0 and <= 10, found -0.001"),
         (["--training.step", "3"], "--training.step: [training] has no key 'step'; did you mean 'steps'?"),
         (["--rollout.group_size", "1"], "rollout.group_size: expected at least 2"),
+        (
+            ["--model.hf_assets_path", "fetch:smollm3"],
+            'model.hf_assets_path: expected a folder or "fetch:smollm2", found',
+        ),
     ],
 )
 def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
