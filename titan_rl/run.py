@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not NVIDIA.exists():
             zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
         config = early_config(argv)
-        if config is not None:
+        if config is not None and not any(word.startswith("--scale") for word in argv):
             fetch_models(config)
         why = opted_out(config.hosts) if config else ""
         exposed = why or isolation.isolate()

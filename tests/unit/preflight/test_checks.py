@@ -128,7 +128,7 @@ def test_the_defaults_run() -> None:
         (
             '[task]\nreward = "exct"',
             'task.reward: expected "exact", "last_number", "number", "regex", "json_schema", "math", "format", '
-            '"length", "code_tests", "judge", "model" or "package.module:function"',
+            '"length", "code_tests", "reasoning_gym", "judge", "model" or "package.module:function"',
         ),
         (
             '[task]\nsystem_prompt = "Be brief."',
