@@ -29,7 +29,8 @@ class Scorer:
     def score(self, text: str, dataset: str, entry: dict[str, Any]) -> float:
         numbers = [found[0] for found in self._number.finditer(text)]
         read = (numbers or [""])[-1] if self._by_number else text.strip()
-        return float(get_score_answer_fn(dataset)(read, entry))
+        score_of: Any = get_score_answer_fn(dataset)
+        return float(score_of(read, entry))
 
     def rewards(
         self, completions: Sequence[Any], dataset: Sequence[str], entry: Sequence[str], **_: Any

@@ -71,8 +71,8 @@ def resolve(own: dict[str, Any], *, lag: int, dtypes: Collection[str] = ("float3
 
 
 def algorithm_of(own: dict[str, Any], config: Config, *, gpus: bool = False) -> AlgorithmSection:
-    """Return [algorithm] as resolved for a file that sets the keys `own`, and whose other sections are `config`. `gpus`:
-    this machine has some, so that dtypes that are "auto" become bfloat16 (config/auto.py)."""
+    """Return [algorithm] as resolved for a file that sets the keys `own`, and whose other sections are `config`. With
+    `gpus` on this machine, dtypes that are "auto" become bfloat16 (config/auto.py)."""
     hosts, dtypes = config.hosts, (config.training.mixed_precision_param, config.generator.dtype)
     planned = gpus or hosts.device == "cuda" or hosts.gpu_memory_gb > 0
     auto = "bfloat16" if planned and hosts.device != "cpu" else "float32"

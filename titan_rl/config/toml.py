@@ -178,8 +178,8 @@ def shipped() -> list[str]:
 
 
 def load(path: Path, overrides: Sequence[tuple[str, str]] = (), *, gpus: bool = False) -> Config:
-    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20"). `gpus`:
-    this machine has some, which decides keys of a preset (presets.py)."""
+    """Read a file over its base, its preset and the defaults, then apply the overrides ("training.steps", "20").
+    `gpus`: whether this machine has any, which decides keys of a preset (presets.py)."""
     problems: list[str] = []
     values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
 
