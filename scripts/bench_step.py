@@ -14,7 +14,7 @@ Memory is the peak of the proportional set sizes of all processes of a way.
 
 Weights are random, except in the shape smollm2: SmolLM2-135M-Instruct, which the first call fetches, with the batch of
 grpo_smollm2. The shape calc has two turns and a tool between them, for which TRL has no counterpart here. Its
-environments run in processes of their own.
+environments run in separate processes.
 
 TRL runs in an environment of its own, which needs no titan_rl:
 

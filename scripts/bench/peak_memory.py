@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 POLL_SECONDS = 0.5
-IDLE = 50  # a measurement takes at most 1 / IDLE of a core from what it measures
+WAIT_FACTOR = 50  # waits last this many times longer than measurements, which use a core
 MOST_SECONDS = 5400  # deadline of one command
 
 
@@ -27,7 +27,7 @@ def run_and_measure(command: Sequence[str], env: Mapping[str, str], log: Path) -
                 raise TimeoutError(f"{' '.join(command)} took more than {MOST_SECONDS} seconds")
             began = time.monotonic()
             peak = max(peak, memory_of(process.pid))
-            wait = max(POLL_SECONDS, IDLE * (time.monotonic() - began))
+            wait = max(POLL_SECONDS, WAIT_FACTOR * (time.monotonic() - began))
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
     return peak

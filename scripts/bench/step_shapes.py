@@ -1,7 +1,7 @@
 """The batches that bench_step.py gives to every way. Standard library only: TRL's interpreter imports this too.
 
-The lengths of answers are set, not sampled, so every way computes the same tokens. Weights are random, except those of
-smollm2, whose prompts have the form of grpo_smollm2's.
+The lengths of answers are set, not sampled, so every way computes the same tokens. smollm2 has pretrained weights and
+prompts as in grpo_smollm2; the other shapes have random weights.
 """
 
 import random
