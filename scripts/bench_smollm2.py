@@ -7,7 +7,7 @@
 
 Both take the same number of GRPO steps on the same problems, with the same batch, rate and temperature, and answer the
 same held-out problems greedily as often. Seconds count from the command: start-up and evaluations too. Memory is the
-peak of the proportional set sizes of all processes of a run, measured twice a second. TRL's environment:
+peak of the proportional set sizes of all processes of a run, measured at most twice a second. TRL's environment:
 
     python3 -m venv /tmp/trl
     /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0+cpu transformers==5.19.0 reasoning-gym==0.1.25
@@ -17,20 +17,16 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from bench.axes import COLORS, Axes, legend, look_of, svg
-from bench.rows import BENCHMARKS, append_rows, csv_rows, metric_lines, ran_on
+from bench.peak_memory import run_and_measure
+from bench.rows import BENCHMARKS, append_rows, csv_rows, metric_lines, ran_on, run_command
 from bench.step_ways import ENV, engines_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
@@ -44,8 +40,6 @@ from titan_rl.wire.seeds import derive
 CONFIG = "grpo_smollm2"
 OURS, TRL = "titan_rl", "TRL"
 PROGRAM = Path(__file__).resolve().parent / "bench" / "smollm2_trl.py"
-POLL_SECONDS = 0.5
-MOST_SECONDS = 5400  # deadline of one run
 
 
 def main() -> None:
@@ -74,10 +68,9 @@ def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[s
     load_before = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as folder:
         if way == OURS:
-            flags = [part for key, value in keys.items() for part in (f"--{key}", value)]
-            command = [sys.executable, "-m", "titan_rl.run", "--config", CONFIG, *flags, "--job.dump_folder", folder]
+            command = run_command({**keys, "job.dump_folder": folder}, config=CONFIG)
             began = time.time()
-            peak = run(command, {**CONTROLLER_ENV, **os.environ}, Path(folder) / "log")
+            peak = run_and_measure(command, {**CONTROLLER_ENV, **os.environ}, Path(folder) / "log")
             lines = metric_lines(Path(folder), "eval", "rl")
             points = [(line["step"], line["time"] - began, line[EVAL_SCORE]) for line in lines if EVAL_SCORE in line]
             took = [line["time/step"] for line in lines if line["kind"] == "rl"]
@@ -85,7 +78,7 @@ def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[s
             given, log = Path(folder) / "given.json", Path(folder) / "log"
             given.write_text(json.dumps({**same_for_trl(config), "began": time.time()}))
             env = {**os.environ, **ENV, "PYTHONPATH": str(PROGRAM.parents[1])}
-            peak = run([str(trl), str(PROGRAM), str(given)], env, log)
+            peak = run_and_measure([str(trl), str(PROGRAM), str(given)], env, log)
             found = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"step"')]
             points = [(each["step"], each["seconds"], each["score"]) for each in found if "score" in each]
             took = [each["took"] for each in found if "took" in each]
@@ -99,31 +92,6 @@ def measured(way: str, seed: int, steps: int | None, trl: Path | None) -> dict[s
         "peak_gib": f"{peak / 2**30:.2f}",
         "load_before": load_before,
     }
-
-
-def run(command: Sequence[str], env: Mapping[str, str], log: Path) -> int:
-    """Run a command to its end. Return the peak memory of all its processes in bytes."""
-    peak, ends = 0, time.monotonic() + MOST_SECONDS
-    with log.open("wb") as out, subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT) as process:
-        while process.poll() is None:
-            if time.monotonic() > ends:
-                process.kill()
-                raise TimeoutError(f"{' '.join(command)} took more than {MOST_SECONDS} seconds")
-            peak = max(peak, memory_of(process.pid))
-            time.sleep(POLL_SECONDS)
-    if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-    return peak
-
-
-def memory_of(pid: int) -> int:
-    """Return the bytes of a process and its descendants; memory that several of them share counts once."""
-    total = 0
-    with suppress(psutil.Error):
-        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-            with suppress(psutil.Error):
-                total += process.memory_full_info().pss
-    return total
 
 
 def same_for_trl(config: Config) -> dict[str, Any]:

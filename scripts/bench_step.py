@@ -10,8 +10,11 @@ vLLM             its offline engine on the same requests, all threads. The floor
 titan_rl         a whole run of grpo_llama with the shape's model and batch; "lag 1": as grpo_llama_async
 TRL              GRPO in one process, all threads, sampling by transformers' generate
 
-The shape calc has two turns and a tool between them, for which TRL has no counterpart here. Its environments run in
-processes of their own.
+Memory is the peak of the proportional set sizes of all processes of a way.
+
+Weights are random, except in the shape smollm2: SmolLM2-135M-Instruct, which the first call fetches, with the batch of
+grpo_smollm2. The shape calc has two turns and a tool between them, for which TRL has no counterpart here. Its
+environments run in separate processes.
 
 TRL runs in an environment of its own, which needs no titan_rl:
 
@@ -30,7 +33,7 @@ from pathlib import Path
 from bench.rows import BENCHMARKS, append_rows, csv_rows, in_turn, ran_on
 from bench.step_shapes import SHAPES
 from bench.step_waterfall import NEEDED, Steps, of_one_commit, plot, ratios, steps_of
-from bench.step_ways import ENV, PARTS, TRL, WAYS, engines_of, measured, write_model
+from bench.step_ways import ENV, PARTS, PEAK, TRL, WAYS, engines_of, measured, write_model
 
 
 def main() -> None:
@@ -58,7 +61,8 @@ def main() -> None:
         every[shape] = steps = steps_of(own, shape)
         print(f"{shape}: commit {own[-1]['commit']}, {own[-1]['machine']}")
         for way, step in steps.items():
-            print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in ("step", *PARTS, "cpu")))
+            shown = [part for part in ("step", *PARTS, "cpu", PEAK) if part in step]
+            print(f"{shape}, {way}: " + ", ".join(f"{part} {step[part]:.3f}" for part in shown))
         for name, ratio in ratios(steps).items():
             print(f"{shape}, {name}: {ratio:.2f}")
     if whole := {shape: every[shape] for shape in SHAPES if every.get(shape, {}).keys() >= NEEDED}:
@@ -76,8 +80,8 @@ def measure(path: Path, name: str, ways: Sequence[str], rounds: int, trl: Path |
             figures = {part: f"{found[part]:.4f}" for part in ("step", *PARTS, "cpu")}
             row = {"shape": name, "way": way, "tokens": shape.tokens, "steps": shape.steps, **figures, **ran_on()}
             engines = {"engines": engines_of(trl)} if way == TRL and trl else {}
-            append_rows(path, [row | engines | {"load": load}])
-            print(f"{name}, {way}: {found['step']:.3f} s, load {load}", flush=True)
+            append_rows(path, [row | engines | {"load": load, PEAK: f"{found[PEAK]:.2f}"}])
+            print(f"{name}, {way}: {found['step']:.3f} s, {found[PEAK]:.2f} GiB, load {load}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, Shape
+from bench.step_shapes import SHAPES, Shape
 
 GROUP_SIZE = 16
 LENGTHS = {"grpo_llama": (4, 4), "20M": (4, 28)}  # tokens of the shortest and the longest answer
@@ -38,7 +38,7 @@ def groups_of(shape: Shape, nth: int) -> list[Group]:
     lengths = [shape.shortest + round(step * i) for i in range(shape.groups)]
     return [
         Group(
-            draw.choices(range(shape.vocab_size), k=PROMPT_TOKENS),
+            draw.choices(range(shape.vocab_size), k=shape.prompt),
             length,
             draw.sample(range(2**31), shape.group_size),
         )

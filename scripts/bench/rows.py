@@ -24,6 +24,7 @@ FIGURES = ("median", "min", "max", "runs")
 RAN_ON = ("date", "commit", "machine", "engines", "load")
 ALIASES = {"kernel": "part", "config": "case", "variant": "way", "over plain": "ratio"}  # column names of single files
 CONFIG = "grpo_llama"
+RUN = ("-m", "titan_rl.run")
 T = TypeVar("T")
 
 
@@ -74,12 +75,16 @@ def ran_on() -> dict[str, str]:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV. A column that the file lacks becomes its last one, empty in the rows that are there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if new:
+    old = csv_rows(path)
+    header = list(old[0]) if old else []
+    columns = list(dict.fromkeys([*header, *rows[0]]))
+    with path.open("a" if columns == header else "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if columns != header:
             writer.writeheader()
+            writer.writerows(old)
         writer.writerows(rows)
 
 
@@ -98,10 +103,15 @@ def in_turn(ways: Iterable[T], rounds: int) -> Iterator[tuple[int, T]]:
         yield from ((i, way) for way in (order if i % 2 else reversed(order)))
 
 
-def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = ("-m", "titan_rl.run")) -> str:
+def run_command(keys: Mapping[str, Any], program: Sequence[str] = RUN, config: str = CONFIG) -> list[str]:
+    """Return the command of `program` with a config and these keys."""
+    flags = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    return [sys.executable, *program, "--config", config, *flags]
+
+
+def run_to_end(keys: Mapping[str, Any], program: Sequence[str] = RUN) -> str:
     """Run `program` with these config keys and return what it printed."""
-    command = [sys.executable, *program, "--config", CONFIG]
-    command += [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+    command = run_command(keys, program)
     done = subprocess.run(command, env={**CONTROLLER_ENV, **os.environ}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

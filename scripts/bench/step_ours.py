@@ -33,6 +33,8 @@ def requests_of(request: Request, shape: Shape) -> list[Request]:
     if shape.read:
         turn = int(request.id.rpartition(":")[2])  # "prompt-7.3:0"
         return [set_length(request, shape.second if turn else shape.longest)]
+    if len(request.tokens) != shape.prompt:
+        raise ValueError(f"expected prompts of {shape.prompt} tokens, found {len(request.tokens)}")
     number = int(request.id.split("-")[1])  # "prompt-7"
     step, group = divmod(number, shape.groups)
     lengths = lengths_of(shape, step)[group * shape.group_size :][: shape.group_size]

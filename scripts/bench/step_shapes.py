@@ -1,6 +1,7 @@
 """The batches that bench_step.py gives to every way. Standard library only: TRL's interpreter imports this too.
 
-The weights are random and the lengths of answers are set, not sampled, so every way computes the same tokens.
+The lengths of answers are set, not sampled, so every way computes the same tokens. smollm2 has pretrained weights and
+prompts as in grpo_smollm2; the other shapes have random weights.
 """
 
 import random
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from titan_rl.agents.episodes import Reply
 
-PROMPT_TOKENS = 7  # BOS and "47+38="
+SYSTEM_PROMPT = "Answer with just the number."
+QUESTION = "State the final answer to the following arithmetic problem: {} + {} ="
+PROMPTS = 1000  # in a run's data; more than its steps need
 TOOL_SAYS = "299114="
 
 
@@ -33,6 +36,8 @@ class Shape:
     steps: int  # measured in each round
     read: int = 0  # tokens of a tool's answer, after which a second turn follows; 0: there is one turn
     second: int = 0  # tokens of the second turn
+    prompt: int = 7  # tokens of a prompt: BOS and "47+38="
+    pretrained: str = ""  # a model of titan_rl's catalog, whose prompts are chats; empty: random weights
 
     @property
     def samples(self) -> int:
@@ -41,7 +46,7 @@ class Shape:
     @property
     def tokens(self) -> int:
         """Tokens of a step, prompts included once per sample. Every step has as many."""
-        return self.samples * (PROMPT_TOKENS + self.read) + self.sampled
+        return self.samples * (self.prompt + self.read) + self.sampled
 
     @property
     def sampled(self) -> int:
@@ -91,9 +96,37 @@ SHAPES = {
         warm_up=1,
         steps=2,
     ),
+    "smollm2": Shape(
+        dim=576,
+        n_layers=30,
+        n_heads=9,
+        n_kv_heads=3,
+        hidden_dim=1536,
+        vocab_size=49152,
+        groups=8,
+        group_size=8,
+        shortest=16,
+        longest=16,
+        seq_len=128,
+        chunks=1,
+        lr=1e-5,
+        warm_up=1,
+        steps=3,
+        prompt=38,
+        pretrained="smollm2",
+    ),
 }
 SHAPES["calc"] = replace(SHAPES["grpo_llama"], shortest=8, longest=8, read=8, second=7)
 """A call such as "?347*862", the end token and the calculator's "299114=", the product and its end: as calc_llama."""
+
+
+def chats() -> list[list[dict[str, str]]]:
+    """Return prompts as chat messages. SmolLM2 reads every digit as one token, so numbers of two digits make prompts of
+    one length."""
+    draw = random.Random(0)
+    questions = [QUESTION.format(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(PROMPTS)]
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    return [[system, {"role": "user", "content": question}] for question in questions]
 
 
 class Tool:

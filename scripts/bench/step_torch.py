@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from transformers import LlamaForCausalLM
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, Shape
+from bench.step_shapes import SHAPES, Shape
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         began, cpu = time.perf_counter(), time.process_time()
         for (tokens, filled, mask), advantage in zip(chunks, advantages, strict=True):
             answers = mask.shape[1]
-            padding = torch.cat([torch.ones(len(filled), PROMPT_TOKENS), filled], dim=1)
+            padding = torch.cat([torch.ones(len(filled), shape.prompt), filled], dim=1)
             # A batch without padding needs no mask, and SDPA is faster without one.
             attended = None if bool(filled.all()) else padding
             logits = model(tokens, attention_mask=attended, logits_to_keep=answers + 1, use_cache=False).logits[:, :-1]
@@ -50,7 +50,7 @@ def padded(shape: Shape, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
     lengths = torch.tensor(sorted(shape.lengths(step)))
     for chunk in lengths.split(shape.samples // shape.chunks):
         longest = int(chunk.max()) + shape.read + shape.second
-        tokens = torch.randint(shape.vocab_size, (len(chunk), PROMPT_TOKENS + longest))
+        tokens = torch.randint(shape.vocab_size, (len(chunk), shape.prompt + longest))
         place, first = torch.arange(longest), chunk[:, None]
         filled = place < first + shape.read + shape.second
         yield tokens, filled.float(), (filled & ((place < first) | (place >= first + shape.read))).float()

@@ -17,17 +17,17 @@ from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES, Shape, share_of_digits
+from bench.step_shapes import PROMPTS, SHAPES, Shape, chats, share_of_digits
 
 
 class Lengths(LogitsProcessor):
     """Samples EOS at the end of each answer, and never before it."""
 
-    def __init__(self, lengths: list[int], eos: int) -> None:
-        self._lengths, self._eos = torch.tensor(lengths), eos
+    def __init__(self, prompt: int, lengths: list[int], eos: int) -> None:
+        self._ends, self._eos = prompt + torch.tensor(lengths), eos
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        ends = self._lengths == input_ids.shape[1] - PROMPT_TOKENS + 1
+        ends = self._ends == input_ids.shape[1] + 1
         scores = scores.clone()
         scores[:, self._eos] = -torch.inf
         scores[ends] = -torch.inf
@@ -100,27 +100,29 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     draw, clock = random.Random(0), Clock(shape.warm_up)
-    texts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(1000)]
+    texts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(PROMPTS)]
+    prompts = chats() if shape.pretrained else texts
     steps = iter(range(10**9))
     generate = clock.timed("generation", model.generate)
 
     def with_lengths(**inputs: Any) -> torch.Tensor:
-        if inputs["input_ids"].shape[1] != PROMPT_TOKENS:
-            raise ValueError(f"expected prompts of {PROMPT_TOKENS} tokens, found {inputs['input_ids'].shape[1]}")
-        lengths = Lengths(shape.lengths(next(steps)), tokenizer.eos_token_id)
+        if (found := inputs["input_ids"].shape[1]) != shape.prompt:
+            raise ValueError(f"expected prompts of {shape.prompt} tokens, found {found}")
+        lengths = Lengths(shape.prompt, shape.lengths(next(steps)), tokenizer.eos_token_id)
         return generate(**inputs, logits_processor=LogitsProcessorList([lengths]))
 
     model.generate = with_lengths
 
-    def rewards(completions: list[str], **_: Any) -> list[float]:
-        return [share_of_digits(completion) for completion in completions]
+    def rewards(completions: list[Any], **_: Any) -> list[float]:
+        texts = [completion[0]["content"] for completion in completions] if shape.pretrained else completions
+        return [share_of_digits(text) for text in texts]
 
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=[rewards],
             args=configuration(shape, output),
-            train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             processing_class=tokenizer,
             callbacks=[clock],
         )

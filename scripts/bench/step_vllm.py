@@ -11,7 +11,7 @@ import time
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from bench.step_shapes import PROMPT_TOKENS, SHAPES
+from bench.step_shapes import SHAPES
 
 
 def sampling_of(length: int) -> SamplingParams:
@@ -43,7 +43,7 @@ def main() -> None:
     )
     draw = random.Random(0)
     for step in range(shape.warm_up + shape.steps):
-        contexts = [draw.choices(range(shape.vocab_size), k=PROMPT_TOKENS) for _ in range(shape.groups)]
+        contexts = [draw.choices(range(shape.vocab_size), k=shape.prompt) for _ in range(shape.groups)]
         prompts = [{"prompt_token_ids": context} for context in contexts for _ in range(shape.group_size)]
         read = draw.choices(range(shape.vocab_size), k=shape.read)
         began, cpu = time.perf_counter(), time.process_time()

@@ -6,10 +6,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from bench.axes import BOTTOM, COLORS, HEIGHT, LEFT, TOP, WIDTH, look_of, svg, text
-from bench.step_ways import LAG, OURS, PARTS, TORCH, TRL, VLLM
+from bench.step_ways import LAG, OURS, PARTS, PEAK, TORCH, TRL, VLLM
 
 Steps = Mapping[str, Mapping[str, float]]
-"""Seconds of a step and of its parts, by way."""
+"""Seconds of a step and of its parts, and GiB of memory, by way."""
 NEEDED = {TORCH, VLLM, OURS}  # for a waterfall
 GAP, LABELS = 64, 34
 FLOOR, ADDED, SAVED, WHOLE = COLORS[0], COLORS[2], COLORS[4], COLORS[1]
@@ -35,6 +35,8 @@ def steps_of(rows: Sequence[Mapping[str, str]], shape: str) -> dict[str, dict[st
         own = [row for row in rows if row["shape"] == shape and row["way"] == way]
         step = {part: statistics.median(float(row[part]) for row in own) for part in (*PARTS[:3], "step", "cpu")}
         found[way] = step | {"rest": step["step"] - sum(step[part] for part in PARTS[:3])}
+        if peaks := [float(row[PEAK]) for row in own if row.get(PEAK)]:
+            found[way][PEAK] = statistics.median(peaks)
     return found
 
 
@@ -51,6 +53,8 @@ def ratios(steps: Steps) -> dict[str, float]:
             if TRL in steps:
                 found[f"{way}: step / TRL"] = step["step"] / steps[TRL]["step"]
                 found[f"{way}: CPU / TRL"] = step["cpu"] / steps[TRL]["cpu"]
+                if PEAK in step and PEAK in steps[TRL]:
+                    found[f"{way}: memory / TRL"] = step[PEAK] / steps[TRL][PEAK]
             if TORCH in steps and VLLM in steps:
                 found[f"{way}: step / floor"] = step["step"] / floor(steps)
                 found[f"{way}: CPU / floor"] = step["cpu"] / floor(steps, "cpu")

@@ -11,15 +11,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.rows import metric_lines, run_to_end
-from bench.step_shapes import SHAPES, Shape
+from bench.peak_memory import run_and_measure
+from bench.rows import metric_lines, run_command
+from bench.step_shapes import SHAPES, Shape, chats
 from titan_rl.actors.vllm import launch_env, vllm_cpu
+from titan_rl.environment import CONTROLLER_ENV
+from titan_rl.fetch.models import announce, model_folder
 from titan_rl.text import tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 TORCH, VLLM, OURS, LAG, TRL = "torch", "vLLM", "titan_rl", "titan_rl, lag 1", "TRL"
 WAYS = (TORCH, VLLM, OURS, LAG, TRL)
 PARTS = ("generation", "training", "sync", "rest")
+PEAK = "peak_gib"  # memory of all processes; a row of step.csv of an older commit has none
+PROMPTS_FILE = "prompts.jsonl"  # in the folder of a pretrained model
 AFTER = 1  # step at the end of a run that is not measured: at lag 1, nothing is left to generate
 THREADS = str(len(os.sched_getaffinity(0)))
 # Threads of others than our ranks wait as OpenMP has them wait: with OMP_WAIT_POLICY=PASSIVE a step of TRL takes 1.25
@@ -35,28 +40,32 @@ LAG_KEYS = {"rollout.lag": 1, "parallelism.data_parallel_shard_degree": 1}  # as
 
 
 def measured(way: str, name: str, folder: Path, trl: Path | None) -> dict[str, float]:
-    """Return the median seconds of a step and of its parts."""
+    """Return the median seconds of a step and of its parts, and the peak memory of all processes."""
     if way in (OURS, LAG):
         return run(name, folder, LAG_KEYS if way == LAG else {})
     python, program = (trl, "step_trl") if way == TRL else (sys.executable, f"step_{way.lower()}")
     command = [str(python), str(SCRIPTS / "bench" / f"{program}.py"), name, str(folder)]
     env = {**os.environ, **ENV} | ({"PYTHONPATH": str(SCRIPTS)} if way == TRL else {})
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return medians(json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"'))
+    with tempfile.TemporaryDirectory() as dump:
+        log = Path(dump) / "log"
+        peak = run_and_measure(command, env, log)
+        steps = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"step"')]
+    if len(steps) != SHAPES[name].steps:
+        raise ValueError(f"expected {SHAPES[name].steps} measured steps from {program}, found {len(steps)}")
+    return medians(steps) | {PEAK: peak / 2**30}
 
 
 def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as dump:
         program = [str(SCRIPTS / "bench" / "step_ours.py"), name]
-        run_to_end({**run_keys(shape, folder), **keys, "job.dump_folder": dump}, program=program)
+        command = run_command({**run_keys(shape, folder), **keys, "job.dump_folder": dump}, program)
+        peak = run_and_measure(command, {**CONTROLLER_ENV, **os.environ}, Path(dump) / "log")
         lines = metric_lines(Path(dump), "rl")[shape.warm_up - 1 : -AFTER]
     tokens = {line["tokens/trained"] for line in lines}
     if tokens != {shape.sampled}:
         raise ValueError(f"expected {shape.sampled} trained tokens in each step, found {sorted(tokens)}")
-    return medians(
+    steps = (
         {
             "step": line["time/step"],
             "generation": line["engine/sampling_seconds"],
@@ -66,10 +75,15 @@ def run(name: str, folder: Path, keys: Mapping[str, Any]) -> dict[str, float]:
         }
         for before, line in pairwise(lines)
     )
+    return medians(steps) | {PEAK: peak / 2**30}
 
 
 def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
-    """Return what differs from grpo_llama: the shape, equal weights, no schedule, and nothing besides steps."""
+    """Return what differs from grpo_llama: the shape, equal weights, no schedule, and nothing besides steps. A
+    pretrained model has the ranks of grpo_smollm2."""
+    tool = {"environment.name": "bench.step_shapes:Tool", "environment.concurrency": 128}
+    chat = {"task.name": "jsonl", "task.path": folder / PROMPTS_FILE, "task.template": "chat"}
+    pretrained = {**chat, "parallelism.data_parallel_shard_degree": 1, "generator.max_num_seqs": shape.samples}
     return {
         "model.hf_assets_path": folder,
         "task.reward": "bench.step_shapes:share_of_digits",
@@ -87,7 +101,8 @@ def run_keys(shape: Shape, folder: Path) -> dict[str, Any]:
         "lr_scheduler.decay_ratio": 0,
         "eval.size": 0,
         "checkpoint.enable": "false",
-        **({} if not shape.read else {"environment.name": "bench.step_shapes:Tool", "environment.concurrency": 128}),
+        **(tool if shape.read else {}),
+        **(pretrained if shape.pretrained else {}),
     }
 
 
@@ -107,7 +122,14 @@ def engines_of(python: Path) -> str:
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """Write random weights and the built-in tokenizer, from which every way starts."""
+    """Write the weights and the tokenizer from which every way starts: random ones and the built-in one, or links to
+    the files of a pretrained model, and its prompts."""
+    if shape.pretrained:
+        for file in model_folder(shape.pretrained, "bench", announce).iterdir():
+            (folder / file.name).symlink_to(file.resolve())
+        rows = [json.dumps({"question": chat, "answer": ""}) for chat in chats()]
+        (folder / PROMPTS_FILE).write_text("\n".join(rows))
+        return
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
