@@ -80,7 +80,8 @@ def test_one_sequence_is_enough_where_one_is_sampled_at_a_time(tmp_path: Path) -
 
 
 def test_a_gpu_without_room_for_four_sequences_is_refused_with_the_length_that_fits(of_readme: Config) -> None:
-    long = replace(of_readme, training=replace(of_readme.training, seq_len=2**15, local_batch_size=1))
+    own_gpu = replace(of_readme, placement=replace(of_readme.placement, kind="disaggregated"))
+    long = replace(own_gpu, training=replace(own_gpu.training, seq_len=2**15, local_batch_size=1))
     (problem,) = check_cache_room(on_device(long, "cuda"), QWEN_600M, 12 * GIB)
     key, _, length = problem.partition(": expected at most ")
     assert key == "generator.max_model_len"
