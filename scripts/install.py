@@ -88,8 +88,9 @@ def main(engine: str, dev: str, log: Path) -> int:
 
 def install_reasoning(installer: Installer, log: Path) -> None:
     """Install the package of task.name = "reasoning_gym". Other tasks do without it, so a failure is only reported."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["reasoning"]
-    if not installer.install(*needs):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needs = extras.get("reasoning", [])
+    if needs and not installer.install(*needs):
         why = "one of its packages, pycosat, has to be compiled: install a C compiler and Python's headers"
         say(f"{' '.join(needs)} could not be installed, so grpo_smollm2.toml cannot run ({why}; the log: {log})")
 
