@@ -7,6 +7,7 @@ from typing import Any
 
 from support.rank_programs import MESHES
 from support.trainer_cases import samples
+from titan_rl.config.auto import on_device
 from titan_rl.config.choices import Family
 from titan_rl.config.sections import Config, JobSection, ModelSection
 
@@ -16,12 +17,13 @@ READERS = 2  # tensor-parallel ranks of the generators
 def config_of(layout: str, *, tied: bool) -> Config:
     family: Family = "qwen3_moe" if "ep" in layout else "qwen3"
     base = Config(parallelism=MESHES[layout], model=ModelSection(name=family, enable_weight_tying=tied))
-    return replace(
+    config = replace(
         base,
         training=replace(base.training, seq_len=64, local_batch_size=1, gradient_sync="microbatch"),
         generator=replace(base.generator, tensor_parallel_degree=READERS),
         algorithm=replace(base.algorithm, name="sft"),
     )
+    return on_device(config, "cpu")
 
 
 def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
