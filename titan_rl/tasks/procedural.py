@@ -147,7 +147,8 @@ def set_problems(task: TaskSection) -> Iterator[str]:
         for setting in unknown:
             yield f"{key}: there is no key {as_toml(setting)}{did_you_mean(setting, known)}; it has {', '.join(known)}"
         if not unknown:
-            yield from _unusable(key, procedural_sets(task)[list(task.datasets).index(name)])
+            settings = {setting: value for setting, value in table.items() if setting != "weight"}
+            yield from _unusable(key, ProceduralSet(name, 1.0, settings))
 
 
 def _unusable(key: str, chosen: ProceduralSet) -> Iterator[str]:

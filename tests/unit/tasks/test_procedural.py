@@ -95,6 +95,7 @@ def test_answers_are_scored_by_the_package() -> None:
         ({"chain_sum": {"min_term": 2}}, r'chain_sum: there is no key "min_term"; did you mean .min_terms.\?; it has '),
         ({"chain_sum": {"min_terms": 3, "max_terms": 2}}, r"chain_sum: expected settings that reasoning-gym accepts, "),
         ({"chain_sum": {"weight": 0}}, r"chain_sum\.weight: expected a number above 0"),
+        ({"chain_sum": {"weight": "much"}}, r"chain_sum\.weight: expected a number above 0"),
     ],
 )
 def test_wrong_tables_are_named(datasets: dict, problem: str) -> None:
