@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from titan_rl.agents.episodes import Reply
 
 SYSTEM_PROMPT = "Answer with just the number."
-QUESTION = "State the final answer to the following arithmetic problem: {} + {} ="
+QUESTION = "Calculate {} + {}."
 PROMPTS = 1000  # in a run's data; more than its steps need
 TOOL_SAYS = "299114="
 
@@ -112,7 +112,7 @@ SHAPES = {
         lr=1e-5,
         warm_up=1,
         steps=3,
-        prompt=38,
+        prompt=30,
         pretrained="smollm2",
     ),
 }
