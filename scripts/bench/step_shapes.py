@@ -112,7 +112,7 @@ SHAPES = {
         lr=1e-5,
         warm_up=1,
         steps=3,
-        prompt=30,
+        prompt=29,
         pretrained="smollm2",
     ),
 }

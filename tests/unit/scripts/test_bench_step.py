@@ -155,13 +155,13 @@ def test_a_rollout_of_two_turns_has_a_request_of_set_length_for_each() -> None:
 
 
 def test_a_prompt_of_another_length_than_the_shapes_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected prompts of 38 tokens, found 37"):
+    with pytest.raises(ValueError, match="expected prompts of 29 tokens, found 37"):
         requests_of(Request("prompt-0", [1] * 37, [5], Sampling(16)), SHAPES["smollm2"])
 
 
 def test_a_pretrained_model_reads_chats_of_one_length_from_its_folder(tmp_path: Path) -> None:
     shape = SHAPES["smollm2"]
-    assert (shape.tokens, shape.sampled) == (64 * 54, 64 * 16)
+    assert (shape.tokens, shape.sampled) == (64 * 45, 64 * 16)
     keys = run_keys(shape, tmp_path)
     assert keys["task.path"] == tmp_path / PROMPTS_FILE
     assert (keys["task.name"], keys["task.template"], keys["model.hf_assets_path"]) == ("jsonl", "chat", tmp_path)
