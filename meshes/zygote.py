@@ -149,13 +149,11 @@ def leave(code: int) -> NoReturn:
 
 def preload(kind: str) -> None:
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))  # ignored until vLLM has set it up
+    if kind == "generator":
+        return import_all(PRELOAD[kind].split(), kind)
     actors = Path(__file__).resolve().parents[1] / "actors"
-    if kind == "model":
-        runpy.run_path(str(actors / "titan" / "__init__.py"))  # TorchTitan imports without triton after it
-        imported = runpy.run_path(str(actors / "imports.py"))["compile_deferred"]
-    else:
-        imported = runpy.run_path(str(actors / "vllm" / "fewer_imports.py"))["fewer_imports"]
-    with imported():
+    runpy.run_path(str(actors / "titan" / "__init__.py"))  # TorchTitan imports without triton after it
+    with runpy.run_path(str(actors / "imports.py"))["compile_deferred"]():
         import_all(PRELOAD[kind].split(), kind)
 
 

@@ -4,9 +4,12 @@
     withdraw(samples) -> partial samples, which another engine can resume
     params() <- written in place by a weight sync, between suspend() and set_version(v)
 
-Every sample of a request is an engine request of its own, with its own seed: what it samples depends on its context,
-its seed and the weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are
-given equal requests and stepped together.
+Every sample of a request is a vLLM request with its own seed: what it samples depends on its context, its seed and the
+weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are given equal requests
+and stepped together.
+
+This is the only file that steps vLLM, by the public methods of its LLMEngine. docs/upgrades.md lists the private names
+of vLLM that this package still needs.
 
 Importing this module imports neither torch nor vLLM: the controller imports it for its types.
 """
@@ -24,20 +27,20 @@ from titan_rl.actors.imports import import_vllm_model, without_gc
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.thread_waits import use_given_threads
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.fewer_imports import fewer_imports
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.open_request import OpenRequest
-from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of
+from titan_rl.actors.vllm.open_request import OpenRequest, Prefill
+from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of, sampling_params
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
+from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from titan_rl.actors.vllm.step_scheduler import Sampled
+    from vllm import RequestOutput
+    from vllm.logprobs import FlatLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,6 @@ class EngineSettings(GeneratorSection):
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
     head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
-    exact: bool = False  # debug.exact
     records_kept: bool = False  # the kept sets of truncated sampling
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
@@ -98,31 +100,28 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         if not ENV.items() <= os.environ.items():
             raise RuntimeError("expected launch_env.ENV in this process's launch environment, found it missing")
-        with without_gc(), fewer_imports():
+        with without_gc():
             _quiet_logging()
+            from vllm import EngineArgs, LLMEngine
             from vllm.exceptions import VLLMClientError
             from vllm.platforms import current_platform
-
-            from titan_rl.actors.vllm.engine_core import EngineCore
 
             on_cpu = current_platform.is_cpu()
             if on_cpu:
                 use_given_threads()
                 vllm_cpu.patch()
-            if settings.exact:
-                vllm_cpu.compute_exactly(settings.model_dir, settings.dtype)
-            if settings.records_kept:
-                from titan_rl.actors.vllm.kept_tokens import record_kept_tokens
-
-                record_kept_tokens(on_cpu=on_cpu)
             import_vllm_model(settings.model_dir)
         meet_in_file()
         args = engine_args(settings)
         args |= vllm_cpu.ENGINE_ARGS if on_cpu else {"enable_sleep_mode": settings.sleeps, **KEPT_LAYOUT}
-        self._core = EngineCore(args, records_kept=settings.records_kept)
-        self._llm = self._core.llm
-        if on_cpu:
-            vllm_cpu.call_modules_directly(self._model)
+        self._kept: dict[str, bytes] | None = None  # kept sets of the last step, by the id of a sample
+        self._truncates = settings.records_kept and on_cpu  # in vLLM's place
+        if settings.records_kept:
+            from titan_rl.actors.vllm import kept_tokens
+
+            self._kept = kept_tokens.last_kept
+            args |= kept_tokens.engine_args(on_cpu=on_cpu)
+        self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
         if on_cpu:
             vllm_cpu.check_head_size(config.model_config.get_head_size())
@@ -131,7 +130,7 @@ class Engine:
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
         self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
         self._open: dict[str, OpenRequest] = {}
-        self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # unfinished samples: request and index
+        self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
@@ -183,14 +182,19 @@ class Engine:
 
     def _enqueue(self, open: OpenRequest, samples: Iterable[int]) -> None:
         """Let vLLM sample the rest of these samples. Samples may be added again; their ids never are."""
-        open.unfinished |= {i: str(next(self._ids)) for i in samples}
-        self._in_vllm |= {open.unfinished[i]: (open, i) for i in samples}
-        begun = {open.unfinished[i]: (i, open.samples[i].tokens) for i in samples}
-        self._core.enqueue(open.request, begun, str(self._salt))
+        request, salt = open.request, str(self._salt)
+        for i in samples:
+            begun = open.samples[i].tokens
+            id = open.unfinished[i] = str(next(self._ids))
+            self._in_vllm[id] = open, i
+            truncated_by = id if self._truncates else ""
+            params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), truncated_by=truncated_by)
+            prompt = {"prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
+            self._llm.add_request(id, prompt, params)
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Take samples out of vLLM."""
-        self._core.abort(ids)
+        self._llm.abort_request([*ids])
         for id in ids:
             del self._in_vllm[id]
 
@@ -199,20 +203,18 @@ class Engine:
         that were refused."""
         version = self._serving()
         began = time.perf_counter()
-        tokens, read, samples = self._core.step() if self._open and not self.asleep else (0, 0, ())
+        outputs = self._llm.step() if self._in_vllm and not self.asleep else []
+        for output in outputs:
+            self._extend(output, version)
         self._stats.seconds += time.perf_counter() - began
         self._stats.steps += 1
-        self._stats.max_batch = max(self._stats.max_batch, tokens)
-        self._stats.tokens += tokens
-        self._read += read
-        self._extend(samples, version)
+        self._stats.max_batch = max(self._stats.max_batch, len(outputs))
         done, self._ended = self._ended, []
         return done
 
     def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
         """Remove unfinished samples and return them; finished ones are left alone. A request is done when its remaining
         samples are."""
-        self._settle()
         taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
         withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
         self._drop([self._open[id].unfinished.pop(i) for id, i in taken])
@@ -221,32 +223,32 @@ class Engine:
         return withdrawn
 
     def report(self, *, lengths: bool = True) -> EngineReport:
-        open, more = (self._open.items(), self._core.lengths()) if lengths else ((), {})
-        unfinished = {id: request.lengths(more) for id, request in open}
+        unfinished = {id: open.lengths() for id, open in self._open.items()} if lengths else {}
         return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, unfinished)
-
-    @property
-    def _model(self) -> Any:
-        return self._llm.model_executor.driver_worker.get_model()
 
     def params(self) -> "dict[str, Tensor]":
         """Return the live parameters, to be overwritten in place between suspend and set_version."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        (parameters,) = self._llm.apply_model(lambda model: dict(model.named_parameters()))
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
+    def _buffer_sums(self) -> dict[str, str]:
+        (buffers,) = self._llm.apply_model(lambda model: dict(model.named_buffers()))
+        return _sums(buffers.items())
 
     def sleep(self) -> None:
         """Stop sampling until the next `set_version`. On a GPU, free the KV cache and the weights: a sync writes all of
         them first. Unfinished samples continue; vLLM's default would abort them without an answer."""
         self.asleep = True
         if self.offloads and self._buffers is None:
-            self._buffers = _sums(self._model.named_buffers())
-        self._core.sleep(2 if self.offloads else 0)
+            self._buffers = self._buffer_sums()
+        self._llm.sleep(level=2 if self.offloads else 0, mode="keep")
 
     def wake(self) -> None:
         """Bring back the parameters' memory, to be written. Buffers must be as before, because no sync writes them."""
         if self.asleep:
             self._llm.wake_up(None if self.offloads else ["scheduling"])
         if self.asleep and self._buffers:
-            found = _sums(self._model.named_buffers())
+            found = self._buffer_sums()
             if lost := [name for name, sum in self._buffers.items() if found[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
@@ -254,7 +256,6 @@ class Engine:
 
     def suspend(self) -> None:
         """Refuse to sample until set_version, because the parameters are about to change."""
-        self._settle()
         self.version = None
 
     def set_version(self, version: int, *, keep: bool = False) -> None:
@@ -262,10 +263,6 @@ class Engine:
 
         By default those of unfinished samples are dropped too, and recomputed by the next step. With `keep` samples
         continue on theirs, at no cost; only those without a token start again."""
-        from titan_rl.actors.vllm.packed_linear import forget_packed
-
-        self._settle()
-        forget_packed()
         if keep:
             self._salt += 1
             fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]
@@ -274,7 +271,7 @@ class Engine:
                 self._enqueue(open, samples)
         else:
             self._stats.recomputed += sum(open.cached(self._block) for open in self._open.values())
-            self._core.reset_prefix_cache()
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self.version = version
 
     def fingerprint(self) -> dict[str, str]:
@@ -293,33 +290,40 @@ class Engine:
         if not self._open[id].unfinished:
             self._ended.append(Done(id, self._open.pop(id).samples))
 
-    def _settle(self) -> None:
-        """Append to the samples what the engine core has kept of theirs. Their version is about to change, or they are
-        about to leave."""
-        if self.version is not None:
-            self._extend(self._core.grown(), self.version)
+    def _extend(self, output: "RequestOutput", version: int) -> None:
+        """Append what a step sampled for one sample."""
+        open, index = self._in_vllm[output.request_id]
+        sample, (delta,) = open.samples[index], output.outputs
+        count = len(delta.token_ids)
+        if index not in open.prefills:
+            prefill = open.prefills[index] = Prefill(len(output.prompt_token_ids), output.num_cached_tokens)
+            open.fresh.discard(index)
+            self._read += prefill.tokens - prefill.cached - 1
+            sample.context.extend(context_scores(output.prompt_logprobs))
+        self._read += count
+        self._stats.tokens += count
+        sample.tokens.extend(delta.token_ids)
+        sample.logprobs.extend(delta.logprobs.logprobs)
+        sample.versions.extend([version] * count)
+        if self._kept is not None:
+            sample.kept.append(self._kept.pop(output.request_id, b""))
+        if delta.finish_reason is not None:
+            tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
+            finish = delta.finish_reason
+            open.samples[index] = Completion(tokens, logprobs, versions, finish, "", sample.kept, sample.context)
+            del self._in_vllm[open.unfinished.pop(index)]
+            prefill = open.prefills.pop(index)
+            self._stats.prompt_tokens += prefill.tokens
+            self._stats.cached_tokens += prefill.cached
+            self._end(open.request.id)
 
-    def _extend(self, sampled: "Sequence[Sampled]", version: int) -> None:
-        """Append tokens of one version to their samples."""
-        for id, new, logprobs, finish, prefill, kept, context in sampled:
-            open, index = self._in_vllm[id]
-            sample = open.samples[index]
-            sample.tokens.extend(new)
-            sample.logprobs.extend(logprobs)
-            sample.versions.extend([version] * len(new))
-            if prefill is not None:
-                open.fresh.discard(index)
-                open.prefills[index] = prefill
-            sample.kept.extend(kept)
-            sample.context.extend(context)
-            if finish is not None:
-                tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
-                open.samples[index] = Completion(tokens, logprobs, versions, finish, "", sample.kept, sample.context)
-                del self._in_vllm[open.unfinished.pop(index)]
-                prefill = open.prefills.pop(index)
-                self._stats.prompt_tokens += prefill.tokens
-                self._stats.cached_tokens += prefill.cached
-                self._end(open.request.id)
+
+def context_scores(found: "FlatLogprobs | None") -> list[ContextScore]:
+    """Return vLLM's scores of a context from its second token on: of each token its own log-prob, then the best."""
+    if found is None:
+        return []
+    starts = found.start_indices[1:]
+    return [ContextScore(found.logprobs[i], found.token_ids[i + 1], found.logprobs[i + 1]) for i in starts]
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

@@ -1,11 +1,12 @@
-"""Records which tokens vLLM's truncated sampling kept, step by step: a kept set for each row that was sampled.
+"""Records which tokens truncated sampling kept: a kept set for each token that a step samples, by the sample's id.
 
-vLLM has the sets as the finite values of the distribution that it samples from. It returns them itself
-(`return_sampling_mask`) from model runner V2 only, and only if every request has a top_k and a temperature, which an
-evaluation's have not.
+On a CPU the logits processor below truncates in vLLM's place, by vLLM's own function: it sees which request has which
+row of a batch. vLLM's model runner V2, which GPUs use, calls its processors before the temperature, so there its sampler
+is wrapped. Its `return_sampling_mask` would do, if it did not refuse requests without a top_k, as evaluations are.
 """
 
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,35 +15,100 @@ from titan_rl.wire.kept_sets import WORD, packed
 if TYPE_CHECKING:
     from torch import Tensor
 
-_last: list[bytes] = []
+last_kept: dict[str, bytes] = {}
+"""Kept sets that the engine has not taken yet. A sample without one was not truncated."""
 
 
-def record_kept_tokens(*, on_cpu: bool) -> None:
-    """Record what every later step keeps, in this process. Call this before the engine is built."""
-    from vllm.v1.sample.sampler import Sampler
+class Truncation(NamedTuple):
+    """What a request asks of the processor, in the extra_args of its sampling parameters."""
 
-    kinds: list[Any] = [Sampler]
-    if not on_cpu:  # a CPU has no model runner V2, whose sampler imports torch's compiler
-        from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
-
-        kinds.append(SamplerV2)
-    for kind in kinds:
-        if kind.sample.__name__ != "recorded":  # an earlier engine of this process has done it
-            kind.sample = _recording(kind.sample)
+    sample: str
+    top_k: int  # 0: all
+    top_p: float
 
 
-def last_kept() -> list[bytes]:
-    """Return the sets of the rows of the last step; nothing if they are not recorded."""
-    return _last
+def engine_args(*, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of an engine that records kept sets. Call this once per process, before it is built."""
+    if not on_cpu:
+        _wrap_gpu_sampler()
+        return {}
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    class Truncate(_Truncate, LogitsProcessor):
+        pass
+
+    return {"logits_processors": [Truncate]}
 
 
-def _recording(sample: Any) -> Any:
-    def recorded(*arguments: Any, **named: Any) -> Any:
+class _Truncate:
+    """Truncates each row of a batch as its request asks, after its temperature."""
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._rows: dict[int, Truncation] = {}
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+
+    def is_argmax_invariant(self) -> bool:
+        return True  # so it is called after the temperature, and not where all samples are greedy
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        rows = self._rows
+        for row in batch_update.removed:
+            rows.pop(row, None)
+        for row, params, _, _ in batch_update.added:
+            asked = params.extra_args
+            greedy = params.temperature == 0
+            rows[row] = Truncation(
+                asked["sample"], 0 if greedy else asked["top_k"], 1.0 if greedy else asked["top_p"]
+            )
+        for a, b, direction in batch_update.moved:
+            from_a, from_b = rows.pop(a, None), rows.pop(b, None)
+            if from_a is not None:
+                rows[b] = from_a
+            if from_b is not None and direction.name == "SWAP":
+                rows[a] = from_b
+
+    def apply(self, logits: "Tensor") -> "Tensor":  # [R, V]
+        import torch
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        rows = [self._rows[row] for row in range(len(logits))]
+        k = p = None
+        if any(row.top_k for row in rows):
+            k = torch.tensor([min(row.top_k, self._vocab_size) or self._vocab_size for row in rows])
+        if any(row.top_p < 1 for row in rows):
+            p = torch.tensor([row.top_p for row in rows])
+        logits = apply_top_k_top_p(logits, k, p)
+        last_kept.update(zip((row.sample for row in rows), kept_sets(logits), strict=True))
+        return logits
+
+
+def _wrap_gpu_sampler() -> None:
+    """Make the sampler of model runner V2 record what it samples from."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler: Any = Sampler
+    if hasattr(sampler.sample, "__wrapped__"):  # an earlier engine of this process has done it
+        return
+    sample, call, distributions = sampler.sample, sampler.__call__, list[Any]()
+
+    @wraps(sample)
+    def sample_and_keep(*arguments: Any, **named: Any) -> Any:
         tokens, distribution = sample(*arguments, **named)
-        _last[:] = [] if distribution is None else kept_sets(distribution)
+        distributions.append(distribution)
         return tokens, distribution
 
-    return recorded
+    @wraps(call)
+    def call_and_record(self: Any, logits: Any, input_batch: Any) -> Any:
+        distributions.clear()
+        output = call(self, logits, input_batch)
+        for distribution in distributions:
+            ids = (id.rpartition("-")[0] for id in input_batch.req_ids)  # vLLM adds a suffix to the id of a request
+            last_kept.update(zip(ids, kept_sets(distribution), strict=False))
+        return output
+
+    sampler.sample, sampler.__call__ = sample_and_keep, call_and_record
 
 
 def kept_sets(distribution_RV: "Tensor") -> list[bytes]:

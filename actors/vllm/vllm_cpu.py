@@ -21,26 +21,9 @@ ENGINE_ARGS: dict[str, Any] = {
 
 def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
-    from titan_rl.kernels import cpu_matmul
-
-    keep_linear_weights(packs=cpu_matmul.use_fastest())
+    keep_linear_weights()
     keep_expert_weights()
     reduce_over_gloo()
-    run_by_steps()
-    normalize_at_once()
-    call_attention_directly()
-
-
-def compute_exactly(model_dir: str, dtype: str) -> None:
-    """Compute as the trainer does in exact mode, or raise if this machine cannot. Call this after `patch`."""
-    import torch
-
-    from titan_rl.actors.vllm.exact_ops import use_exact_ops
-    from titan_rl.kernels.row_check import require_independent_rows
-    from titan_rl.wire.model_shape import shape_of_folder
-
-    use_exact_ops()
-    require_independent_rows(shape_of_folder(model_dir, "model.hf_assets_path"), getattr(torch, dtype))
 
 
 def check_head_size(size: int) -> None:
@@ -52,8 +35,8 @@ def check_head_size(size: int) -> None:
         raise ValueError(f"model.head_dim: expected one of {sizes} for vLLM's attention on CPU, found {size}")
 
 
-def keep_linear_weights(*, packs: bool = False) -> None:
-    """Make every linear layer read its parameter, or with `packs` a copy that is packed anew after each write.
+def keep_linear_weights() -> None:
+    """Make every linear layer read its parameter.
 
     vLLM repacks linear weights for oneDNN or AMX and then drops or ignores the parameter, so that an in-place write has
     no effect (for lm_head silently).
@@ -61,10 +44,8 @@ def keep_linear_weights(*, packs: bool = False) -> None:
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 
-    from titan_rl.actors.vllm.packed_linear import packed_linear
-
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = packed_linear(layer.weight) if packs else linear
+        layer.cpu_linear = linear
         if remove_weight and failpoints.hit("pack"):  # as vLLM does, not for embeddings
             packed = layer.weight.detach().clone()
             layer.cpu_linear = lambda x, weight, bias=None: linear(x, packed, bias)
@@ -117,58 +98,3 @@ def reduce_over_gloo() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-
-
-def run_by_steps() -> None:
-    """Make vLLM's worker run its model by a StepRunner."""
-    from vllm.v1.worker import cpu_worker
-
-    from titan_rl.actors.vllm.step_runner import StepRunner
-
-    cpu_worker.CPUModelRunner = StepRunner  # pyright: ignore[reportPrivateImportUsage]
-
-
-def normalize_at_once() -> None:
-    """Make norms of float32 one call of torch's, which computes what vLLM's six calls do, to the last bit. An engine of
-    a small model spends more time between such calls than in them."""
-    from torch import float32
-    from torch.nn.functional import rms_norm
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    norms: Any = RMSNorm
-    if hasattr(norms, "vllms_forward"):
-        return
-    norms.vllms_forward = norms.forward_native
-
-    def forward(self: Any, x: "Tensor", residual: "Tensor | None" = None) -> Any:
-        if not (self.pass_weight and self.weight.dtype is x.dtype is float32 and self.variance_size_override is None):
-            return self.vllms_forward(x, residual)
-        if residual is None:
-            return rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
-        residual = x + residual
-        return rms_norm(residual, x.shape[-1:], self.weight, self.variance_epsilon), residual
-
-    norms.forward_native = forward
-
-
-def call_attention_directly() -> None:
-    """Make attention layers call their kernels without torch's dispatcher, which only compiled models need."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    platform: Any = CpuPlatform
-    platform.opaque_attention_op = classmethod(lambda cls: False)
-
-
-def call_modules_directly(model: Any) -> None:
-    """Make vLLM's modules in a model call their forward without what torch does for hooks, of which they have none, and
-    hold their parts as attributes, which torch looks for last. That is 3 to 7% of a small model's forward."""
-    from torch.nn import Module
-
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        return self.forward(*arguments, **named)
-
-    for module in model.modules():
-        kind: Any = type(module)
-        if module is not model and kind.__module__.startswith("vllm.") and kind.__call__ is Module.__call__:
-            kind.__call__ = call
-        module.__dict__.update(module._modules)

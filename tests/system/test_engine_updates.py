@@ -13,7 +13,6 @@ import pytest
 from support.engine_runs import finish, gap, overwrite, run, run_checks, withdraw_all
 from support.tiny import perturbed, tiny_llama
 from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
-from titan_rl.actors.vllm.plain_batch import READERS
 from titan_rl.wire.types import Completion, Request, Sampling
 
 CONTEXT = list(range(40))  # one full block of 32 tokens, and a part of one
@@ -53,10 +52,9 @@ def engine(loaded: Engine, model: Any) -> Iterator[Engine]:
 
 @pytest.fixture
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each step computes: a plain batch's, and as vLLM's scheduler decides."""
-    scheduler, plain, steps = engine._core._scheduler, engine._core._plain, list[int]()
-    assert plain is not None
-    schedule, forward = scheduler.schedule, plain._logits
+    """How many tokens each step computes, as vLLM's scheduler decides."""
+    scheduler, steps = engine._llm.engine_core.engine_core.scheduler, list[int]()
+    schedule = scheduler.schedule
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         output = schedule(*arguments, **named)
@@ -65,7 +63,6 @@ def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return output
 
     monkeypatch.setattr(scheduler, "schedule", recorded)
-    monkeypatch.setattr(plain, "_logits", lambda reads: (steps.append(int(reads.sum())), forward(reads))[1])
     return steps
 
 
@@ -121,7 +118,7 @@ def check_dropped_keys_and_values_are_counted(engine: Engine, computed: list[int
     finish(engine)
     recomputed = engine.stats().recomputed - before
     assert recomputed == 40 + 5 * 8 + 6 * 8
-    assert sum(computed) - undisturbed == recomputed + 31 + 2 * 8, "the context of both others is read once"
+    assert sum(computed) - undisturbed == recomputed + 2 * 31 + 2 * 8
 
 
 def check_kept_samples_go_on_with_new_weights_on_old_keys_and_values(engine: Engine, model: Any, changed: Any) -> None:
@@ -175,8 +172,8 @@ def check_samples_that_wait_for_room_begin_with_the_new_weights_only(engine: Eng
     assert [c.versions for c in done] == [[0] * 10 + [1] * 14] * 8 + [[1] * 24] * 5
     assert max(max(gap(changed, c, context=CONTEXT)) for c in done[8:]) < 1e-5
     after = engine.stats()
-    shared = (8 - READERS) + (5 - READERS)  # 8 under the old weights, 5 under the new ones
-    assert after.cached_tokens - before.cached_tokens == (7 + 4) * 32 + shared * 8
+    # 8 under the old weights, 5 under the new ones
+    assert after.cached_tokens - before.cached_tokens == (7 + 4) * 32
 
 
 def check_siblings_share_their_prompt_under_every_version(engine: Engine) -> None:
@@ -185,7 +182,7 @@ def check_siblings_share_their_prompt_under_every_version(engine: Engine) -> Non
         before = engine.stats()
         run(engine, GROUP)
         after = engine.stats()
-        assert after.cached_tokens - before.cached_tokens == 7 * 32 + (8 - READERS) * 8
+        assert after.cached_tokens - before.cached_tokens == 7 * 32
         assert after.prompt_tokens - before.prompt_tokens == 8 * 40
 
 
@@ -227,7 +224,7 @@ def check_a_sleep_without_weights_ends_with_those_of_the_next_version(
 
 def check_buffers_must_survive_the_first_sleep(offloading: Engine) -> None:
     engine = offloading
-    (name, buffer), *_ = engine._model.named_buffers()
+    ((name, buffer), *_) = engine._llm.apply_model(lambda model: list(model.named_buffers()))[0]
     engine.sleep()
     buffer[0] += 1
     with pytest.raises(
