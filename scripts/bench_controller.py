@@ -29,7 +29,6 @@ from titan_rl.record.metrics import ages_of
 from titan_rl.record.run_log import RunLog
 from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits
-from titan_rl.session import settle_interpreter
 from titan_rl.wire.sessions import Outcome, Session
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Request, Rollout, Sampling, Turn
 
@@ -124,7 +123,6 @@ def main() -> None:
     parser.add_argument("--variant", default="this commit")
     parser.add_argument("--csv", type=Path, default=BENCHMARKS / "controller.csv")
     a = parser.parse_args()
-    settle_interpreter()  # as a run does
     sent = completions_of(a.groups, a.length)
     with tempfile.TemporaryDirectory() as folder, RunLog(Path(folder), "bench", Config()) as log:
         ledger = Ledger(Path(folder))

@@ -89,11 +89,9 @@ async def spawn_environments(options: argparse.Namespace, folder: Path) -> Any:
     from titan_rl.actors.environment_rank import EnvironmentSettings
     from titan_rl.agents.episode_loop import LoopSettings
     from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
-    from titan_rl.session import settle_interpreter
     from titan_rl.text import tokenizer
 
     monarch.actor.unhandled_fault_hook = lambda _: None
-    settle_interpreter()
     tokenizer.build(folder)
     limits = Limits(options.turns, 0, turn_seconds=60, rollout_seconds=600)
     settings = EnvironmentSettings(LoopSettings("bench_environments:SlowTool", options.rollouts, limits), folder)

@@ -1,9 +1,7 @@
 """One process's share of a run: start everything, drive it to the end or to a stop, take everything down."""
 
 import asyncio
-import gc
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,18 +24,6 @@ from titan_rl.train.status import Scale, Status
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
-
-OBJECTS = 50_000  # allocated since the last collection of garbage: a step of 256 short samples makes 10,000
-SWITCH_SECONDS = 0.0005  # that a busy thread keeps the event loop waiting, several times per message. Python's: 0.005
-
-
-def settle_interpreter() -> None:
-    """Let neither garbage nor threads hold up the event loop. What start-up has made is left out of every later
-    collection, which would look at it for 0.1 s. Steps make few cycles, so young objects are looked at rarely, too.
-    While the thread of reports writes a large step, the loop wakes up 4 ms late instead of 11."""
-    gc.freeze()
-    gc.set_threshold(OBJECTS, *gc.get_threshold()[1:])
-    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -> bool:
@@ -69,7 +55,6 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                     plan = await watch.drive(weights.connect(config, setup.shape))
                 terminal.note(f"{plan.describe(BYTES[config.generator.dtype])}, by {weights.transports}")
                 control.offer(scale=Scale(setup, meshes.generators).answer)
-            settle_interpreter()
             resume, heldout = setup.resume, len(setup.heldout.prompts)
             with (
                 RunLog(

@@ -1,8 +1,8 @@
 """Records which tokens truncated sampling kept: a kept set for each token that a step samples, by the sample's id.
 
 On a CPU the logits processor below truncates in vLLM's place, by vLLM's own function: it sees which request has which
-row of a batch. vLLM's model runner V2, which GPUs use, calls its processors before the temperature, so there its sampler
-is wrapped. Its `return_sampling_mask` would do, if it did not refuse requests without a top_k, as evaluations are.
+row of a batch. vLLM's model runner V2, which GPUs use, calls its processors before the temperature, so its sampler is
+wrapped instead. `return_sampling_mask` is no way out: it refuses requests without a top_k, as evaluations are.
 """
 
 from functools import wraps
@@ -59,9 +59,7 @@ class _Truncate:
         for row, params, _, _ in batch_update.added:
             asked = params.extra_args
             greedy = params.temperature == 0
-            rows[row] = Truncation(
-                asked["sample"], 0 if greedy else asked["top_k"], 1.0 if greedy else asked["top_p"]
-            )
+            rows[row] = Truncation(asked["sample"], 0 if greedy else asked["top_k"], 1.0 if greedy else asked["top_p"])
         for a, b, direction in batch_update.moved:
             from_a, from_b = rows.pop(a, None), rows.pop(b, None)
             if from_a is not None:

@@ -8,7 +8,6 @@ and the controller never needs a tensor.
 """
 
 import math
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -35,9 +34,6 @@ Column = Literal[
     "return",
     "current",  # exact mode: the sample's number in the step, on tokens that the policy to be trained sampled; else -1
 ]
-
-LONG = 64
-"""Sampled tokens from which a completion is pickled as arrays."""
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """Bin edges of the histogram of importance ratios."""
@@ -77,10 +73,6 @@ class Sampling:
     min_p: float = 0.0
     scores_context: bool = False  # return the log-probs of the context's tokens too
 
-    def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own, as for Request
-        more = self.top_k, self.min_p, self.scores_context
-        return Sampling, (self.max_new_tokens, self.temperature, self.top_p, self.stop_token_ids, *more)
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -99,9 +91,6 @@ class Request:
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
     affinity: tuple[str, ...] = ()  # names of what has read this context's beginning, the best first: for routing
 
-    def __reduce__(self) -> tuple[Any, ...]:  # each turn of a rollout is one
-        return Request, (self.id, self.tokens, self.seeds, self.sampling, self.begun, self.expected, self.affinity)
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -117,24 +106,9 @@ class Completion:
         default_factory=list
     )  # of the request's tokens from the second on, if asked for
 
-    def __reduce__(self) -> tuple[Any, ...]:  # half the time of dataclasses' own; a step has one per sample
-        more = (self.kept, self.context) if self.kept or self.context else ()
-        if len(self.tokens) < LONG:
-            return Completion, (self.tokens, self.logprobs, self.versions, self.finish, self.replica, *more)
-        tokens, logprobs = array("q", self.tokens).tobytes(), array("d", self.logprobs).tobytes()
-        versions = self.versions[0] if uniform(self.versions) else array("q", self.versions).tobytes()
-        return _unpickled, (tokens, logprobs, versions, self.finish, self.replica, *more)
-
     @property
     def finite(self) -> bool:
         return math.isfinite(sum(self.logprobs))
-
-
-def _unpickled(tokens: bytes, logprobs: bytes, versions: int | bytes, finish: Finish, *more: Any) -> Completion:
-    """Return a long completion as it was: arrays are read in half the time of lists."""
-    sampled = np.frombuffer(tokens, np.int64).tolist()
-    by = np.frombuffer(versions, np.int64).tolist() if isinstance(versions, bytes) else [versions] * len(sampled)
-    return Completion(sampled, np.frombuffer(logprobs).tolist(), by, finish, *more)
 
 
 def uniform(versions: Sequence[int]) -> bool:
