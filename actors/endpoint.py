@@ -12,7 +12,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from titan_rl.actors.thread_waits import clocks_of
 from titan_rl.wire import failpoints
 
 Self = TypeVar("Self")
@@ -48,8 +47,11 @@ def busy_seconds() -> float:
     Ranks that share a step finish it together, and most of its wall time is waiting in collectives. This number tells a
     slow rank from one that waits for it. On a GPU it covers the launching thread, which kernels delay only where the
     host waits for them."""
-    clocks = clocks_of(THIS_THREAD)
-    return time.thread_time() if clocks is None else sum(clocks)
+    try:
+        run, waited, _ = (THIS_THREAD / "schedstat").read_text().split()
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (int(run) + int(waited)) / 1e9
 
 
 def quiet() -> None:

@@ -6,6 +6,7 @@ Importing this module imports none of them.
 import atexit
 import gc
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -65,3 +66,10 @@ def import_vllm_model(folder: str) -> None:
 
     (name,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
     ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def use_given_threads() -> None:
+    """Compute on as many threads as this process was launched with. OpenMP may have read those of its fork server."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from titan_rl.actors import thread_waits
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 
@@ -29,7 +28,7 @@ ROOM = 16 << 10  # bytes added to a zygote's environment, so that a rank's own e
 GRACE_SECONDS = 0.2  # for a root to end after its zygotes; one that still imports does not listen
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",  # unless hosts.threads gives a mesh more
-    **thread_waits.ENV,
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait take the cores of other ranks
     "GLOO_SOCKET_IFNAME": "lo",  # ranks are on one host: no other one reaches them
     "NCCL_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",

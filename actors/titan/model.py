@@ -35,8 +35,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
+from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.thread_waits import use_given_threads
 from titan_rl.actors.titan import document_attention, exact_parts, experts, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
@@ -152,8 +152,7 @@ class TitanModel:
         model = sharded_model(self.spec, self.config, self.titan, self.dims)
         reshard = self.titan.parallelism.fsdp_reshard_after_forward
         self._gathers_once = titan_cpu.gathers_once(model, self.dims.world_size, reshard)
-        seconds = self.config.comm.init_timeout_seconds  # as gloo's
-        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once, seconds=seconds)
+        titan_cpu.adapt_fsdp(model, gathered_once=self._gathers_once)
         model.to_empty(device="cpu" if self._offloads else titan_utils.device_type)
         with torch.no_grad():
             model.init_weights(buffer_device=self.device)  # rotary tables stay on the device if weights are offloaded

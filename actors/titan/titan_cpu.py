@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan.host_collectives import HostCollectives
 from titan_rl.actors.titan.rotary_order import had_pairs, halves_of
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.model_shape import ModelShape
@@ -32,15 +31,12 @@ def use_cpu() -> None:
                     setattr(module, name, value)
 
 
-def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool, seconds: float) -> None:
-    """Reduce gradients by sums, and through memory that ranks share; and, if parameters are gathered once, keep them
-    from the forward to the backward."""
+def adapt_fsdp(model: torch.nn.Module, *, gathered_once: bool) -> None:
+    """Reduce gradients by sums and, if parameters are gathered once, keep them from the forward to the backward."""
     if ON_CPU:
-        collectives = HostCollectives(seconds)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-                collectives.serve(module)
                 if gathered_once:
                     module.set_reshard_after_forward(False, recurse=False)
 

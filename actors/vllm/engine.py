@@ -23,9 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan_rl.actors.imports import import_vllm_model, without_gc
+from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.thread_waits import use_given_threads
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.actors.vllm.open_request import OpenRequest, Prefill

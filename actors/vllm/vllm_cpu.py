@@ -21,6 +21,9 @@ ENGINE_ARGS: dict[str, Any] = {
 
 def patch() -> None:
     """Apply all patches. Call this before the first model is built."""
+    from titan_rl.kernels import cpu_matmul
+
+    cpu_matmul.use_fastest()
     keep_linear_weights()
     keep_expert_weights()
     reduce_over_gloo()

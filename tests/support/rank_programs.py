@@ -1,7 +1,6 @@
 """What gloo_ranks.on_ranks runs on the ranks of a mesh: training steps, and exports."""
 
 import hashlib
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -175,31 +174,3 @@ def exported(folder: Path, case: Case) -> dict[str, str]:
     dist.barrier()
     (file,) = (folder / "hf").glob("*.safetensors")
     return {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in load_file(file).items()}
-
-
-def collected(folder: Path) -> list[list[bool]]:
-    """Return whether two ranks share memory, and whether they gather and reduce to gloo's bits: first on one host, then
-    as if each were on a host of its own."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_rl.actors.titan import host_collectives
-
-    rank, numel, found = int(os.environ["RANK"]), 100_000, list[list[bool]]()
-    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=2)
-    torch.manual_seed(rank)
-    own, parts = torch.randn(numel), torch.randn(2 * numel)
-    expected, reduced = torch.empty(2 * numel), torch.empty(numel)
-    dist.all_gather_single(expected, own)
-    dist.reduce_scatter_single(reduced, parts, dist.ReduceOp.SUM)
-    group = dist.group.WORLD
-    assert group is not None
-    for place in (host_collectives.here(), f"host {rank}"):
-        host_collectives.here = lambda place=place: place
-        collectives = host_collectives.HostCollectives(seconds=60, slot_bytes=1 << 16)
-        outputs = torch.empty(2 * numel), torch.empty(numel)
-        host_collectives.AllGather(collectives)(outputs[0], own, group)
-        host_collectives.ReduceScatter(collectives)(outputs[1], parts, group, dist.ReduceOp.SUM)
-        shares = collectives.of(group) is not None
-        found.append([shares, torch.equal(outputs[0], expected), torch.equal(outputs[1], reduced)])
-    return found

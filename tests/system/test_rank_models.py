@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from support.gloo_ranks import on_ranks
-from support.rank_programs import MICROBATCHES, STEPS, Case, collected, train_and_count, train_and_export
+from support.rank_programs import MICROBATCHES, STEPS, Case, train_and_count, train_and_export
 from titan_rl.config.sections import Dtype
 
 Mode = Literal["none", "selective", "full"]
@@ -115,7 +115,3 @@ def test_a_cpu_gathers_parameters_once_per_update_and_computes_the_same() -> Non
 def test_cut_rotary_heads_are_exported_whole_however_activations_are_kept(alone: Answer, four: Answer) -> None:
     """Each of the 2 x 2 ranks has half a head of k_proj."""
     assert four[1] == alone[1] * len(MODES)
-
-
-def test_ranks_of_one_host_share_memory_and_others_use_gloo_and_both_get_the_same_bits() -> None:
-    assert on_ranks(2, collected) == [[True, True, True], [False, True, True]]
