@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 CONTEXT = [1, 5, 6, 7, 8, 9]
 
 
-def run_checks(file: str) -> None:
+def run_checks(file: str, **environment: str) -> None:
     """Run the check_* functions of a file in a process that was launched as an engine's is."""
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV, **environment}
     checks = subprocess.run([*command, file], env=env, capture_output=True, text=True, timeout=300)
     assert checks.returncode == 0, checks.stdout + checks.stderr
 
