@@ -69,7 +69,7 @@ def import_vllm_model(folder: str) -> None:
 
 
 def use_given_threads() -> None:
-    """Compute on as many threads as this process was launched with. OpenMP may have read those of its fork server."""
+    """Compute on OMP_NUM_THREADS threads: in a forked rank OpenMP has read the variable of the fork server."""
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

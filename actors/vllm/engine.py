@@ -4,7 +4,7 @@
     withdraw(samples) -> partial samples, which another engine can resume
     params() <- written in place by a weight sync, between suspend() and set_version(v)
 
-Every sample of a request is a vLLM request with its own seed: what it samples depends on its context, its seed and the
+Every sample of a request is a vLLM request with its own seed. Its tokens depend on its context, its seed and the
 weights, never on its neighbours in the batch. Tensor-parallel ranks hold equal engines: they are given equal requests
 and stepped together.
 

@@ -83,7 +83,7 @@ class _Truncate:
 
 
 def _wrap_gpu_sampler() -> None:
-    """Make the sampler of model runner V2 record what it samples from."""
+    """Make the sampler of model runner V2 record the distribution that it samples from."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     sampler: Any = Sampler

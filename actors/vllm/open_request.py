@@ -7,8 +7,8 @@ from titan_rl.wire.types import Completion, Request
 
 
 class Prefill(NamedTuple):
-    tokens: int  # of a sample's context when it entered the engine
-    cached: int  # of these, found in the prefix cache
+    tokens: int  # in a sample's context when it entered the engine
+    cached: int  # among them, found in the prefix cache
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class OpenRequest:
     samples: list[Completion]
     unfinished: dict[int, str]  # their ids in vLLM
     fresh: set[int]  # samples without a token from this engine
-    prefills: dict[int, Prefill]  # of the other unfinished samples
+    prefills: dict[int, Prefill]  # every other unfinished sample's
 
     @classmethod
     def of(cls, request: Request) -> "OpenRequest":

@@ -22,7 +22,7 @@ from titan_rl.wire.types import Completion, Request, Sampling
 
 STEPS = 400
 STOPS = (2, 3)
-LENGTHS = (1, 2, 7, 15, 31, 32, 33, 40, 63, 64, 65, 70)  # of contexts, around the ends of blocks of 32 tokens
+LENGTHS = (1, 2, 7, 15, 31, 32, 33, 40, 63, 64, 65, 70)  # context lengths around the ends of blocks of 32 tokens
 TOLERANCE = 5e-6
 RECORDS_KEPT = "RECORDS_KEPT"
 
