@@ -1,7 +1,6 @@
 """What the engine records of vLLM's truncated sampling."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,18 +32,40 @@ def test_a_row_that_is_not_a_number_has_no_set() -> None:
     assert kept_sets(torch.tensor([[float("nan")] * 3, [0.0, -float("inf"), 1.0]])) == [b"", b"\0\0\0\0\2\0\0\0"]
 
 
-def test_both_of_vllms_samplers_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+def test_the_gpu_sampler_records_by_the_ids_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signature is vLLM's; that it is called on a GPU this way no test here can show."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    answers = (torch.tensor([1]), torch.tensor([[-float("inf"), 0.0, -1.0]]))
-    for kind in (Sampler, SamplerV2):
-        monkeypatch.setattr(kind, "sample", lambda self, logits: answers if len(logits) else (answers[0], None))
-    kept_tokens.record_kept_tokens(on_cpu=False)
-    kept_tokens.record_kept_tokens(on_cpu=False)
-    for kind in (Sampler, SamplerV2):
-        sample: Any = kind.sample
-        assert sample(SimpleNamespace(), [0.5])[0] is answers[0]
-        assert kept_tokens.last_kept() == [b"\1\0\0\0\2\0\0\0"]
-        sample(SimpleNamespace(), [])
-        assert kept_tokens.last_kept() == []
+    logits = torch.tensor([[-float("inf"), 0.0, -1.0], [0.0, 0.0, 0.0]])
+    monkeypatch.setattr(Sampler, "sample", lambda self, logits: (torch.tensor([1, 0]), logits))
+    monkeypatch.setattr(Sampler, "__call__", lambda self, logits, input_batch: self.sample(logits)[0])
+    assert kept_tokens.engine_args(on_cpu=False) == kept_tokens.engine_args(on_cpu=False) == {}
+    Sampler.__call__(Sampler.__new__(Sampler), logits, SimpleNamespace(req_ids=["7-9a8b7c6d", "11-0a1b2c3d"]))
+    assert kept_tokens.last_kept == {"7": b"\1\0\0\0\2\0\0\0", "11": b""}
+
+
+def test_a_row_is_truncated_as_its_request_asks_wherever_the_batch_moves_it() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
+
+    def asked(sample: str, top_k: int, temperature: float = 1.0) -> SamplingParams:
+        truncation = kept_tokens.Truncation(sample, top_k, 1.0)
+        return SamplingParams(temperature=temperature, extra_args=truncation._asdict())
+
+    (kind,) = kept_tokens.engine_args(on_cpu=True)["logits_processors"]
+    sizes = SimpleNamespace(get_vocab_size=lambda: 4)
+    processor = kind(SimpleNamespace(model_config=sizes), torch.device("cpu"), False)
+
+    def kept(rows: int) -> dict[str, int]:
+        kept_tokens.last_kept.clear()
+        processor.apply(torch.arange(4.0 * rows).view(rows, 4))
+        return {sample: size_of(found) for sample, found in kept_tokens.last_kept.items()}
+
+    added = [(0, asked("a", 1), None, []), (1, asked("b", 2), None, []), (2, asked("greedy", 2, 0.0), None, [])]
+    processor.update_state(BatchUpdate(3, removed=[], added=added, moved=[]))
+    assert kept(3) == {"a": 1, "b": 2, "greedy": 0}
+    moved = [(1, 2, MoveDirectionality.SWAP), (2, 0, MoveDirectionality.UNIDIRECTIONAL)]
+    processor.update_state(BatchUpdate(2, removed=[0], added=[], moved=moved))
+    assert kept(2) == {"b": 2, "greedy": 0}
+    processor.update_state(None)
+    assert kept(2) == {"b": 2, "greedy": 0}
