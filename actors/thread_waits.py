@@ -30,8 +30,8 @@ _TASKS = Path("/proc/self/task")
 
 
 def use_given_threads() -> None:
-    """Compute on as many threads as this process was launched with, for OpenMP may have read the number of its fork
-    server. Several of them look for work while they wait, as long as they have the cores to themselves."""
+    """Compute on the number of threads that this process was launched with: OpenMP may have read another in its fork
+    server. Several threads look for work while they wait, while they have the cores to themselves."""
     import torch
 
     torch.set_num_threads(count := int(os.environ.get("OMP_NUM_THREADS", "1")))

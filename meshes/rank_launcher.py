@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def forked(reports: _socket.socket, server: bytes, deadline: float, environment: dict[bytes, bytes]) -> int | None:
-    """Have the server fork the rank, and return its wait status. None: it must start cold, and the report says why."""
+    """Have the server fork the rank, and return its wait status. None: it must start cold, as was reported."""
     word = rest = b""
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
     connection.settimeout(deadline)
@@ -86,7 +86,7 @@ def forked(reports: _socket.socket, server: bytes, deadline: float, environment:
         word, _, rest = connection.recv(100).partition(b" ")
     except OSError:  # the rank has ended, and the server hangs
         word = b""
-    return int(rest) if word == b"end" else _signal.SIGKILL  # of a server that has ended, the kernel kills the ranks
+    return int(rest) if word == b"end" else _signal.SIGKILL  # the kernel kills the ranks with their server
 
 
 def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check_and_run(argv, None)
     with socket_folder() as folder, serving(folder) as servers:
         if not NVIDIA.exists():
-            servers.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+            servers.keep(KINDS)  # before anything else: their imports take longer than all the rest
         config = early_config(argv)
         if config is not None and not any(word.startswith("--scale") for word in argv):
             fetch_models(config)

@@ -110,7 +110,7 @@ def test_a_rank_dies_with_its_launcher(forked: ForkedRanks, server: bool) -> Non
     os.kill(rank, signal.SIGSTOP)
     launcher.kill()
     assert ended() == deaths.GONE
-    until(lambda: gone(rank))  # at once: of its own accord it would sleep on, and a stopped process does nothing
+    until(lambda: gone(rank))  # at once: nothing else ends it, because it is stopped
 
 
 def test_the_ranks_of_a_killed_server_die_and_the_next_one_starts_cold(forked: ForkedRanks) -> None:
