@@ -35,20 +35,21 @@ from typing import NamedTuple, NoReturn
 
 PRELOAD = {
     "model": """
-        numpy torch torch.distributed.fsdp torch.distributed.tensor torch.distributed.checkpoint.hf_storage xxhash
-        torch._subclasses.schema_check_mode safetensors.torch torchtitan.components.checkpoint
-        torchtitan.components.optimizer.utils torchtitan.distributed.activation_checkpoint
-        torchtitan.models.qwen3.sharding torchtitan.tools.profiler
+        numpy torch torch.distributed.fsdp torch.distributed.tensor torch.distributed.checkpoint.hf_storage
+        torch._subclasses.schema_check_mode safetensors.torch xxhash torchtitan.models.qwen3.sharding
+        torchtitan.components.checkpoint torchtitan.components.optimizer.utils
+        torchtitan.distributed.activation_checkpoint torchtitan.tools.profiler
         """,
     "generator": """
-        numpy numpy.random torch torch._subclasses.schema_check_mode xxhash
+        numpy torch torch._subclasses.schema_check_mode xxhash
         vllm vllm.engine.arg_utils vllm.engine.llm_engine vllm.v1.engine.llm_engine vllm.v1.worker.cpu_worker
         vllm.v1.executor.uniproc_executor vllm.v1.attention.backends.cpu_attn vllm.renderers.hf
         vllm.model_executor.models.llama vllm.model_executor.models.qwen3 vllm.triton_utils.dispatcher
-        vllm.utils.cpu_triton_utils vllm.distributed.device_communicators.cpu_communicator vllm.lora.resolver
+        vllm.utils.cpu_triton_utils vllm.distributed.device_communicators.cpu_communicator
         vllm.distributed.elastic_ep.elastic_execute vllm.model_executor.layers.quantization.online.base
-        vllm.model_executor.layers.fused_moe.experts.cpu_moe vllm.plugins.lora_resolvers.filesystem_resolver
-        vllm.plugins.lora_resolvers.hf_hub_resolver vllm.v1.core.sched.scheduler vllm.v1.pool.flash_maxsim
+        vllm.model_executor.layers.fused_moe.experts.cpu_moe vllm.lora.resolver numpy.random
+        vllm.plugins.lora_resolvers.filesystem_resolver vllm.plugins.lora_resolvers.hf_hub_resolver
+        vllm.v1.core.sched.scheduler vllm.v1.pool.flash_maxsim
         """,
 }
 """Modules of other projects by kind of rank. None of them starts a thread or touches CUDA when imported on a CPU."""
