@@ -1,8 +1,8 @@
 """Learn within milliseconds which rank died, and how.
 
-Every rank has a shim (zygote_shim.py), the process that Monarch launched. The shim reports here which process the rank
-is and how it ended; a shim that is gone without a word took its rank along. Monarch notices a death too, but asks for
-each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
+Every rank has a launcher (rank_launcher.py), the process that Monarch started. It reports here which process the rank
+is and how it ended; a launcher that is gone without a report took its rank along. Monarch notices a death too, but asks
+for each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
 collective was blamed instead.
 """
 
@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.meshes import zygotes
+from titan_rl.meshes import fork_servers
 
 PROC_NAME = "TITAN_RL_PROC"
 """Environment variable with a rank's name, such as "generator0[tp=1]"."""
@@ -33,8 +33,8 @@ kill_seconds = KILL_SECONDS["cpu"]  # of this run
 
 _lock = threading.Lock()
 _followed: dict[int, str] = {}  # name of each live rank of this machine, by pid
-_away: dict[str, "Shim"] = {}  # live ranks of other hosts, by name
-_unborn: dict[str, str] = {}  # host of each rank whose shim has not reported yet, by name
+_away: dict[str, "Launcher"] = {}  # live ranks of other hosts, by name
+_awaited: dict[str, str] = {}  # host of each rank whose launcher has not reported yet, by name
 _lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
 _meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
 _ends: dict[str, str] = {}  # how each dead rank's process ended
@@ -53,19 +53,19 @@ class Call:
 
 def follow(names: Collection[str], report: str = "", host: str = "") -> dict[str, dict[str, str]]:
     """Expect processes under these names; earlier processes of a name are forgotten. Return what the environment of
-    each one's shim must have. `report`: the socket that passes on what they report, on another host; `host`: its
-    name."""
+    each one's launcher must have. `report`: the socket that passes on their reports, on another host; `host`:
+    its name."""
     with _lock:
         for name in names:
             _lives[name] = _lives.get(name, 0) + 1
-            _unborn[name] = host
+            _awaited[name] = host
             _ends.pop(name, None)
             _meant.discard(name)
-        return {n: {"TITAN_RL_SHIM": f"{_lives[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
+        return {n: {"TITAN_RL_RANK": f"{_lives[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
 
 
 def follows(name: str) -> bool:
-    """Return True if a rank's shim reports, so that its death is noticed here."""
+    """Return True if a rank's launcher reports, so that its death is noticed here."""
     with _lock:
         return name in _lives
 
@@ -85,7 +85,7 @@ def alive() -> dict[str, int]:
 def away() -> dict[str, tuple[str, int]]:
     """Return the host and the pid there of each live rank of other hosts, by name."""
     with _lock:
-        return {name: (shim.host, shim.pid) for name, shim in _away.items()}
+        return {name: (launcher.host, launcher.pid) for name, launcher in _away.items()}
 
 
 def living() -> list[str]:
@@ -95,10 +95,10 @@ def living() -> list[str]:
 
 
 def host_lost(host: str, how: str) -> None:
-    """End those that are expected on a host, which is lost: their shims will never report."""
+    """End the ranks that are expected on a host, which is lost: their launchers will never report."""
     with _lock:
-        unborn = [(name, _lives[name]) for name, where in _unborn.items() if where == host]
-    for name, life in unborn:
+        awaited = [(name, _lives[name]) for name, where in _awaited.items() if where == host]
+    for name, life in awaited:
         _end(name, life, how)
 
 
@@ -113,8 +113,8 @@ async def kill(names: Collection[str]) -> list[str]:
         here = alive()
         for name in left:
             with suppress(ProcessLookupError, KeyError):
-                if (shim := _away.get(name)) is not None:
-                    shim.kill(shim.pid)
+                if (launcher := _away.get(name)) is not None:
+                    launcher.kill(launcher.pid)
                 else:
                     os.kill(here[name], signal.SIGKILL)
         await asyncio.sleep(0.01)
@@ -150,8 +150,8 @@ def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Shim:
-    """What a shim has reported: over a connection, or by way of another host's agent, which `kill` then asks."""
+class Launcher:
+    """The reports of a launcher: over a connection, or by way of another host's agent, which `kill` then asks."""
 
     connection: socket.socket | None = None
     kill: Callable[[int], None] = lambda pid: os.kill(pid, signal.SIGKILL)
@@ -163,7 +163,7 @@ class Shim:
     host: str = ""  # another one, whose agent reports
 
     def read(self) -> bool:
-        """Take note of what the shim reports. Return False if it is gone."""
+        """Read the reports of the launcher. Return False if it is gone."""
         assert self.connection is not None
         try:
             more = self.connection.recv(4096)
@@ -188,9 +188,9 @@ class Shim:
             self.life = int(life)
             with _lock:
                 if _lives.get(self.name) == self.life:
-                    _unborn.pop(self.name, None)
+                    _awaited.pop(self.name, None)
         elif word == "cold":
-            zygotes.warn_cold(*rest.split(" ", 1))
+            fork_servers.warn_cold(*rest.split(" ", 1))
         elif word == "pid":
             self.pid = int(rest)
             with _lock:
@@ -199,7 +199,7 @@ class Shim:
                     _followed[self.pid] = self.name
                 elif wanted:  # not in the place of its successor
                     _away[self.name] = self
-            if not wanted:  # it was killed before it was born
+            if not wanted:  # it was killed before it was started
                 self.kill(self.pid)
         elif word == "end":
             status = int(rest)
@@ -225,7 +225,7 @@ def _end(name: str, life: int, how: str) -> None:
     with _lock:
         if _lives.get(name) != life:  # the name is in use again
             return
-        _unborn.pop(name, None)
+        _awaited.pop(name, None)
         _ends[name] = how
         waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
         for call in waiting:
@@ -237,14 +237,14 @@ def _end(name: str, life: int, how: str) -> None:
         listener(name, how)
 
 
-_path = ""  # of the socket that shims report to
+_path = ""  # socket that launchers report to
 
 
 def _socket() -> str:
-    """Return the socket that shims report to; listen there from the first call on."""
+    """Return the socket that launchers report to; listen there from the first call on."""
     global _path
     if not _path:
-        folder = tempfile.mkdtemp(prefix="shims-", dir=os.environ.get("TMPDIR"))
+        folder = tempfile.mkdtemp(prefix="launchers-", dir=os.environ.get("TMPDIR"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         # Short however long TMPDIR is, as the name of a socket has to be.
         _path = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/report"
@@ -260,9 +260,9 @@ def _listen(listener: socket.socket) -> None:
         selector.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if (shim := key.data) is None:
+                if (launcher := key.data) is None:
                     connection, _ = listener.accept()
-                    selector.register(connection, selectors.EVENT_READ, Shim(connection))
-                elif not shim.read():
-                    selector.unregister(shim.connection)
-                    shim.connection.close()
+                    selector.register(connection, selectors.EVENT_READ, Launcher(connection))
+                elif not launcher.read():
+                    selector.unregister(launcher.connection)
+                    launcher.connection.close()

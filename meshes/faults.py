@@ -66,7 +66,7 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
     except SupervisionError as error:
         raise failure(str(error)) from None
     except ValueError as error:
-        if (failed := unborn(actor, str(error))) is None:
+        if (failed := not_started(actor, str(error))) is None:
             raise
         raise failed from None
     except TimeoutError:
@@ -123,14 +123,14 @@ def remote(error: ActorError) -> str:
 
 
 _ACTOR = re.compile(r"The actor <root>\.<\S* (?P<name>[\w-]+)\{(?P<rank>[^}]*)\}>")
-_UNBORN = re.compile(r"error creating proc .* agent host_agent\.service@(\S+?)<")
+_NOT_STARTED = re.compile(r"error creating proc .* agent host_agent\.service@(\S+?)<")
 _UNANSWERED = re.compile(r"error spawning proc mesh: statuses: Timeout\((?P<seconds>[\d.]+)s\)")
 _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)")
 
 
-def unborn(actor: str, report: str) -> RankFailed | None:
-    """Turn what Monarch says of a process that it could not start into an error that names the rank."""
-    if place := _UNBORN.search(report):
+def not_started(actor: str, report: str) -> RankFailed | None:
+    """Turn Monarch's report of a process that it could not start into an error that names the rank."""
+    if place := _NOT_STARTED.search(report):
         why = "Its output, or its worker's log, says why; the disk of that host's TMPDIR may be full."
         return RankFailed(f"{actor} cannot be started on {place[1]}", f"{why}\n{report}", rank=actor)
     if late := _UNANSWERED.search(report):

@@ -1,6 +1,6 @@
-"""A process of the run on another host: what the shims of the ranks there report, it passes on; and it kills.
+"""A process of the run on another host: it passes on the reports of the rank launchers there, and kills ranks.
 
-    shims ── AF_UNIX ──> HostAgent ── take ──> the controller (remote_host.py)
+    launchers ── AF_UNIX ──> HostAgent ── take ──> the controller (remote_host.py)
 
 When its last answer that the controller has received is `orphan_seconds` old, it ends all processes of the run there.
 
@@ -28,6 +28,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 import titan_rl
 from titan_rl.actors.meeting import HOST
+from titan_rl.meshes.fork_servers import OFF, VARIABLE
 from titan_rl.wire.cores import here, machine, usable_cores
 from titan_rl.wire.gpus import visible_devices
 from titan_rl.wire.host_holder import RUN, Holder, holder_in
@@ -45,8 +46,8 @@ class HostFacts:
     versions: str
     folder: str  # current folder: relative paths of the config start here
     private: str  # folder that only this user can open, until the agent ends
-    report: str  # socket to which shims report
-    zygotes: str  # folder of the zygotes' sockets; empty: ranks start cold
+    report: str  # socket to which launchers report
+    fork_servers: str  # folder of their sockets; empty: ranks start cold
     parent: int  # process of the worker, which starts ranks
     machine: str
     place: str  # equal for processes that can map each other's memory: two containers on one machine cannot
@@ -120,7 +121,7 @@ class HostAgent(Actor):
             os.getcwd(),
             self._private.name,
             f"{self._private.name}/report",
-            zygotes if (zygotes := os.environ.get("TITAN_RL_ZYGOTES", "off")) != "off" else "",
+            servers if (servers := os.environ.get(VARIABLE, OFF)) != OFF else "",
             os.getppid(),
             machine(),
             here(),
@@ -185,7 +186,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def take(self, within: float) -> list[tuple[int, bytes]]:
-        """Wait at most `within` seconds. Return what shims have said, by connection; nothing: one has ended."""
+        """Wait at most `within` seconds. Return the reports of launchers, by connection; nothing: one has ended."""
         self._lease.asked()
         if self._claim is not None:
             with suppress(OSError):  # a full disk: what it says is old

@@ -62,7 +62,7 @@ class ModelMesh:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._warm.clear()
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
-        kind = None if compiled else "model"  # its zygote has deferred TorchTitan's own compiling
+        kind = None if compiled else "model"  # its fork server has deferred TorchTitan's own compiling
         self._berths = self._berths_of()
         self.dp = sum(berth.ranks for berth in self._berths) // self.tp
         parallelism = self._planned.of_rows(self.dp)

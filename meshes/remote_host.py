@@ -1,7 +1,7 @@
 """A host of the run whose worker was started elsewhere: joined at its address, followed by its agent.
 
 controller ── ask, attach ──> worker ──> HostAgent (host_agent.py)
-    <── take: what the shims of the host report, or nothing for fault.detect_seconds: the host is lost
+    <── take: the reports of the host's launchers, or nothing for fault.detect_seconds: the host is lost
     ── ask ──> the worker of a lost host: it serves anew, at another port, and the host is back
 """
 
@@ -214,7 +214,7 @@ class Remote:
         self.address, self.served = address, served  # its worker's front door, and where that serves this run
         self._agent, self._detect_seconds, self._orphan_seconds = agent, joining.detect_seconds, joining.orphan_seconds
         self._loop = asyncio.get_running_loop()
-        self._shims: defaultdict[int, deaths.Shim] = defaultdict(lambda: deaths.Shim(kill=self._kill, host=address))
+        self._launchers = defaultdict[int, deaths.Launcher](lambda: deaths.Launcher(kill=self._kill, host=address))
         self._kills: set[asyncio.Task[None]] = set()
         self._heard = time.monotonic()  # the agent's last answer
         self.lost, self.ended = asyncio.Event(), asyncio.Event()
@@ -225,13 +225,13 @@ class Remote:
         while (news := await self._next()) is not None:
             self._heard = time.monotonic()
             for connection, line in news:
-                if not self._shims[connection].hear(line):
-                    del self._shims[connection]
+                if not self._launchers[connection].hear(line):
+                    del self._launchers[connection]
         self.lost.set()
         how = f"{deaths.GONE}: its host {self.address} does not answer, for {time.monotonic() - self._heard:.2f} s"
-        for shim in list(self._shims.values()):
-            if not shim.ended:
-                shim.end(how)
+        for launcher in list(self._launchers.values()):
+            if not launcher.ended:
+                launcher.end(how)
         deaths.host_lost(self.address, how)
 
     async def _next(self) -> list[tuple[int, bytes]] | None:

@@ -6,6 +6,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -17,20 +18,19 @@ from monarch.actor import HostMesh, ProcMesh
 from titan_rl.actors.meeting import MEETING
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import label
+from titan_rl.meshes.fork_servers import OFF, READY_SECONDS, VARIABLE, WORKER_ENV, Kind, ask, warn_cold
 from titan_rl.meshes.hosts import Host, host_of
-from titan_rl.meshes.zygotes import OFF, VARIABLE, WORKER_ENV, Kind, warn_cold
 from titan_rl.wire.errors import DeadlinePassed
 
-SHIM = str(Path(__file__).with_name("zygote_shim.py"))
+LAUNCHER = str(Path(__file__).with_name("rank_launcher.py"))
 COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch's own default_bootstrap_cmd
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
-READY_SECONDS = 120.0  # to import an engine on a busy machine; a cold start takes as long there
+ANSWER_SECONDS = 2.0  # for a fork server that has answered before; one that takes longer hangs
 LET_GO_SECONDS = 30.0
 HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks: so long it looks like a host that has room
 
-
-_ready: dict[Path, bool] = {}  # whether the zygote of a socket has answered
+_ready_by: dict[Path, float] = {}  # when the fork server of a socket must have imported its engine; 0: it has
 
 
 async def spawn(
@@ -43,11 +43,13 @@ async def spawn(
     env: Mapping[str, str] | None = None,
     members: Sequence[Mapping[str, str]] | None = None,
 ) -> ProcMesh:
-    """Spawn one process per point of `shape`, forked from the zygote of its `kind` if there is one. Their names count
-    the first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
+    """Spawn one process per point of `shape`, forked by the fork server of its `kind` if there is one. Their names
+    count the first axis from `first`: a mesh may have processes on several hosts. `members`, by point, adds what
     torch.distributed needs to make them one process group (see process_group)."""
     host = host_of(host)
-    zygote = await zygote_of(kind) if kind and host.facts is None else ""
+    server = await server_of(kind) if kind and host.facts is None else ""
+    if kind and host.facts and host.facts.fork_servers:
+        server = f"{host.facts.fork_servers}/{kind}"
     points = [dict(zip(shape, point, strict=True)) for point in product(*(range(size) for size in shape.values()))]
     names = [label(name, {**point, (axis := next(iter(shape))): point[axis] + first}) for point in points]
     expected = deaths.follow(names, host.facts.report if host.facts else "", host.name)
@@ -57,17 +59,17 @@ async def spawn(
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
         own = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
-        if zygote:
-            own |= {"TITAN_RL_ZYGOTE": zygote, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        elif kind and host.facts and host.facts.zygotes:
-            own |= {"TITAN_RL_ZYGOTE": f"{host.facts.zygotes}/{kind}", "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
+        if server:
+            own |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
         own = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **own}
-        return BootstrapCommand(sys.executable, None, ["-I", "-S", SHIM, *COLD], own)
+        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], own)
 
     def begin() -> None:  # in the new process, before any actor
         import ctypes
         import os
         import signal
+        from contextlib import suppress
+        from pathlib import Path
 
         from titan_rl.wire.streams import outlive_readers
 
@@ -77,6 +79,8 @@ async def spawn(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # so do signals to every process of a job
             libc.signal(number, int(signal.SIG_IGN))
         outlive_readers()
+        with suppress(OSError):  # /proc is read-only: ps and top show "python"
+            Path("/proc/self/comm").write_text(os.environ["TITAN_RL_PROC"])  # the kernel keeps 15 bytes
 
     return host.mesh.spawn_procs(per_host=dict(shape), name=name, bootstrap=begin, bootstrap_command=command)
 
@@ -97,30 +101,30 @@ def meeting_file(host: Host) -> dict[str, str]:
     return {MEETING: f"{folder}/ranks-{secrets.token_hex(8)}"}
 
 
-async def zygote_of(kind: Kind) -> str:
-    """Return the socket of the zygote that forks this kind of rank, once it is ready. "": ranks start cold."""
+async def server_of(kind: Kind) -> str:
+    """Return the socket of the fork server of this kind of rank, once it answers. "": ranks start cold."""
     folder = os.environ.get(VARIABLE, OFF)
     if folder == OFF:
         return ""
-    path = Path(folder) / kind
-    if path not in _ready:
-        why = _refusal(Path(folder))
-        try:
-            if not why:
-                async with asyncio.timeout(READY_SECONDS):
-                    await _hear_ready(path)
-        except TimeoutError:
-            why = f"it was not ready within {READY_SECONDS:g} s"
-        except OSError as error:
-            why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
-        _ready[path] = not why
-        if why:
-            warn_cold(kind, why)
-    return str(path) if _ready[path] else ""
+    path, why = Path(folder) / kind, _refusal(Path(folder))
+    by = _ready_by.setdefault(path, time.monotonic() + READY_SECONDS)
+    seconds = max(by - time.monotonic(), ANSWER_SECONDS)
+    try:
+        if not why:
+            async with asyncio.timeout(seconds):
+                await ask(path)
+            _ready_by[path] = 0.0
+    except TimeoutError:
+        why = f"it did not answer within {seconds:.0f} s"
+    except OSError as error:
+        why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
+    if why:
+        warn_cold(kind, why)
+    return "" if why else str(path)
 
 
 def _refusal(folder: Path) -> str:
-    """Return why the zygotes of this folder cannot be trusted, or ""."""
+    """Return why the fork servers of this folder cannot be trusted, or ""."""
     try:
         found = folder.lstat()
     except OSError as error:
@@ -128,16 +132,6 @@ def _refusal(folder: Path) -> str:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
     return ""
-
-
-async def _hear_ready(path: Path) -> None:
-    reader, writer = await asyncio.open_unix_connection(path)
-    try:
-        writer.write(b"\0\0")
-        if await reader.readline() != b"ready\n":
-            raise OSError("it has ended")
-    finally:
-        writer.close()
 
 
 def _last_line(path: Path) -> str:

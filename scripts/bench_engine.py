@@ -31,7 +31,9 @@ BEFORE, OURS, VLLM, TRANSFORMERS = "before", "titan_rl", "vLLM", "transformers"
 PROGRAMS = {OURS: "ours", BEFORE: "ours", VLLM: "vllm", TRANSFORMERS: "transformers"}
 COLUMNS = ("case", "way", "measure", *FIGURES, "ratio", "date", "commit", "machine", "engines", "load")
 WARM_UP = 2  # generations
-LAUNCH_ENV = "from titan_rl.meshes import zygotes; print({**zygotes.WORKER_ENV, **zygotes.KIND_ENV['generator']})"
+LAUNCH_ENV = (
+    "from titan_rl.meshes.fork_servers import KIND_ENV, WORKER_ENV; print({**WORKER_ENV, **KIND_ENV['generator']})"
+)
 
 
 class Process:

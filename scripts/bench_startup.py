@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how fast a run starts, recovers and ends, with ranks forked from zygotes and started cold. Appends to a CSV.
+"""Measure how fast a run starts, recovers and ends, with ranks that are forked and that start cold. Appends to a CSV.
 
     .venv/bin/python scripts/bench_startup.py                         # five runs each way, in turn
     .venv/bin/python scripts/bench_startup.py --against ../before     # also another checkout of titan_rl

@@ -1,7 +1,7 @@
 """Puts a run into a network namespace of its own, in which no other user can reach its sockets.
 
     host's network    everything else, and threads of `start_outside`: user functions may need a network
-    run's network     the controller, its ranks and zygotes: Monarch's and gloo's sockets; only a loopback device
+    run's network     the controller and its ranks: Monarch's and gloo's sockets; only a loopback device
 
 Monarch's controller listens on abstract Unix sockets. They have no permissions, any local user finds their names in
 /proc/net/unix, and what is sent to them is executed. But they are visible in one network namespace only. So is every

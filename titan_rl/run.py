@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from titan_rl import isolation
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.meshes.zygotes import KINDS, Zygotes, serving
+from titan_rl.meshes.fork_servers import KINDS, ForkServers, serving
 from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
-if TYPE_CHECKING:  # imported while the zygotes import too
+if TYPE_CHECKING:  # imported while the fork servers import too
     from titan_rl.config.sections import Config, HostsSection
     from titan_rl.preflight.cli import Invocation
     from titan_rl.preflight.setup import Setup
@@ -34,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or {"--dry-run", "--help", "-h"} & set(argv):
         return check_and_run(argv, None)
-    with socket_folder() as folder, serving(folder) as zygotes:
+    with socket_folder() as folder, serving(folder) as servers:
         if not NVIDIA.exists():
-            zygotes.keep(KINDS)  # before anything else: what they import takes longer than all the rest
+            servers.keep(KINDS)  # before anything else: their imports take longer than all the rest
         config = early_config(argv)
         if config is not None and not any(word.startswith("--scale") for word in argv):
             fetch_models(config)
         why = opted_out(config.hosts) if config else ""
         exposed = why or isolation.isolate()
-        return check_and_run(argv, zygotes, exposed)
+        return check_and_run(argv, servers, exposed)
 
 
 def early_config(argv: Sequence[str]) -> "Config | None":
@@ -76,8 +76,8 @@ def opted_out(hosts: "HostsSection") -> str:
     return OPTED_OUT if hosts.isolation == "off" else ""
 
 
-def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "") -> int:
-    """`exposed`: why other users reach the sockets of this process. Without zygotes, it is a dry run."""
+def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str = "") -> int:
+    """`exposed`: why other users reach the sockets of this process. Without servers, it is a dry run."""
     from titan_rl.preflight.checks import missing_addresses
     from titan_rl.preflight.cli import parse, refuse
     from titan_rl.record.run_folder import FolderRefused
@@ -86,7 +86,7 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
 
     invocation, terminal = parse(argv), Terminal()
     hosts = invocation.config.hosts
-    if zygotes is None:
+    if servers is None:
         exposed = opted_out(hosts) or isolation.refusal()
     elif missing := list(missing_addresses(hosts)):
         refuse(invocation.config_name, missing)
@@ -99,7 +99,7 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
             warnings=(*invocation.warnings, isolation.warning(exposed, REMEDIES.get(exposed, isolation.ALLOW))),
         )
     try:
-        return check_folder_and_run(invocation, terminal, zygotes)
+        return check_folder_and_run(invocation, terminal, servers)
     except FolderRefused as error:
         refuse(invocation.config_name, [str(error)])
     except RunError as error:
@@ -107,7 +107,7 @@ def check_and_run(argv: Sequence[str], zygotes: Zygotes | None, exposed: str = "
         return FAILED
 
 
-def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes: Zygotes | None) -> int:
+def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.describe import describe
     from titan_rl.preflight.setup import prepare, settle
@@ -121,7 +121,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
     check_folder(config.job)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if zygotes is None:
+        if servers is None:
             setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
             sharded = checked_sharding(setup)
             terminal.plan(describe(setup, invocation.warnings, sharded))
@@ -130,7 +130,7 @@ def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", zygotes
         lock = stack.enter_context(RunLock(Path(config.job.dump_folder)))
         # None on CUDA: an import may initialize it, and then no process may fork.
         kinds = () if device == "cuda" else KINDS if config.samples_rollouts else KINDS[:1]
-        zygotes.keep(kinds)
+        servers.keep(kinds)
         setup = prepare(invocation.config_name, config, device=device, gpus=gpus, scratch=scratch)
         if not setup.finished:
             setup = settle(setup, lock)

@@ -8,6 +8,7 @@ they are given, it serves them. It serves one run after the other, until Ctrl-C.
 """
 
 import argparse
+import asyncio
 import ctypes
 import errno
 import os
@@ -25,7 +26,7 @@ import psutil
 
 from titan_rl.actors.meeting import HOST, PORTS
 from titan_rl.environment import prepare_environment, socket_folder
-from titan_rl.meshes.zygotes import KINDS, VARIABLE, serving
+from titan_rl.meshes.fork_servers import KINDS, READY_SECONDS, VARIABLE, ask, serving
 from titan_rl.wire.certificates import certificate_problems, make_certificates
 from titan_rl.wire.dial import address_of, split_address, takes_connections
 from titan_rl.wire.front_door import SECONDS, answer, free_port, open_door, port_range
@@ -34,7 +35,6 @@ from titan_rl.wire.host_holder import Holder, holder_in
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 
 PR_SET_PDEATHSIG = 1
-READY_SECONDS = 120.0
 SHORTEST_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address
 LEAVING_SECONDS = 10.0  # for a worker that nothing needs any more to end
 LOOK_SECONDS = 0.2  # between two tries to listen at an address that another worker has
@@ -75,10 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         complain(f"expected to listen at {given.address}, found: {error.strerror or error}")
         return FAILED
-    with door, socket_folder() as folder, serving(folder) as zygotes:
+    with door, socket_folder() as folder, serving(folder) as servers:
         if not visible_gpus():
-            zygotes.keep(KINDS)
-            wait_for_zygotes()
+            servers.keep(KINDS)
+            for kind in KINDS:
+                with suppress(OSError):  # ranks of this kind start cold
+                    asyncio.run(asyncio.wait_for(ask(Path(os.environ[VARIABLE]) / kind), READY_SECONDS))
         return serve_runs(door, given.address, given.tls, given.ports)
 
 
@@ -196,16 +198,6 @@ def serve_run(address: str, parent: int) -> int:
     enable_transport(address.partition("://")[0])
     run_worker_loop_forever(address=address, ca="trust_all_connections")
     return DONE
-
-
-def wait_for_zygotes() -> None:
-    """Return when ranks can be forked; without zygotes they start cold."""
-    for kind in KINDS:
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(READY_SECONDS)
-            asking.connect(f"{os.environ[VARIABLE]}/{kind}")
-            asking.sendall(b"\0\0")
-            asking.recv(16)
 
 
 if __name__ == "__main__":

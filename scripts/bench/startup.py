@@ -1,9 +1,9 @@
 """Whole runs, timed from outside: command to first RL step, recovery of a killed rank, Ctrl-C to exit."""
 
+import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 
 from bench.rows import CONFIG
-from titan_rl.meshes.zygotes import KINDS, OFF, VARIABLE
+from titan_rl.control.client import Endpoint
+from titan_rl.meshes.fork_servers import KINDS, OFF, VARIABLE, ask
 
-WAYS = {"zygotes": {}, "cold": {VARIABLE: OFF}}
+WAYS = {"forked": {}, "cold": {VARIABLE: OFF}}
 WARM = "warm"  # forked from processes that titan_rl.warm keeps
 KEYS = {  # a run of seconds: two trainer ranks, one generator
     "model.dim": 64,
@@ -69,7 +70,8 @@ class Timed:
 
     def recover(self, victim: str) -> float:
         """Kill a rank. Return the seconds until the run says that it is back."""
-        (pid,) = [p.pid for p in self._family() if rank_name(p) == victim]
+        status = Endpoint.find(self.folder).ask("status", {}, PATIENCE_SECONDS)
+        (pid,) = [rank["pid"] for rank in status["ranks"] if rank["rank"] == victim]
         before, began = self._back(), time.monotonic()
         os.kill(pid, signal.SIGKILL)
         self.until(lambda: self._back() > before)
@@ -123,13 +125,6 @@ def cpu_seconds(pid: int) -> float:
     return total
 
 
-def rank_name(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        if "monarch" in " ".join(process.cmdline()):
-            return process.environ().get("TITAN_RL_PROC", "")
-    return ""
-
-
 @contextmanager
 def kept_warm(root: Path) -> Iterator[dict[str, str]]:
     """Yield the environment of runs while `titan_rl.warm` keeps their engines imported."""
@@ -139,10 +134,7 @@ def kept_warm(root: Path) -> Iterator[dict[str, str]]:
         assert warm.stdout is not None
         folder = warm.stdout.readline().strip().partition("=")[2]
         for kind in KINDS:
-            with socket.socket(socket.AF_UNIX) as asked:
-                asked.connect(f"{folder}/{kind}")
-                asked.sendall(b"\0\0")
-                asked.recv(16)  # once it has imported its engine
+            asyncio.run(ask(Path(folder) / kind))
         try:
             yield {VARIABLE: folder}
         finally:

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from support.rank_launchers import launched
 
 NETWORK = "10.91.0"
 PR_SET_PDEATHSIG = 1
@@ -71,17 +73,11 @@ class SeparateHost:
         """Return the living ranks on this host, by name, without keepers of snapshots."""
         network = os.readlink(f"/proc/{self.init.pid}/ns/net")
         found: dict[str, psutil.Process] = {}
-        for process in psutil.process_iter():
-            try:
-                if os.readlink(f"/proc/{process.pid}/ns/net") != network:
-                    continue
-                name = process.environ().get("TITAN_RL_PROC", "")
-                if not name or name.startswith("keeper") or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                if "zygote_shim.py" not in str(process.cmdline()):
-                    found[name] = process
-            except (OSError, psutil.Error):  # it ended
-                continue
+        for launcher, name, pid in launched(psutil.process_iter()):
+            with suppress(OSError, psutil.Error):  # it ended
+                rank, here = psutil.Process(pid), os.readlink(f"/proc/{launcher.pid}/ns/net") == network
+                if here and not name.startswith("keeper") and rank.status() != psutil.STATUS_ZOMBIE:
+                    found[name] = rank
         return found
 
     def reachable_ports(self) -> set[int]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from support.ctrl_c import hears_ctrl_c
+from support.rank_launchers import launched
 from titan_rl.record.lines import whole_lines
 
 SMALL = {  # a run of seconds: two trainer ranks, one generator, an easy start
@@ -80,21 +82,29 @@ class Run:
 
     def workers(self) -> dict[str, int]:
         """Return the ranks' processes, by name."""
-        return {name: pid for pid, name, command in self.processes() if "monarch" in command}
+        return {name: pid for _, name, pid in launched(self._started()) if command_of(pid) is not None}
 
     def processes(self) -> list[tuple[int, str, str]]:
-        """Return this run's live processes besides the controller: pid, rank name, command line."""
-        found = []
-        for process in psutil.process_iter(["environ", "cmdline", "status"]):
-            environment = process.info["environ"] or {}  # None: not readable
-            ended = process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            if (
-                environment.get("TITAN_RL_TEST_RUN") == str(self.folder)
-                and "TITAN_RL_PROC" in environment
-                and not ended
-            ):
-                found.append((process.pid, environment["TITAN_RL_PROC"], " ".join(process.info["cmdline"] or ())))
-        return found
+        """Return this run's live processes besides the controller and launchers: pid, rank name, command line."""
+        started = self._started()
+        named = {process.pid: process.info["environ"].get("TITAN_RL_PROC", "") for process in started}
+        named |= {pid: name for _, name, pid in launched(started)}
+        commands = ((pid, name, command_of(pid)) for pid, name in named.items() if name)
+        return [(pid, name, command) for pid, name, command in commands if command is not None]
+
+    def _started(self) -> list[Any]:
+        """Return the processes that were started with this run's environment: all but forked ranks."""
+        found = [each for each in psutil.process_iter(["environ"]) if each.info["environ"]]  # None: not readable
+        return [each for each in found if each.info["environ"].get("TITAN_RL_TEST_RUN") == str(self.folder)]
+
+
+def command_of(pid: int) -> str | None:
+    """Return the command line of a process that lives; None: it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return " ".join(process.cmdline())
+    return None
 
 
 class Runs:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from support.rank_launchers import is_launcher, launched
 from titan_rl.wire.dial import takes_connections
 
 START_SECONDS = 180.0
@@ -62,7 +63,7 @@ class WorkerHost:
     def agent(self) -> psutil.Process:
         """Return the agent of the run that has this host."""
         serving, *_ = self.processes()
-        (agent,) = (each for each in serving.children() if "zygote_shim.py" not in " ".join(each.cmdline()))
+        (agent,) = (each for each in serving.children() if not is_launcher(each))
         return agent
 
     def end(self) -> None:
@@ -71,14 +72,13 @@ class WorkerHost:
 
 
 def hosts_of(controller: int) -> dict[str, str]:
-    """Return the host of each rank of a run with hosts.kind = "processes": a shim stands for it in its worker."""
+    """Return the host of each rank of a run with hosts.kind = "processes": its launcher is a child of its worker."""
     mine = psutil.Process(controller).children(recursive=True)
-    shims = [process for process in mine if "zygote_shim.py" in " ".join(process.cmdline())]
-    return {shim.environ()["TITAN_RL_SHIM"].split(" ", 1)[1]: _worker_of(shim) for shim in shims}
+    return {name: _worker_of(launcher) for launcher, name, _ in launched(mine)}
 
 
-def _worker_of(shim: psutil.Process) -> str:
-    for parent in shim.parents():
+def _worker_of(launcher: psutil.Process) -> str:
+    for parent in launcher.parents():
         if "titan_rl.worker" in (command := parent.cmdline()):
             return Path(command[command.index("--address") + 1]).parent.name
     return ""

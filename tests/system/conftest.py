@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.meshes.zygotes import KINDS, serving
+from titan_rl.meshes.fork_servers import KINDS, serving
 from titan_rl.wire.gpus import visible_gpus
 
 
 @pytest.fixture(scope="session", autouse=True)
-def session_zygotes() -> Iterator[None]:
+def session_fork_servers() -> Iterator[None]:
     """Fork the ranks of all system tests from two processes that the session keeps: a run starts in seconds."""
     if visible_gpus():  # ranks of CUDA start cold
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="zygotes-") as folder, serving(Path(folder)) as zygotes:
-        zygotes.keep(KINDS)
+    with tempfile.TemporaryDirectory(prefix="forks-") as folder, serving(Path(folder)) as servers:
+        servers.keep(KINDS)
         yield
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from support.rank_launchers import launched
 from support.running import Run, Runs
 from support.small_disk import SmallDisk
 from support.worker_hosts import WorkerHost, free_address, hosts_of
-from titan_rl.meshes.zygotes import VARIABLE
+from titan_rl.meshes.fork_servers import VARIABLE
 from titan_rl.wire import failpoints
 
 KEYS: dict[str, Any] = {
@@ -80,7 +81,8 @@ def test_a_host_serves_one_run_at_a_time_through_the_deaths_of_an_agent_and_a_co
         "generator0[tp=0]": first.address,
         "generator1[tp=0]": second.address,
     }
-    assert all("monarch" in " ".join(psutil.Process(pid).cmdline()) for _, pid in found.values())
+    started = [each for worker in pair for each in worker.processes()]
+    assert {name: pid for _, name, pid in launched(started)} == {rank: pid for rank, (_, pid) in found.items()}
 
     other = runs.start(tmp_path / "other", **keys(first.address, second.address))
     out = said(other)
@@ -146,7 +148,7 @@ def test_a_replica_that_does_not_start_on_one_host_is_started_on_another(
 def test_a_run_folder_without_room_ends_the_run_by_name_and_the_same_command_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)  # the tests' zygotes do not see that disk
+    monkeypatch.delenv(VARIABLE, raising=False)  # the tests' fork servers do not see that disk
     with SmallDisk(tmp_path / "disk", megabytes=16) as disk:
         runs, folder = Runs(disk.within()), tmp_path / "disk" / "run"
         keys = {"cold_start__steps": 2, "eval__size": 0, "algorithm__kl_coef": 0.0, "algorithm__max_dead_steps": 0}
@@ -228,7 +230,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, WorkerHo
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "clock.c", "-ldl"], check=True)
     path = os.pathsep.join([str(folder), os.getcwd()])
     try:
-        ahead = {"LD_PRELOAD": str(library), VARIABLE: ""}  # the tests' zygotes have the right clock
+        ahead = {"LD_PRELOAD": str(library), VARIABLE: ""}  # the tests' fork servers have the right clock
         found["clock"] = WorkerHost.start(folder, "127.0.0.5", ahead)
         found["version"] = WorkerHost.start(folder, "127.0.0.4", {"PYTHONPATH": path})
         small = f'mount -t tmpfs -o size=1m none {folder}/disk && exec env TMPDIR={folder}/disk "$@"'

@@ -176,10 +176,10 @@ def test_a_rank_whose_death_is_known_late_is_still_the_reason(tended: Tended, mo
     async def work() -> list[list[Completion]]:
         def kill() -> None:
             pid = deaths.alive()[tended.mesh.replicas[max(tended.mesh.replicas)].ranks[-1]]
-            shim = psutil.Process(pid).ppid()
-            os.kill(shim, signal.SIGSTOP)
+            reporter = psutil.Process(pid).ppid()  # its fork server or, if it started cold, its launcher
+            os.kill(reporter, signal.SIGSTOP)
             os.kill(pid, signal.SIGKILL)
-            asyncio.get_running_loop().call_later(0.2, os.kill, shim, signal.SIGCONT)
+            asyncio.get_running_loop().call_later(0.2, os.kill, reporter, signal.SIGCONT)
 
         return await sampled(tended, 8, 300, kill)
 

@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from support.outputs import same
+from support.rank_launchers import launched
 from support.running import Runs
+from titan_rl.meshes.fork_servers import OFF, VARIABLE
 from titan_rl.wire.dial import takes_connections
 
 ALONE = ["unshare", "--kill-child", "--pid", "--fork", "--mount-proc"]
@@ -50,7 +52,7 @@ class Host:
                 [*ALONE, *command],
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "TITAN_RL_ZYGOTES": "off"},  # zygotes of the tests are in another namespace
+                env={**os.environ, VARIABLE: OFF},  # the fork servers of the tests are in another namespace
             )
 
     def joined(self) -> None:
@@ -67,12 +69,8 @@ class Host:
 
     def ranks(self, mesh: str) -> list[int]:
         """Return the pids, here, of a mesh's processes on this host."""
-        return [
-            each.pid
-            for each in psutil.Process(self.process.pid).children(recursive=True)
-            if "zygote_shim" not in " ".join(each.cmdline())
-            and each.environ().get("TITAN_RL_PROC", "").startswith(mesh)
-        ]
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        return [pid for _, name, pid in launched(started) if name.startswith(mesh)]
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 from support.namespaces import SeparateHost, Switch, why_not
 from support.outputs import same
 from support.running import Run, Runs
+from titan_rl.meshes.fork_servers import VARIABLE
 from titan_rl.wire.certificates import make_certificates
 
 HOSTS = ("node1", "node2", "node3")
@@ -65,7 +66,7 @@ class Cluster:
 
     def start_worker(self, name: str, stack: ExitStack) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "titan_rl.worker", "--address", f"tls://{name}:{PORT}"]
-        env = {key: value for key, value in os.environ.items() if key != "TITAN_RL_ZYGOTES"}  # this host forks its own
+        env = {key: value for key, value in os.environ.items() if key != VARIABLE}  # this host forks its own
         env |= {HOLD: str(self.hold), "PYTHONPATH": os.pathsep.join([str(self.folder), os.getcwd()])}
         command += ["--ports", f"{PORTS[0]}-{PORTS[-1]}"]
         with open(self.folder / f"{name}.log", "wb") as log:

@@ -30,7 +30,7 @@ def test_what_the_policy_writes_is_executed_and_sees_nothing_of_the_run(runs: Ru
     for line in steps:
         assert line["environment/spied"] == 0
         assert line["environment/wall_seconds"] == 60
-    assert not [name for _, name, command in run.processes() if "fork_server" in command]
+    assert not [name for _, name, command in run.processes() if "sandbox.fork_server" in command]
 
 
 def test_a_run_on_a_machine_without_a_layer_ends_before_anything_is_spawned(runs: Runs, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.run_lock import LOCK, RunLock
 
 
-class NoZygotes:
+class NoServers:
     def keep(self, kinds: object) -> None: ...
 
 
 def start(*flags: str, dry: bool = False) -> int:
-    zygotes: Any = None if dry else NoZygotes()
-    return program.check_and_run(["--config", "grpo_llama", *flags, *(["--dry-run"] if dry else [])], zygotes)
+    servers: Any = None if dry else NoServers()
+    return program.check_and_run(["--config", "grpo_llama", *flags, *(["--dry-run"] if dry else [])], servers)
 
 
 @pytest.fixture

@@ -180,12 +180,15 @@ class ChaosRun:
 
     def processes(self) -> dict[int, str]:
         """Return the run's live processes, each with the name of the rank that it is or belongs to."""
-        found = dict[int, str]()
+        found, forked = (
+            dict[int, str](),
+            {pid: rank for rank, pid in self.ranks.items()},
+        )  # these look like their parent
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it just ended, or belongs to another user
-                environment = process.environ()
-                if environment.get(failpoints.FOLDER) == str(self.orders) and process.status() not in ENDED:
-                    found[process.pid] = environment.get("TITAN_RL_PROC", "the controller")
+                environment, rank = process.environ(), forked.get(process.pid, "")
+                if (rank or environment.get(failpoints.FOLDER) == str(self.orders)) and process.status() not in ENDED:
+                    found[process.pid] = rank or environment.get("TITAN_RL_PROC", "the controller")
         return found
 
     def end(self) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """One run, one folder: the controller's process locks RUN/.lock until it ends, however it ends.
 
-The kernel frees the lock with that one process. Ranks and zygotes do not share it: they are other programs, and the
-file is closed when those are started. On a filesystem without locks, the pid and host in the file decide.
+The kernel frees the lock with that one process. Ranks and fork servers do not share it: they are other programs, and
+the file is closed when they are started. On a filesystem without locks, the pid and host in the file decide.
 """
 
 import errno

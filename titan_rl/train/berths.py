@@ -14,10 +14,10 @@ from titan_rl.actors.endpoint import without_lines
 from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.meshes import deaths, hosts
+from titan_rl.meshes.fork_servers import Kind
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.ssh_workers import ssh_workers
-from titan_rl.meshes.zygotes import Kind
 from titan_rl.preflight.placement import (
     Share,
     Unplaceable,

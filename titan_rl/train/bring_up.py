@@ -24,7 +24,7 @@ from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import Config
-from titan_rl.meshes import deaths, keepers, zygotes
+from titan_rl.meshes import deaths, fork_servers, keepers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -98,7 +98,7 @@ async def launch(
     """Start all meshes, and stop them whatever happens. When a rank dies, what the watch drives raises an error that
     names it; but dead generators and environments are replaced by their mesh. If a stop `hurries`, busy ranks are
     killed."""
-    zygotes.warn = terminal.warn
+    fork_servers.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     # A host whose agent dies is lost (remote_host.py).
     watch = Watch(tended=["generator", "environment", "agent", keepers.MESH])

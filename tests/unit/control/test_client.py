@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from support.control_socket import STATUS, fail, never, refuse, serving
-from support.nursery import until
+from support.forked_ranks import until
 from titan_rl.control.client import Endpoint, RequestFailed
 from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.ctl import MOST_ROWS, main, view

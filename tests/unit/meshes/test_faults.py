@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label, unborn
-from titan_rl.meshes.spawn import SHIM
+from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label, not_started
+from titan_rl.meshes.spawn import LAUNCHER
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
 pytestmark = pytest.mark.usefixtures("no_ranks")
@@ -51,11 +51,11 @@ def test_a_process_that_monarch_could_not_start_is_named_with_its_host_or_the_ti
         (refused, "generator1[tp=0] cannot be started on ipc:///tmp/h0/worker"),
         (late, "generator1[tp=0] was not started within 30 s"),
     ):
-        failed = unborn("generator1[tp=0]", report)
+        failed = not_started("generator1[tp=0]", report)
         assert failed is not None
         assert (str(failed), failed.rank) == (what, "generator1[tp=0]")
         assert report in failed.details
-    assert unborn("generator1[tp=0]", "expected a number") is None, "a bug of ours, which is not hidden"
+    assert not_started("generator1[tp=0]", "expected a number") is None, "a bug of ours, which is not hidden"
 
 
 def test_labels() -> None:
@@ -166,10 +166,10 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
     """The kernel reports it, independently of Monarch; a later process of the same name starts without it."""
 
     def child() -> subprocess.Popen[bytes]:
-        """Start a rank, whose parent is its shim."""
+        """Start a rank, whose parent is its launcher."""
         env = deaths.follow(["role[dp=0 tp=0]"])["role[dp=0 tp=0]"] | {"TITAN_RL_CONTROLLER": str(os.getpid())}
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
-        made = subprocess.Popen([sys.executable, "-I", "-S", SHIM, *command], env=env)
+        made = subprocess.Popen([sys.executable, "-I", "-S", LAUNCHER, *command], env=env)
         while "role[dp=0 tp=0]" not in deaths.alive():
             time.sleep(0.01)
         return made

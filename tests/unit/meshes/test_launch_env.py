@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from titan_rl.meshes.zygotes import WORKER_ENV
+from titan_rl.meshes.fork_servers import WORKER_ENV
 
 FORWARDS = """
 import ctypes

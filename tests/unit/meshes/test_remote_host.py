@@ -55,35 +55,35 @@ def test_ranks_of_another_host_live_and_die_by_what_its_agent_passes_on(heard: l
     killed: list[int] = []
     env = deaths.follow(["trainer[dp=1 tp=0]"], "/tmp/agent/report")["trainer[dp=1 tp=0]"]
     assert env["TITAN_RL_REPORT"] == "/tmp/agent/report"
-    shim = deaths.Shim(kill=killed.append)
-    shim.hear(f"name {env['TITAN_RL_SHIM']}\n".encode())
-    shim.hear(b"pid 41\n")
+    launcher = deaths.Launcher(kill=killed.append)
+    launcher.hear(f"name {env['TITAN_RL_RANK']}\n".encode())
+    launcher.hear(b"pid 41\n")
     assert deaths.living() == ["trainer[dp=1 tp=0]"]
     assert deaths.alive() == {}, "its pid means nothing on this machine"
-    shim.hear(b"end 9\n")
+    launcher.hear(b"end 9\n")
     assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert deaths.living() == []
-    assert not shim.hear(b""), "the shim has ended"
+    assert not launcher.hear(b""), "the launcher has ended"
     assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert killed == []
 
 
 def test_ranks_of_a_lost_host_are_dead(heard: list[tuple[str, str]]) -> None:
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
-    shim = deaths.Shim(kill=lambda _: None)
-    shim.hear(f"name {env['TITAN_RL_SHIM']}\npid 41\n".encode())
-    shim.end("is gone: its host tls://node1:26600 does not answer")
+    launcher = deaths.Launcher(kill=lambda _: None)
+    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
+    launcher.end("is gone: its host tls://node1:26600 does not answer")
     assert heard == [("generator0[tp=0]", "is gone: its host tls://node1:26600 does not answer")]
     assert deaths.living() == []
 
 
-def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_shim_reported_them(
+def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_launcher_reported_them(
     heard: list[tuple[str, str]],
 ) -> None:
     deaths.follow(["generator0[tp=0]"], host="host2")  # moved on to host1:
     deaths.follow(["generator0[tp=0]"], host="host1")
-    born = deaths.follow(["trainer[dp=0 tp=0]"], host="host2")["trainer[dp=0 tp=0]"]
-    deaths.Shim(host="host2").hear(f"name {born['TITAN_RL_SHIM']}\n".encode())
+    expected = deaths.follow(["trainer[dp=0 tp=0]"], host="host2")["trainer[dp=0 tp=0]"]
+    deaths.Launcher(host="host2").hear(f"name {expected['TITAN_RL_RANK']}\n".encode())
     deaths.follow(["generator1[tp=0]"], host="host2")
     deaths.host_lost("host2", "is gone: the worker of its host host2 has ended")
     assert heard == [("generator1[tp=0]", "is gone: the worker of its host host2 has ended")]
@@ -92,12 +92,12 @@ def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_shim_reported
     assert deaths.ended("generator1[tp=0]") is not None, "calls to it end at once"
 
 
-def test_a_rank_that_was_killed_before_it_was_born_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:
+def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:
     killed: list[int] = []
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
     deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")  # its successor
-    shim = deaths.Shim(kill=killed.append)
-    shim.hear(f"name {env['TITAN_RL_SHIM']}\npid 41\n".encode())
+    launcher = deaths.Launcher(kill=killed.append)
+    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
     assert killed == [41]
     assert heard == []
     assert deaths.living() == []

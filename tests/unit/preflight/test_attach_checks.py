@@ -77,7 +77,7 @@ def test_what_is_not_encrypted_is_said() -> None:
 def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", "grpo_llama", "--hosts.kind", "attach", "--hosts.count", "2"]
     assert parse([*argv, "--dry-run"]).config.hosts.number == 2
-    nothing: Any = object()  # zygotes, which a refused run does not use
+    nothing: Any = object()  # fork servers, which a refused run does not use
     with pytest.raises(SystemExit):
         check_and_run(argv, nothing)
     assert "hosts.addresses: expected 2, where workers wait" in capsys.readouterr().err

@@ -171,7 +171,7 @@ def is_server(pid: int) -> bool:
         with open(f"/proc/{pid}/stat") as file:
             parent = int(file.read().rpartition(")")[2].split()[1])
         with open(f"/proc/{pid}/cmdline") as file:
-            return parent == os.getpid() and "fork_server" in file.read()
+            return parent == os.getpid() and "sandbox.fork_server" in file.read()
     except OSError:
         return False
 

@@ -30,10 +30,10 @@ from titan_rl.train.bring_up import shutdown
 
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 names = ["role[dp=0 tp=0]", "role[dp=1 tp=0]"]
-shim = [sys.executable, "-I", "-S", str(Path(deaths.__file__).with_name("zygote_shim.py"))]
+launcher = [sys.executable, "-I", "-S", str(Path(deaths.__file__).with_name("rank_launcher.py"))]
 ranks = [
     subprocess.Popen(
-        [*shim, sys.executable, "-c", stubborn],
+        [*launcher, sys.executable, "-c", stubborn],
         env={**expected, "TITAN_RL_CONTROLLER": str(os.getpid())},
         stdout=subprocess.PIPE,
     )

@@ -1,4 +1,4 @@
-"""Zygotes that have imported nothing, with ranks that run a line of Python instead of Monarch's bootstrap."""
+"""Fork servers that have imported nothing, with ranks that run a line of Python instead of Monarch's bootstrap."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 import titan_rl.meshes
-from titan_rl.meshes import deaths, zygotes
+from titan_rl.meshes import deaths
 
 MESHES = Path(next(iter(titan_rl.meshes.__path__)))
 WRITE_FACTS = """
@@ -29,42 +29,41 @@ SLEEP = "import time; time.sleep(60)"
 
 
 @dataclass
-class Nursery:
-    """A zygote that has imported nothing, and what its ranks do: the modules of a folder that shadows Monarch."""
+class ForkedRanks:
+    """A fork server that has imported nothing, and its ranks, whose program is in a folder that shadows Monarch."""
 
     folder: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def socket(self) -> Path:
-        return self.folder / "test"
+        return self.folder / "generator"
 
-    def start_zygote(self, *preload: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start_server(self, *preload: str, **environment: str) -> subprocess.Popen[bytes]:
         self.socket.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self.socket))
             listener.listen(8)
             program = (
-                f"import sys; sys.path.insert(0, {str(MESHES)!r}); import zygote; del sys.path[0]; "
-                f"import socket; zygote.PRELOAD['test'] = {' '.join(preload)!r}; zygote.end_with({os.getpid()}); "
-                f"zygote.fork_ranks('test', socket.socket(fileno={listener.fileno()}), zygote.own_environment())"
+                f"import sys; sys.path.insert(0, {str(MESHES)!r}); import fork_server; del sys.path[0]; "
+                f"fork_server.PRELOAD['generator'] = {' '.join(preload)!r}; fork_server.main()"
             )
-            command = [sys.executable, "-P", "-c", program]
-            env = {**os.environ, "TITAN_RL_ROOM": "x" * zygotes.ROOM, **environment}
+            command = [sys.executable, "-P", "-c", program, "generator", str(listener.fileno()), str(os.getpid())]
+            env = {**os.environ, **environment}
             self.started.append(subprocess.Popen(command, pass_fds=[listener.fileno()], env=env))
         return self.started[-1]
 
     def start_rank(self, does: str, name: str = "role[dp=0]", **environment: str) -> subprocess.Popen[bytes]:
-        """Start a rank's shim. Without a zygote, or if it refuses, the rank is a new Python."""
+        """Start a rank's launcher. Without a fork server, or if it refuses, the rank is a new Python."""
         package = self.folder / f"package{len(self.started)}"
         (package / "monarch/_src/actor").mkdir(parents=True)
         for folder in ("monarch", "monarch/_src", "monarch/_src/actor"):
             (package / folder / "__init__.py").touch()
         (package / "monarch/_src/actor/bootstrap_main.py").write_text(does)
-        env = {**os.environ, **deaths.follow([name])[name], "TITAN_RL_ZYGOTE": str(self.socket)}
+        env = {**os.environ, **deaths.follow([name])[name], "TITAN_RL_FORK_SOCKET": str(self.socket)}
         env["TITAN_RL_FORK_SECONDS"] = "30"
         env |= {"TITAN_RL_CONTROLLER": str(os.getpid()), "PYTHONPATH": str(package), "FACTS": str(self.facts_file)}
-        command = [sys.executable, "-I", "-S", str(MESHES / "zygote_shim.py"), sys.executable, "-m"]
+        command = [sys.executable, "-I", "-S", str(MESHES / "rank_launcher.py"), sys.executable, "-m"]
         command += ["monarch._src.actor.bootstrap_main"]
         self.started.append(subprocess.Popen(command, env={**env, **environment}, cwd=self.folder))
         return self.started[-1]
@@ -87,8 +86,8 @@ def until(condition: Callable[[], Any], seconds: float = 50.0) -> Any:
     return found
 
 
-def born(name: str = "role[dp=0]") -> int:
-    """Return the pid of a live rank, as a run's own parts find it."""
+def pid_of(name: str = "role[dp=0]") -> int:
+    """Return the pid of a live rank once it is known to this process."""
     return until(lambda: deaths.alive().get(name))
 
 

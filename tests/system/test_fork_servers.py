@@ -1,5 +1,6 @@
-"""Whole runs whose ranks are forked from zygotes, or not."""
+"""Whole runs whose ranks are forked by fork servers, or not."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from support.outputs import losses, sampled
 from support.running import Run, Runs
-from titan_rl.meshes.zygotes import OFF, VARIABLE
+from titan_rl.meshes.fork_servers import OFF, VARIABLE
 
 ENDLESS: dict[str, Any] = {"training__steps": 100_000, "eval__interval": 0, "algorithm__max_dead_steps": 0}
 
@@ -27,13 +28,13 @@ def until(run: Run, what: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def zygotes(run: Run) -> dict[str, psutil.Process]:
-    """The run's own zygotes, by kind."""
+def servers(run: Run) -> dict[str, psutil.Process]:
+    """Return the run's own fork servers, by kind."""
     found = dict[str, psutil.Process]()
-    for process in psutil.Process(run.process.pid).children(recursive=True):
+    for process in psutil.Process(run.process.pid).children():
         with suppress(psutil.Error):  # it has ended meanwhile
             command = process.cmdline()
-            if command[2:3] and command[2].endswith("zygote.py"):
+            if command[2:3] and command[2].endswith("fork_server.py"):
                 found[command[3]] = process
     return found
 
@@ -48,7 +49,9 @@ def test_forked_and_cold_ranks_compute_the_same_bits(
     forked = runs.start(tmp_path / "forked")
     forked.wait_for_step(1)
     for name, pid in forked.workers().items():
-        assert "zygote" in " ".join(psutil.Process(pid).parents()[0].cmdline()), name
+        rank = psutil.Process(pid)
+        assert "fork_server.py" in " ".join(rank.parents()[0].cmdline()), name
+        assert Path(f"/proc/{pid}/comm").read_text() == f"{name[:15]}\n", "for people who look at ps and top"
     out = forked.finish()
     assert forked.code == 0, out
     assert "start cold" not in out
@@ -56,7 +59,7 @@ def test_forked_and_cold_ranks_compute_the_same_bits(
     cold = runs.start(tmp_path / "cold")
     cold.wait_for_step(1)
     for name, pid in cold.workers().items():
-        assert "zygote_shim.py" in " ".join(psutil.Process(pid).parents()[0].cmdline()), name
+        assert "rank_launcher.py" in " ".join(psutil.Process(pid).parents()[0].cmdline()), name
     out = cold.finish()
     assert cold.code == 0, out
     assert "start cold" not in out, "nothing is wrong if they were asked to"
@@ -68,30 +71,39 @@ def test_forked_and_cold_ranks_compute_the_same_bits(
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_run_outlives_its_zygotes_and_leaves_nothing(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "it cannot be reached (Connection refused)"),
+        (signal.SIGSTOP, "it did not answer within 2 s"),  # and its ranks live on until they are killed
+    ],
+)
+def test_a_run_outlives_its_fork_servers_and_leaves_nothing(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, why: str
 ) -> None:
     monkeypatch.delenv(VARIABLE)
     run = runs.start(tmp_path / "run", **ENDLESS)
     run.wait_for_step(2)
-    own = zygotes(run)
+    own = servers(run)
     assert sorted(own) == ["generator", "model"]
     for count, (kind, rank) in enumerate([("generator", "generator0[tp=0]"), ("model", "trainer[dp=")]):
         before = run.workers()
-        own[kind].kill()
-        until(run, lambda count=count: len(replaced(run)) > count)
-        assert rank in replaced(run)[count]
         lost = [name for name in before if name.startswith(rank)]
         assert lost
+        own[kind].send_signal(number)
+        if number == signal.SIGSTOP:
+            os.kill(before[lost[0]], signal.SIGKILL)
+        until(run, lambda count=count: len(replaced(run)) > count)
+        assert rank in replaced(run)[count]
         assert all(run.workers()[name] != before[name] for name in lost)
     left = psutil.Process(run.process.pid).children(recursive=True)
-    assert len(left) >= 6, "three ranks and their shims"
+    assert len(left) >= 6, "three ranks and their launchers"
     run.process.kill()
     _, still = psutil.wait_procs(left, timeout=30)  # within a second on an idle machine; no deadline ends them
     assert not still
     out = run.finish()
     for kind in own:
-        assert f"the {kind} zygote forks no rank: it did not answer: [Errno 111] Connection refused" in out
+        assert f"the {kind} fork server forks no rank: {why}" in " ".join(out.split())
 
 
 def test_runs_share_what_titan_rl_warm_keeps(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +122,20 @@ def test_runs_share_what_titan_rl_warm_keeps(runs: Runs, tmp_path: Path, monkeyp
         assert run.code == 130, out
         assert "start cold" not in out
         kept = psutil.Process(warm.pid).children(recursive=True)
-        assert len(kept) == 3, "two zygotes, and what they were forked from"
+        assert len(kept) == 2, "fork servers, without ranks"
+        run = runs.start(tmp_path / "killed", **ENDLESS)
+        run.wait_for_step(1)
+        run.process.kill()
+        run.finish(60)
+        ranks = [each for each in psutil.Process(warm.pid).children(recursive=True) if each not in kept]
+        assert not psutil.wait_procs(ranks, timeout=30)[1]
         warm.send_signal(signal.SIGINT)
         assert warm.wait(30) == 0
     assert not any(process.is_running() for process in kept)
     assert not Path(folder).exists()
 
 
-def test_ranks_start_cold_in_a_run_that_may_not_use_a_folder_of_zygotes(
+def test_ranks_start_cold_in_a_run_that_may_not_use_a_folder_of_fork_servers(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "open"
@@ -129,19 +147,19 @@ def test_ranks_start_cold_in_a_run_that_may_not_use_a_folder_of_zygotes(
     assert run.code == 0, out
     for kind in ("model", "generator"):
         assert (
-            f"the {kind} zygote forks no rank: {VARIABLE}={folder}: expected a folder of this user with mode 0700"
+            f"the {kind} fork server forks no rank: {VARIABLE}={folder}: expected a folder of this user with mode 0700"
             in out
         )
 
 
-def test_bad_input_and_ctrl_c_leave_no_zygote(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_and_ctrl_c_leave_no_fork_server(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE)
     run = runs.start(tmp_path / "bad", model__hf_assets_path=tmp_path / "missing")
     run.finish(60)
     assert run.code == 2
     run = runs.start(tmp_path / "run", **ENDLESS)
-    until(run, lambda: len(zygotes(run)) == 2)
-    left = list(zygotes(run).values())
+    until(run, lambda: len(servers(run)) == 2)
+    left = list(servers(run).values())
     run.process.send_signal(signal.SIGINT)
     run.finish(60)
     assert run.code == 130

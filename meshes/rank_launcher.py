@@ -1,0 +1,121 @@
+"""The program that Monarch launches for each rank. It has a fork server fork the rank, or starts it cold, and ends as
+the rank ends.
+
+    python -I -S rank_launcher.py COMMAND...        COMMAND starts the rank cold
+
+    controller <── "name LIFE NAME", "cold KIND REASON", "pid N", "end STATUS" ── launcher ──> fork server, or COMMAND
+
+The launcher dies with the controller (on another host: with the agent that it reports to), and the rank dies with the
+launcher. A fork server reports how its rank ended; the launcher also watches the rank itself, because a fork server may
+hang. It imports as little as it can: 10 ms of CPU a rank.
+"""
+
+import _signal  # pyright: ignore[reportMissingImports]
+import _socket
+import array
+import ctypes
+import posix
+import select
+import sys
+
+RANK, REPORT, CONTROLLER = b"TITAN_RL_RANK", b"TITAN_RL_REPORT", b"TITAN_RL_CONTROLLER"
+SERVER, DEADLINE = b"TITAN_RL_FORK_SOCKET", b"TITAN_RL_FORK_SECONDS"
+STATUS_SECONDS = 1.0  # for a fork server to report how its rank ended
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+libc = ctypes.CDLL(None)
+
+
+def main() -> None:
+    if posix.getpgrp() != posix.getpid():
+        posix.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only
+    for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):  # so do signals to every process of a job
+        _signal.signal(number, _signal.SIG_IGN)
+    libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
+    environment = dict(posix.environ)
+    life_and_name, report, controller = (environment.pop(key) for key in (RANK, REPORT, CONTROLLER))
+    server, deadline = (environment.pop(key, b"") for key in (SERVER, DEADLINE))
+    if posix.getppid() != int(controller):
+        posix._exit(1)
+    environment[b"TITAN_RL_PROC"] = life_and_name.partition(b" ")[2]
+    reports = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    reports.connect(report)
+    reports.sendall(b"name " + life_and_name + b"\n")
+    status = forked(reports, server, float(deadline), environment) if server else None
+    if status is None:
+        status = cold(reports, environment)
+    reports.sendall(b"end %d\n" % status)
+    if posix.WIFSIGNALED(status):
+        number = posix.WTERMSIG(status)
+        libc.prctl(PR_SET_DUMPABLE, 0)  # one core, the rank's, is enough
+        if number != _signal.SIGKILL:
+            _signal.signal(number, _signal.SIG_DFL)
+        posix.kill(posix.getpid(), number)
+    posix._exit(posix.WEXITSTATUS(status))
+
+
+def forked(reports: _socket.socket, server: bytes, deadline: float, environment: dict[bytes, bytes]) -> int | None:
+    """Have the server fork the rank, and return its wait status. None: it must start cold, as was reported."""
+    word = rest = b""
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    connection.settimeout(deadline)
+    try:
+        connection.connect(server)
+        umask = posix.umask(0o077)
+        posix.umask(umask)
+        cpus = b",".join(b"%d" % cpu for cpu in sorted(posix.sched_getaffinity(0)))
+        head = [sys.argv[1].encode(), posix.getcwdb(), b"%d" % umask, cpus]
+        request = b"\0".join([*head, *(key + b"=" + value for key, value in environment.items())])
+        stdio = array.array("i", [0, 1, 2])
+        connection.sendmsg([request], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, stdio)])
+        word, _, rest = connection.recv(4096).partition(b" ")
+    except OSError as error:
+        rest = b"it did not answer: " + str(error).encode()
+    if word == b"end":
+        rest = b"its fork ended with status " + rest
+    if word != b"pid":
+        reports.sendall(b"cold " + server.rpartition(b"/")[2] + b" " + (rest or b"it has ended") + b"\n")
+        return None
+    reports.sendall(b"pid " + rest + b"\n")
+    try:
+        ended = posix.pidfd_open(int(rest))
+    except OSError:  # the rank has ended, and the server has reported it
+        ended = connection.fileno()
+    await_any(reports, connection.fileno(), ended)
+    connection.settimeout(STATUS_SECONDS)
+    try:
+        word, _, rest = connection.recv(100).partition(b" ")
+    except OSError:  # the rank has ended, and the server hangs
+        word = b""
+    return int(rest) if word == b"end" else _signal.SIGKILL  # the kernel kills the ranks with their server
+
+
+def cold(reports: _socket.socket, environment: dict[bytes, bytes]) -> int:
+    """Start the rank as a child, and return its wait status."""
+    pid = posix.fork()
+    if pid == 0:
+        libc.prctl(PR_SET_PDEATHSIG, _signal.SIGKILL)
+        posix.execve(sys.argv[1], sys.argv[1:], environment)
+    reports.sendall(b"pid %d\n" % pid)
+    try:
+        ended = posix.pidfd_open(pid)
+    except OSError:  # a kernel before 5.3: ranks that start cold then outlive their host's agent
+        return posix.waitpid(pid, 0)[1]
+    await_any(reports, ended)
+    return posix.waitpid(pid, 0)[1]
+
+
+def await_any(reports: _socket.socket, *descriptors: int) -> None:
+    """Wait until one of these can be read. End, and the rank too, if the reports are not read any more."""
+    watched = select.poll()
+    for descriptor in (*descriptors, reports.fileno()):
+        watched.register(descriptor, select.POLLIN)
+    while True:
+        ready = [number for number, _ in watched.poll()]
+        if any(descriptor in ready for descriptor in descriptors):
+            return
+        if not reports.recv(1):
+            posix.kill(posix.getpid(), _signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
