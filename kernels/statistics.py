@@ -22,7 +22,6 @@ class Statistics:
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
     minima: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: dict[str, torch.Tensor] = field(default_factory=dict)
-    records: dict[str, torch.Tensor] = field(default_factory=dict)  # vectors: that with the largest first entry counts
 
 
 def masked_sum(values_T: torch.Tensor, on_T: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def cut(question: MeshQuestion) -> ShardedModel:
     with fake_ranks(p.world_size):
         dims = ParallelDims.from_config(titan.parallelism, p.world_size)
         dist_utils.set_spmd_backend(titan.parallelism.spmd_backend)
-        spec = overridden_spec(question.shape, config, titan, dims, "cpu")
+        spec = overridden_spec(question.shape, config, titan, "cpu")
         model = sharded_model(spec, config, titan, dims)
         if question.shape.tied:  # tensor parallelism makes two of the one weight; TorchTitan's init_weights undoes it
             model.tok_embeddings.weight = model.lm_head.weight

@@ -37,13 +37,12 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import meet_in_file
-from titan_rl.actors.titan import document_attention, exact_parts, experts, flash_attention, heads, private, titan_cpu
+from titan_rl.actors.titan import document_attention, experts, flash_attention, heads, private, titan_cpu
 from titan_rl.actors.titan.spec import adapter, build_spec, hf_names
 from titan_rl.config import sections
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
 from titan_rl.kernels import cpu_matmul
-from titan_rl.kernels.row_check import require_independent_rows
 from titan_rl.wire.gpus import require_planned_device
 from titan_rl.wire.model_shape import HF_VALUE_HEAD, ModelShape
 from titan_rl.wire.types import Rows
@@ -79,18 +78,15 @@ def shared_keys(kind: type[Any], section: Any, **others: Any) -> Any:
     return kind(**{name: getattr(section, name) for name in names} | others)
 
 
-def overridden_spec(
-    shape: ModelShape, config: Config, titan: TitanConfig, dims: ParallelDims, device_type: str
-) -> ModelSpec:
+def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, device_type: str) -> ModelSpec:
     """Return the spec of `shape` with our attention and head, and with the overrides of the config."""
-    seq_len, exact = config.training.seq_len, config.debug.exact and dims.tp == 1  # a role may have tp
-    spec = build_spec(shape, seq_len=exact_parts.whole_vectors(seq_len) if exact else seq_len)
+    spec = build_spec(shape, seq_len=config.training.seq_len)
     with private.trainer_not_imported():
         spec.model.update_from_config(config=titan)  # fills sharding configs, which overrides copy
     attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
-    own = exact_parts.exact_overrides(shape.head) if exact else [heads.OVERRIDES[shape.head], *attention]
     routed = experts.OVERRIDES if shape.experts else []
-    apply_overrides(OverrideConfig(imports=[*own, *routed, *config.override.imports]), spec.model)
+    own = [heads.OVERRIDES[shape.head], *attention, *routed]
+    apply_overrides(OverrideConfig(imports=[*own, *config.override.imports]), spec.model)
     return spec
 
 
@@ -133,9 +129,7 @@ class TitanModel:
         dist_utils.set_spmd_backend(self.titan.parallelism.spmd_backend)
         self.context = dist_utils.get_spmd_context(parallel_dims=self.dims)
         dist_utils.set_determinism(self.dims, self.device, self.titan.debug, distinct_seed_mesh_dims=["pp"])
-        if config.debug.exact:
-            require_independent_rows(shape, getattr(torch, config.training.mixed_precision_param))
-        self.spec = overridden_spec(self.shape, config, self.titan, self.dims, self.device.type)
+        self.spec = overridden_spec(self.shape, config, self.titan, self.device.type)
         self.model = self._build()
         self.names = hf_names(self.spec, [name for name, _ in self.model.named_parameters()])
 

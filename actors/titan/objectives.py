@@ -53,10 +53,7 @@ class Objectives:
             proximal=proximal,
             reference=rows.columns.get("reference"),  # a KL in the reward is measured here too
         )
-        loss, statistics = policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
-        if "current" in rows.columns:
-            add_comparison(statistics, logprob.detach(), rows)
-        return loss, statistics
+        return policy_loss(logprob, entropy, tokens, surrogate_of(algorithm))
 
     def preference(self, rows: DeviceRows, batch: Batch) -> Loss:
         algorithm = self.config.algorithm
@@ -84,18 +81,6 @@ class Objectives:
             weight_T=rows.weights,
             clip=self.config.critic.value_clip,
         )
-
-
-def add_comparison(statistics: Statistics, logprob_BT: torch.Tensor, rows: DeviceRows) -> None:
-    """Compare the log-probs of tokens that the trained policy itself has sampled, for exact mode."""
-    current_BT, behaviour_BT = rows.columns["current"], rows.columns["behaviour"]
-    compared_BT = (rows.mask > 0) & (current_BT >= 0)
-    gap_BT = (logprob_BT - behaviour_BT).abs().nan_to_num(nan=torch.inf)
-    gap_BT = torch.where(compared_BT, gap_BT, torch.zeros_like(gap_BT))
-    at = int(gap_BT.argmax())
-    columns = gap_BT, current_BT, rows.positions.flatten()[rows.places] + 1, logprob_BT, behaviour_BT
-    statistics.records["exact"] = torch.stack([column.flatten()[at].double() for column in columns])
-    statistics.tokens["exact/compared"] = compared_BT.sum()
 
 
 def surrogate_of(algorithm: AlgorithmSection) -> Surrogate:

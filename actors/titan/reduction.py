@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_rl.kernels.statistics import Statistics
-from titan_rl.wire.reports import Difference, StepStats
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.types import Batch
 
 
@@ -21,7 +21,6 @@ class Reduction:
     maxima: dict[str, float]
     minima: dict[str, float]
     histograms: dict[str, list[float]]
-    records: dict[str, list[float]]
     loss: float
     tokens: int
     grad_norm: float = 0.0
@@ -41,10 +40,8 @@ class Reduction:
         # Minima are maxima of the negated values.
         most = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
         most |= {("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima}
-        kept = {("records", n): _largest(torch.stack([s.records[n] for s in statistics])) for n in first.records}
         if mesh is not None:
-            gathered = _gather({**summed, **most, **kept}, mesh)
-            kept = {key: _largest(gathered[key]) for key in kept}
+            gathered = _gather({**summed, **most}, mesh)
             summed = {key: gathered[key].sum(0) for key in summed}
             most = {key: gathered[key].amax(0) for key in most}
 
@@ -56,7 +53,6 @@ class Reduction:
             maxima=of_kind(most, "maxima", 1),
             minima=of_kind(most, "minima", -1),
             histograms={name: value.tolist() for (kind, name), value in summed.items() if kind == "counts"},
-            records={name: value.tolist() for (_, name), value in kept.items()},
             loss=of_kind(summed, "sums", scale)["loss"],
             tokens=batch.tokens,
         )
@@ -78,10 +74,6 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
     routed = [u.routed for u in updates if u.routed is not None]
     if routed:
         metrics |= router_metrics(torch.stack(routed).sum(0))
-    difference = None
-    if "exact" in first.records:
-        difference, found = exact_metrics(first)
-        metrics |= found
     return StepStats(
         loss=mean([u.loss for u in updates]),
         grad_norm=mean([u.grad_norm for u in updates]),
@@ -90,7 +82,6 @@ def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: flo
         seconds=seconds,
         busy=busy,
         skipped=sum(not math.isfinite(u.grad_norm) for u in updates),
-        difference=difference,
         metrics=derived(metrics),
         histograms={
             name: [sum(column) for column in zip(*(u.histograms[name] for u in updates), strict=True)]
@@ -107,21 +98,6 @@ def router_metrics(routed_NE: torch.Tensor) -> dict[str, float]:
         "router/imbalance_max": float(imbalance_N.max()),
         "router/idle": float((routed_NE == 0).float().mean()),
     }
-
-
-def exact_metrics(first: Reduction) -> tuple[Difference | None, dict[str, float]]:
-    """Return the largest difference of log-probs, and exact mode's metrics, which are those of the first update: later
-    ones train weights other than those that sampled."""
-    gap, sample, place, trainer, generator = first.records["exact"]
-    clipped = sum(first.means[f"clip_ratio/{side}"] for side in ("low", "high", "dual"))
-    ratio = {"exact/ratio_min": first.minima["ratio/min"], "exact/ratio_max": first.maxima["ratio/max"]}
-    metrics = {"exact/gap_max": gap, "exact/clipped": clipped, **{name: _finite(r) for name, r in ratio.items()}}
-    return Difference(gap, int(sample), int(place), trainer, generator) if gap > 0 else None, metrics
-
-
-def _largest(records: torch.Tensor) -> torch.Tensor:
-    """Return the row with the largest first entry, the first one of several."""
-    return records[records[:, 0].argmax()]
 
 
 def derived(metrics: dict[str, float]) -> dict[str, float]:

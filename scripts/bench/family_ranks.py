@@ -11,11 +11,7 @@ SEQ_LEN, NEW = 192, 60
 MESHES = {"1": (1, 1), "dp 2": (2, 1), "tp 2": (1, 2), "dp 2 x tp 2": (2, 2)}  # data, tensor parallel
 
 
-def sampled_file(folder: Path, exact: bool) -> Path:
-    return folder / ("vllm exact.json" if exact else "vllm.json")
-
-
-def sample_with_vllm(folder: Path, names: list[str], exact: bool) -> dict[str, Any]:
+def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
     """Return sequences that vLLM sampled from each folder, with its log-probs, and whether the weight plan makes the
     parameters that its loader made."""
     import numpy as np
@@ -33,7 +29,7 @@ def sample_with_vllm(folder: Path, names: list[str], exact: bool) -> dict[str, A
         path = folder / name
         shape = shape_of_folder(str(path), "conformance")
         settings = EngineSettings(model_dir=str(path), max_model_len=SEQ_LEN, kv_cache_memory_mb=32, load_format="auto")
-        engine = Engine(replace(settings, exact=exact))
+        engine = Engine(settings)
         live = engine.params()
         verify_complete({key: tuple(p.shape) for key, p in live.items()}, shape, 1)
         tensors = load_file(path / "model.safetensors")
@@ -71,7 +67,7 @@ def shut_down() -> None:
     cleanup_dist_env_and_memory()
 
 
-def score_on_mesh(folder: Path, names: list[str], mesh: str, exact: bool) -> dict[str, Any]:
+def score_on_mesh(folder: Path, names: list[str], mesh: str) -> dict[str, Any]:
     """Return each sequence's log-probs by the trainer on a mesh, and whether its export is the folder; or why the mesh
     is refused."""
     import torch
@@ -85,7 +81,7 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str, exact: bool) -> dic
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.types import Sample
 
-    sequences = json.loads(sampled_file(folder, exact).read_text())
+    sequences = json.loads((folder / "vllm.json").read_text())
     data, tensor = MESHES[mesh]
     answers: dict[str, Any] = {}
     for name in names:
@@ -95,7 +91,6 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str, exact: bool) -> dic
             model=c.ModelSection(hf_assets_path=str(path)),
             training=c.TrainingSection(seq_len=SEQ_LEN, local_batch_size=1),
             parallelism=c.ParallelismSection(data_parallel_shard_degree=data, tensor_parallel_degree=tensor),
-            debug=c.DebugSection(exact=exact),
         )
         shape = shape_of(config.model)
         if refusals := list(check_parallelism(replace(config, generator=c.GeneratorSection()), shape)):
@@ -109,7 +104,7 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str, exact: bool) -> dic
         ]
         batches = pack(samples, shards=1, seq_len=SEQ_LEN, rows_per_microbatch=1, pad_id=0, share=True)
         scored = unpack(batches, [[model.score(rows) for rows in batch.microbatches] for batch in batches], samples)
-        out = folder / f"{name}, {mesh}{' exact' * exact}"
+        out = folder / f"{name}, {mesh}"
         model.write(out)
         dist.barrier()
         written = {key: w for file in out.glob("*.safetensors") for key, w in load_file(file).items()}
@@ -124,20 +119,18 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str, exact: bool) -> dic
     return answers
 
 
-def rank_of_mesh(rank: int, folder: str, names: list[str], mesh: str, exact: bool) -> None:
+def rank_of_mesh(rank: int, folder: str, names: list[str], mesh: str) -> None:
     """Be one rank of a mesh; rank 0 writes the answer."""
     from titan_rl.actors.meeting import MEETING
 
     size = MESHES[mesh][0] * MESHES[mesh][1]
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update(
-        {key: str(value) for key, value in launched.items()}, **{MEETING: f"{folder}/meeting {mesh}{exact}"}
-    )
-    answer = score_on_mesh(Path(folder), names, mesh, exact)
+    os.environ.update({key: str(value) for key, value in launched.items()}, **{MEETING: f"{folder}/meeting {mesh}"})
+    answer = score_on_mesh(Path(folder), names, mesh)
     if rank == 0:
-        Path(folder, f"mesh {mesh}{' exact' * exact}.json").write_text(json.dumps(answer))
+        Path(folder, f"mesh {mesh}.json").write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":
-    given, exactly = Path(sys.argv[1]), sys.argv[2] == "exact"
-    sampled_file(given, exactly).write_text(json.dumps(sample_with_vllm(given, sys.argv[3:], exactly)))
+    given = Path(sys.argv[1])
+    (given / "vllm.json").write_text(json.dumps(sample_with_vllm(given, sys.argv[2:])))

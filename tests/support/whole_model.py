@@ -6,7 +6,7 @@ import torch
 from torchtitan.config import OverrideConfig, apply_overrides
 from torchtitan.tools import utils as titan_utils
 
-from titan_rl.actors.titan import document_attention, exact_parts, experts, heads
+from titan_rl.actors.titan import document_attention, experts, heads
 from titan_rl.actors.titan.model import TitanModel
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config, Dtype
@@ -17,10 +17,8 @@ def whole_model(shape: ModelShape, config: Config, device: str = "cpu", compute:
     """Return a TitanModel whose weights are random, and whose attention is that of `device`, on the CPU."""
     spec = build_spec(shape, seq_len=config.training.seq_len)
     attention = document_attention.overrides(device, compute)
-    exact = exact_parts.exact_overrides(shape.head) if config.debug.exact else []
     routed = experts.OVERRIDES if shape.experts else []
-    own = exact or [heads.OVERRIDES[shape.head], *attention]
-    apply_overrides(OverrideConfig(imports=[*own, *routed]), spec.model)
+    apply_overrides(OverrideConfig(imports=[heads.OVERRIDES[shape.head], *attention, *routed]), spec.model)
     made = TitanModel.__new__(TitanModel)
     with titan_utils.set_default_dtype(getattr(torch, compute)):
         made.model = spec.model.build()

@@ -139,7 +139,7 @@ class RolloutSection:
     """Sampling temperature. The trainer computes its log-probs at the same temperature."""
     top_p: float = bounds(1.0, gt=0, le=1)
     """Nucleus sampling: sample from the fewest most likely tokens whose probabilities add up to top_p. 1: from all.
-    Trainers compute the log-probs of truncated samples over the same tokens (docs/exactness.md)."""
+    Trainers compute the log-probs of truncated samples over the same tokens (docs/algorithms.md)."""
     top_k: int = bounds(0, ge=0, le=2**20)
     """Sample from the top_k most likely tokens only. 0: from all. It also bounds the memory of the kept sets."""
     min_p: float = bounds(0.0, ge=0, lt=1)

@@ -86,8 +86,6 @@ and models that train on CPUs are small."""
 
 def threads(config: Config, kind: Literal["model", "generator"], device: str, cores: int) -> int:
     """Return the OpenMP threads of each process that holds a model of TorchTitan's, or an engine of vLLM's."""
-    if config.debug.exact:  # several threads would add up floats in another order than one
-        return 1
     if config.hosts.threads:
         return config.hosts.threads
     roles = {name: role.parallelism.world_size for name, role in config.roles.items()}

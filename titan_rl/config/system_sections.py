@@ -25,9 +25,6 @@ class DebugSection:
     deterministic: bool = False
     """Use deterministic torch algorithms, and vLLM's batch-invariant kernels. Slower on GPU; on CPU runs are
     deterministic anyway."""
-    exact: bool = False
-    """Make trainers and generators compute equal log-probs, to the last bit, and end the run if one differs
-    (docs/exactness.md). Slower; CPU only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

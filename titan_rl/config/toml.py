@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tomli
 
+from titan_rl.config import removed_keys
 from titan_rl.config.choices import NestedTables, Table, Tables
 from titan_rl.config.foreign_names import VALUES
 from titan_rl.config.presets import algorithm_of
@@ -203,13 +204,13 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = (), *, gpus: bool = 
         for name, value in table.items():
             if name in schema()[section]:
                 put(section, name, value, f"{file}: [{section}] {name}")
-            else:
+            elif not _is_default_of_removed(section, name, as_toml(value)):
                 problems.append(f"{file}: {_unknown(section, name)}")
     for flag, text in overrides:
         section, _, name = flag.partition(".")
         if name in schema().get(section, {}):
             put(section, name, schema()[section][name].parse(text), f"--{flag}")
-        else:
+        elif not _is_default_of_removed(section, name, text):
             problems.append(f"--{flag}: {_unknown(section, name)}")
     if problems:
         raise ConfigError(problems)
@@ -322,9 +323,17 @@ def _misplaced(section: str, table: Any) -> str:
     return _unknown(section, "")
 
 
+def _is_default_of_removed(section: str, name: str, text: str) -> bool:
+    """Return whether this key was removed, and is set to the value that it had by default."""
+    removed = removed_keys.KEYS.get(f"{section}.{name}")
+    return removed is not None and text == as_toml(removed.default)
+
+
 def _unknown(section: str, name: str) -> str:
     if section not in schema():
         return f"there is no section [{section}]" + did_you_mean(section, schema(), "[{}]")
+    if removed := removed_keys.KEYS.get(f"{section}.{name}"):
+        return f"[{section}] has no key {name!r} any more; {removed.advice}"
     if homes := _homes(name):
         return f"[{section}] has no key {name!r}; it is a key of {homes}"
     return f"[{section}] has no key {name!r}" + did_you_mean(name, schema()[section])

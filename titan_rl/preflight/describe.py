@@ -48,8 +48,6 @@ def describe(
         meshes.append(generators(setup))
         if config.rollout_code:
             meshes.append(environments(config))
-    if config.debug.exact:
-        facts.append(("exact", "trainer and generator compute equal log-probs, or the run ends"))
     facts.append(("set to", main_keys(config)))
     if autos := [f"{key} {as_text(now)}" for key, _, now in differences(setup.given, setup.resolved)]:
         facts.append(("auto", ", ".join(autos)))

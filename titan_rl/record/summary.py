@@ -47,7 +47,6 @@ def summarize(folder: Path, config_name: str, config: Config) -> dict[str, Any]:
             "mean": float(gap_mean @ tokens / max(1, tokens.sum())) if rl else None,
             "max": float(gap_max.max()) if rl else None,
         },
-        "exact": config.debug.exact,
         "versions": versions(),
         "git_commit": git_commit(),
         "machine": machine(),

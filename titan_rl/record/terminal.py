@@ -161,7 +161,7 @@ class Terminal:
         rows: list[tuple[str, RenderableType]] = [
             ("held-out", scores(summary)),
             ("time", time_split(summary["seconds"])),
-            ("log-prob gap", log_prob_gap(summary["logprob_gap"], exact=summary.get("exact", False))),
+            ("log-prob gap", log_prob_gap(summary["logprob_gap"])),
             ("samples", samples(rollouts)),
             ("folder", Text.assemble((str(folder), "bold"), "\n", ("  ".join(contents(folder)), "dim"))),
             ("next", Text("\n".join(hints))),
@@ -247,7 +247,7 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell
     """Return the columns of a step: at most 100 characters for up to 9,999 steps."""
     narrow = metrics["logprob_gap/mean"] <= GAP_MEAN and metrics["logprob_gap/mult"] <= GAP_MULT  # NaN is not
     gap_style = "" if narrow else "yellow"
-    score, exact = metrics.get(EVAL_SCORE), metrics.get("exact/gap_max") == 0  # on every token that is compared
+    score = metrics.get(EVAL_SCORE)
     return [
         Cell("step", max(8, 2 * len(str(total)) + 2), f"{step}/{total}"),
         Cell("seconds", 9, brief(metrics["time/step"])),
@@ -258,7 +258,7 @@ def step_cells(step: int, total: int, metrics: Mapping[str, float]) -> list[Cell
         Cell("reward", 8, f"{metrics['reward/mean']:.3f}", "bold"),
         Cell("held-out", 10, "" if score is None else f"{score:.3f}", "bold green"),
         Cell("entropy", 9, f"{metrics['entropy']:.3f}"),
-        Cell("gap mean", 10, "exact" if exact else f"{metrics['logprob_gap/mean']:.1e}", gap_style),
+        Cell("gap mean", 10, f"{metrics['logprob_gap/mean']:.1e}", gap_style),
         Cell("max", 9, f"{metrics['logprob_gap/max']:.1e}", gap_style),
         Cell("age", 4, f"{metrics['policy_age/max']:.0f}"),
         Cell("tok/s", 7, f"{metrics['throughput/tokens_per_second']:.0f}"),
@@ -292,13 +292,10 @@ def time_split(seconds: Mapping[str, float]) -> RenderableType:
     return table
 
 
-def log_prob_gap(gap: Mapping[str, float | None], *, exact: bool) -> Text:
+def log_prob_gap(gap: Mapping[str, float | None]) -> Text:
     if gap["mean"] is None or gap["max"] is None:
         return Text("no step, no gap", "dim")
-    if exact and not gap["max"]:
-        return Text("exact: 0.0 on every trained token", "bold green")
-    compared = "; exact: 0.0 on tokens of the trained version" * exact
-    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max{compared}", "" if gap["mean"] <= GAP_MEAN else "yellow")
+    return Text(f"{gap['mean']:.1e} mean, {gap['max']:.1e} max", "" if gap["mean"] <= GAP_MEAN else "yellow")
 
 
 def samples(rollouts: Sequence[tuple[str, str, float, str]]) -> RenderableType:

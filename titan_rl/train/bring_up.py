@@ -252,7 +252,6 @@ async def _generators(
         load_format="auto" if loaded else "dummy",
         head_dtype=config.model.head_dtype,
         seed=config.debug.seed,
-        exact=config.debug.exact,
         records_kept=config.rollout.truncates and not loaded,
     )
     tp = g.tensor_parallel_degree

@@ -39,9 +39,7 @@ class Continuation(NamedTuple):
 
 
 def tolerance_of(config: Config) -> float:
-    """Return the largest mean difference that is rounding, by the coarsest dtype of both sides; exact mode has none."""
-    if config.debug.exact:
-        return 0.0
+    """Return the largest mean difference that is rounding, by the coarsest dtype of both sides."""
     dtypes = config.generator.dtype, config.training.dtype, config.training.mixed_precision_param
     return config.weight_sync.gap_tolerance or max(TOLERANCES[dtype] for dtype in dtypes)
 
@@ -82,5 +80,5 @@ def gap_of(found: Sequence[Continuation], scores: Sequence[np.ndarray], config: 
         f"(largest {gaps.max():.3g}), with generator.dtype = {config.generator.dtype}, training.dtype = "
         f"{training.dtype}, training.mixed_precision_param = {training.mixed_precision_param}. Both hold the same "
         "bytes, so the engine packs, transposes or derives weights when it loads them, or computes another model. "
-        "Nothing was trained. " + ("debug.exact expects equal bits." if config.debug.exact else REMEDY),
+        f"Nothing was trained. {REMEDY}",
     )

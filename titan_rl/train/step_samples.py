@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from titan_rl.batch.exactness import with_current
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.config.sections import Config
 from titan_rl.rollout.stream import RolloutStream
@@ -27,7 +26,7 @@ class StepSamples:
     def __init__(self, config: Config, learner: Learner, stream: RolloutStream) -> None:
         self._config, self._learner, self._stream = config, learner, stream
         self._made: tuple[list[Group], tuple[list[Group], list[Sample]]] | None = None  # for which groups, and what
-        waits = config.debug.exact or config.training.stream_groups or learner.columns
+        waits = config.training.stream_groups or learner.columns
         self._ahead = config.rollout.lag > 0 and not waits
 
     async def of(self, step: int, groups: list[Group], before: int = 0) -> tuple[list[Group], list[Sample]]:
@@ -37,8 +36,6 @@ class StepSamples:
         if made is not None and same(made[0], groups):
             return made[1]
         samples = samples_of(groups, self._config.algorithm)
-        if self._config.debug.exact:
-            samples = with_current(groups, samples, step - 1, before)
         return with_advantages(groups, await self._learner.judge(samples), self._config.algorithm)
 
     async def beside(self, update: Callable[[], Awaitable[StepStats]]) -> StepStats:

@@ -5,16 +5,6 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 
-class Difference(NamedTuple):
-    """A token whose log-probs differ in exact mode."""
-
-    gap: float
-    sample: int  # its number in the step
-    place: int  # of the token in its sample
-    trainer: float
-    generator: float
-
-
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Report of a training mesh about one step, already reduced over the mesh."""
@@ -27,7 +17,6 @@ class StepStats:
     skipped: int = 0  # updates with a gradient that was not finite
     busy: float = 0.0  # seconds in which this rank computed, or waited for a core
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
-    difference: Difference | None = None  # the largest of the first update, in exact mode
     metrics: dict[str, float] = field(default_factory=dict)  # by logged name
     histograms: dict[str, list[float]] = field(default_factory=dict)
     hardware: dict[str, float] = field(default_factory=dict)  # logged too; unlike metrics, they differ by run and mesh

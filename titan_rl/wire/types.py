@@ -32,7 +32,6 @@ Column = Literal[
     "advantage",
     "value",  # the critic's, before the step's first update
     "return",
-    "current",  # exact mode: the sample's number in the step, on tokens that the policy to be trained sampled; else -1
 ]
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))

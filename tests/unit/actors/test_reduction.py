@@ -15,7 +15,7 @@ from titan_rl.actors.titan.reduction import Reduction, derived, finish
 from titan_rl.kernels.policy_loss import Surrogate, Tokens, policy_loss
 from titan_rl.kernels.statistics import Statistics
 from titan_rl.kernels.value_loss import value_loss
-from titan_rl.wire.reports import Difference, StepStats
+from titan_rl.wire.reports import StepStats
 from titan_rl.wire.types import RATIO_EDGES, Batch
 
 
@@ -189,24 +189,3 @@ def test_ranks_share_sums_and_extrema_in_one_collective(monkeypatch: pytest.Monk
     assert calls == ["group"]
     assert (got.means, got.maxima, got.minima) == ({"entropy": 2.0}, {"high": 3.0}, {"low": -1.0})
     assert (got.histograms, got.loss) == ({"seen": [3.0, 6.0]}, 1.5)
-
-
-def test_exact_mode_keeps_the_largest_difference_of_the_first_update() -> None:
-    def microbatch(gap: float, sample: int, ratio: float = 1.0) -> Statistics:
-        record = torch.tensor([gap, sample, 7, -0.5, -0.5 - gap], dtype=torch.float64)
-        clips = {f"clip_ratio/{side}": 0.0 for side in ("low", "high", "dual")}
-        made = statistics(tokens=clips, maxima={"ratio/max": ratio}, minima={"ratio/min": ratio})
-        made.records["exact"] = record
-        return made
-
-    same = one_step(reduced(microbatch(0.0, 2), microbatch(0.0, 3)), reduced(microbatch(0.25, 4, 1.5)))
-    assert same.difference is None
-    assert {k: v for k, v in same.metrics.items() if k.startswith("exact/")} == {
-        "exact/gap_max": 0.0,
-        "exact/clipped": 0.0,
-        "exact/ratio_min": 1.0,
-        "exact/ratio_max": 1.0,
-    }
-    other = one_step(reduced(microbatch(0.125, 2), microbatch(0.25, 3), microbatch(0.125, 4)))
-    assert other.difference == Difference(0.25, 3, 7, -0.5, -0.75)
-    assert other.metrics["exact/gap_max"] == 0.25

@@ -318,3 +318,15 @@ def test_shipped_configs_load(name: str) -> None:
 def test_reading_a_config_imports_no_torch() -> None:
     code = "import sys, titan_rl.preflight.cli; titan_rl.preflight.cli.schema(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_removed_key_is_answered_with_advice_unless_it_has_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[debug]\nexact = false\n")
+    assert load(path, [("debug.exact", "false")]).debug == Config().debug
+    path.write_text("[debug]\nexact = true\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path, [("debug.exact", "true")])
+    in_file, flag = refused.value.problems
+    assert "[debug] has no key 'exact' any more; it was retired: " in in_file
+    assert flag.startswith("--debug.exact: [debug] has no key 'exact' any more; ")

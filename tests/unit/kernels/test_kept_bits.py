@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from titan_rl.kernels import token_logprob as kernel
 from titan_rl.kernels.kept_bits import dropped, keeps, kept_bits
-from titan_rl.kernels.row_blocks import block_token_logprob
 from titan_rl.kernels.token_logprob import reference_token_logprob, token_logprob
 
 
@@ -79,19 +78,17 @@ def test_training_dtypes_agree_with_the_reference(dtype: torch.dtype, tolerance:
     hidden, weight, targets, kept = case(33, 70, 16, dtype)
     keys: Any = {"with_entropy_grad": True, "float32_logits": float32_logits, "kept": bits_of(kept)}
     want = results(reference_token_logprob(hidden, weight, targets, 0.8, kept), hidden, weight, True)
-    for function in (token_logprob, block_token_logprob):
-        found = results(function(hidden, weight, targets, 0.8, **keys), hidden, weight, True)
-        for a, b in zip(found, want, strict=True):
-            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+    found = results(token_logprob(hidden, weight, targets, 0.8, **keys), hidden, weight, True)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
 def test_whole_sets_leave_every_bit_as_it_is() -> None:
     hidden, weight, targets, _ = case(33, 70, 16, torch.float32)
     whole = bits_of(torch.ones(33, 70, dtype=torch.bool))
-    for function in (token_logprob, block_token_logprob):
-        found = results(function(hidden, weight, targets, 0.8, kept=whole), hidden, weight, False)
-        want = results(function(hidden, weight, targets, 0.8), hidden, weight, False)
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    found = results(token_logprob(hidden, weight, targets, 0.8, kept=whole), hidden, weight, False)
+    want = results(token_logprob(hidden, weight, targets, 0.8), hidden, weight, False)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 def test_dropped_tokens_get_no_gradient_and_the_only_token_none_either() -> None:
@@ -113,12 +110,3 @@ def test_a_target_outside_its_set_is_refused() -> None:
     kept[1, targets[1]] = False
     with pytest.raises(IndexError, match=f"in its kept set, found token {targets[1]} of place 1 dropped"):
         token_logprob(hidden, weight, targets, kept=bits_of(kept))
-
-
-def test_exact_rows_do_not_depend_on_their_batch() -> None:
-    hidden, weight, targets, kept = case(70, 90, 16, torch.float32)
-    bits = bits_of(kept)
-    whole = block_token_logprob(hidden, weight, targets, 0.7, kept=bits)[0]
-    for rows in (slice(0, 1), slice(5, 40), slice(69, 70)):
-        part = block_token_logprob(hidden[rows], weight, targets[rows], 0.7, kept=bits[rows])[0]
-        assert torch.equal(part, whole[rows])

@@ -65,15 +65,6 @@ def test_the_tolerance_is_that_of_the_coarsest_dtype_unless_it_is_given(keys: di
         gap([p + tolerance * 1.1 for p in LOGPROBS], config)
 
 
-def test_exact_mode_takes_no_difference() -> None:
-    config = config_of(weight_sync__gap_tolerance=1e6, debug__exact=True)
-    assert gap(LOGPROBS, config) == 0
-    with pytest.raises(RunError, match="something else") as raised:
-        gap([*LOGPROBS[:-1], LOGPROBS[-1] + 1e-7], config)
-    assert "Expected at most 0 over 4 tokens" in raised.value.details
-    assert raised.value.details.endswith("debug.exact expects equal bits.")
-
-
 def test_an_engine_without_finite_numbers_is_found_and_trainers_without_are_left_to_the_step() -> None:
     with pytest.raises(RunError, match="something else"):
         gap(LOGPROBS, sampled=[-1.0, math.nan, -1.0, -1.0])

@@ -13,7 +13,6 @@ from titan_rl.preflight.checks.dataset import check_row_lengths, check_task
 from titan_rl.preflight.checks.dimensions import check_dimensions, check_lengths, check_parallelism
 from titan_rl.preflight.checks.environment import check_environment
 from titan_rl.preflight.checks.evaluation import check_evaluation
-from titan_rl.preflight.checks.exact import check_exact, check_exact_model
 from titan_rl.preflight.checks.folders import check_folders
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory
 from titan_rl.preflight.checks.host import (
@@ -47,11 +46,10 @@ def problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     own = (check_run, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox)
     others = [check(config) for check in (*own, check_launch)]
     others.append(check_hosts(config, gpus.count if device == "cuda" else 0))
-    others.append(check_exact(config, device))
     folders = list(check_folders(config))
     others += [folders if folders else check_resume(config, shape)]
     if shape:
-        checks_of_shape = (check_dimensions, check_parallelism, check_exact_model, check_sampling, check_roles)
+        checks_of_shape = (check_dimensions, check_parallelism, check_sampling, check_roles)
         others += [check(config, shape) for check in checks_of_shape]
         if gpus.nbytes and device == "cuda":
             most = gpus_of_hosts(config, gpus.count)
