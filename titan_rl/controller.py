@@ -17,6 +17,7 @@ from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Any
 
+from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.record.ledger import Ledger, bounds_of
 from titan_rl.record.run_folder import Resume
@@ -36,7 +37,6 @@ from titan_rl.train.hf_folder import export_policy
 from titan_rl.train.learner import Learner, rows_of
 from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
-from titan_rl.train.step_samples import StepSamples
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.sessions import Driver, Plays
@@ -82,18 +82,22 @@ class Controller:
             with self.run.terminal.phase("export to hf/"):
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
+    async def judged(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
+        """Return the groups, and their samples with the columns of every role and with advantages."""
+        samples = await self.learner.judge(samples_of(groups, self.config.algorithm))
+        return with_advantages(groups, samples, self.config.algorithm)
+
     async def reinforce(self) -> None:
         """Sample, judge, update, sync; step after step."""
         last, learner = self.config.training.steps, self.learner
         start, kept = await learner.resume("rl", self.resume)
         prompts = await self.begin("rl", start, kept)
         stream = self.stream(prompts, start, kept)
-        made = StepSamples(self.config, learner, stream)
 
         async def gather(n: int) -> tuple[list[Group], list[Sample]]:
             groups, samples = list[Group](), list[Sample]()
             async for part in self.finished(stream, n):  # generators -> controller
-                part, judged = await made.of(n, part, len(samples))  # -> reference, teacher, critic ->
+                part, judged = await self.judged(part)  # -> reference, teacher, critic ->
                 await learner.accumulate(judged)  # -> trainers, if the step is streamed
                 groups, samples = [*groups, *part], [*samples, *judged]
             groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
@@ -107,7 +111,7 @@ class Controller:
             gathered = await self.stop.in_time(gather(n))
             if gathered is None:
                 return None
-            if (stats := await self.loop.train(made.beside(learner.update))) is None:  # -> trainers, critic
+            if (stats := await self.loop.train(learner.update())) is None:  # -> trainers, critic
                 return None
             groups, samples = gathered
             log()

@@ -134,17 +134,6 @@ class RolloutStream:
                 taken += await self._gather(len(useless), step)
         return [group.group for group in taken]
 
-    async def coming(self, n: int) -> list[Group]:
-        """Wait until the n oldest groups have finished, and return them; they stay in flight. Empty if a step may take
-        others in their place."""
-        oldest = list(islice(self._inflight.values(), n))
-        if self._rollout.window or self._algorithm.dynamic_sampling or len(oldest) < n:
-            return []
-        await asyncio.wait([group.task for group in oldest])
-        if any(each.task.cancelled() or each.task.exception() or _useless(each.group, flat=False) for each in oldest):
-            return []
-        return [each.group for each in oldest]
-
     async def parts(self, n: int, step: int, size: int) -> AsyncIterator[list[Group]]:
         """Yield the n oldest judged groups, `size` at a time, in the order in which they finish."""
         self._hurry(n, step)

@@ -7,7 +7,6 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 
 import asyncio
 import json
-import operator
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,11 +38,6 @@ def rows_of(setup: Setup) -> int | UpTo:
     return given or UpTo(setup.resolved.training.local_batch_size)
 
 
-def same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Return True if these are the same objects in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
 class Learner:
     def __init__(self, run: RunParts) -> None:
         self._config, self._setup, self._meshes, self._clock = run.config, run.setup, run.meshes, run.clock
@@ -55,7 +49,6 @@ class Learner:
         self._begun: int | None = None  # the step whose save was begun last in this attempt
         self._checksums: dict[tuple[str, int], list[int]] = {}  # by role and number of ranks
         self._held: list[Sample] = []  # of the step, until its update
-        self._prepared: tuple[Sequence[Sample], list[list[Batch]] | None] = (), None  # a coming update's batches
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
@@ -63,7 +56,6 @@ class Learner:
         at, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
         self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
-        self._prepared = (), None
         self._snapshots.forget(but=snapshot)
         start, kept = await self._meshes.trainers.begin_phase(phase, snapshot or at)
         return start, json.loads(kept)
@@ -112,21 +104,11 @@ class Learner:
         columns = dict(zip(asked, found, strict=True))
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Pack the samples of a coming update of the policy now."""
-        self._prepared = samples, self._packed_updates(minibatches(samples, self._config.algorithm))
-
-    def _packed_updates(self, updates: Sequence[Sequence[Sample]]) -> list[list[Batch]]:
-        return [self.batches(samples, self._meshes.trainers) for samples in updates]
-
-    async def step(
-        self, updates: Sequence[Sequence[Sample]], packed: Sequence[Sequence[Batch]] | None = None
-    ) -> StepStats:
-        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's.
-        `packed`: the policy's batches, if they are made already."""
-        critic = self._meshes.critic
+    async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
+        """Update policy and critic, each on its mesh, at the same time. Add the critic's metrics to the policy's."""
+        critic, trainers = self._meshes.critic, self._meshes.trainers
         with self._clock("train"):
-            policy = self._meshes.trainers.step(packed or self._packed_updates(updates))
+            policy = trainers.step([self.batches(samples, trainers) for samples in updates])
             if critic is None:
                 return await policy
             stats, learnt = await asyncio.gather(
@@ -152,9 +134,7 @@ class Learner:
         """Make the step's updates from what was accumulated."""
         if not self._config.training.stream_groups:
             samples, self._held = self._held, []
-            (coming, packed), self._prepared = self._prepared, ((), None)
-            updates = minibatches(samples, self._config.algorithm)
-            return await self.step(updates, packed if same(coming, samples) else None)
+            return await self.step(minibatches(samples, self._config.algorithm))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):
