@@ -3,7 +3,7 @@
 
     .venv/bin/python scripts/bench/step_products.py smollm2 1256      # the places that a step computes
 
-A linear layer has three: its output, the gradient of its input, and that of its weight. The head has one row per target
+A linear layer has three: output, gradient of the input, gradient of the weight. The head has one row per target
 of the answers, the other layers one per place. What is left out: attention, norms, the softmax of the logits, AdamW.
 """
 
