@@ -121,22 +121,31 @@ def points_of(text: str) -> dict[int, float]:
 
 
 def summary(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a line per way: scores, seconds of a step and memory as medians and ranges; then the ratios to TRL."""
-    lines, steps = list[str](), dict[str, float]()
+    """Return a line per way: scores, seconds of a step and memory as medians and ranges. Then the ratios to TRL, over
+    the seeds that both ran."""
+    lines = list[str]()
     for way in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == way]
         gains = [float(row["final"]) - float(row["start"]) for row in own]
-        steps[way] = statistics.median(float(row["step_s"]) for row in own)
         lines.append(
             f"{way}: {len(own)} runs, start {spread([float(row['start']) for row in own])}, end "
             f"{spread([float(row['final']) for row in own])}, gain at least {min(gains):.3f}; "
             f"{spread([float(row['step_s']) for row in own])} s a step, "
-            f"{spread([max(points_of(row['seconds']).values()) for row in own])} s in all, "
+            f"{spread([run_seconds(row) for row in own])} s in all, "
             f"{spread([float(row['peak_gib']) for row in own])} GiB at most"
         )
-    if steps.keys() >= {OURS, TRL}:
-        lines.append(f"step / TRL: {steps[OURS] / steps[TRL]:.2f}")
+    by_way = {way: {row["seed"]: row for row in rows if row["way"] == way} for way in (OURS, TRL)}
+    pairs = [(own, by_way[TRL][seed]) for seed, own in by_way[OURS].items() if seed in by_way[TRL]]
+    if pairs:
+        steps = spread([float(own["step_s"]) / float(trl["step_s"]) for own, trl in pairs])
+        whole = spread([run_seconds(own) / run_seconds(trl) for own, trl in pairs])
+        lines.append(f"{OURS} / {TRL}: step {steps}, whole run {whole}")
     return lines
+
+
+def run_seconds(row: Mapping[str, str]) -> float:
+    """Return the seconds from the command to the last evaluation."""
+    return max(points_of(row["seconds"]).values())
 
 
 def spread(values: Sequence[float]) -> str:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # imported while the fork servers import too
 OPTED_OUT = 'hosts.isolation is "off"'
 ATTACHED = "a run across hosts needs the network of this one"
 REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts without other users"}
-EARLY_KEYS = ("hosts.isolation", "hosts.kind", "model.hf_assets_path")
+MODELS = ("model", "critic", "teacher", "reward_model")
+EARLY_KEYS = ("hosts.isolation", "hosts.kind", *(f"{name}.hf_assets_path" for name in MODELS))
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
 
 

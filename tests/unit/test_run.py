@@ -56,6 +56,14 @@ def test_a_controller_imports_no_engine_for_a_whole_run() -> None:
     assert found == []
 
 
+def test_models_to_fetch_are_known_before_the_network_is_left() -> None:
+    from titan_rl.run import MODELS, early_config
+
+    words = [word for name in MODELS for word in (f"--{name}.hf_assets_path", "fetch:smollm2")]
+    config = early_config(["--config", "grpo_llama", *words])
+    assert {getattr(config, name).hf_assets_path for name in MODELS} == {"fetch:smollm2"}
+
+
 def test_a_run_that_is_planned_for_gpus_never_trains_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
