@@ -188,7 +188,7 @@ class Engine:
             self._in_vllm[id] = open, i
             truncated_by = id if self._truncates else ""
             params = sampling_params(request.sampling, request.seeds[i], begun=len(begun), truncated_by=truncated_by)
-            prompt = {"prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
+            prompt = {"type": "token", "prompt_token_ids": [*request.tokens, *begun], "cache_salt": salt}
             self._llm.add_request(id, prompt, params)
 
     def _drop(self, ids: Sequence[str]) -> None:
