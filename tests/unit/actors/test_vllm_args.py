@@ -1,11 +1,10 @@
 """The keys of [generator] on their way to vLLM."""
 
 from dataclasses import fields, replace
-from importlib.util import find_spec
-from pathlib import Path
 
 from titan_rl.actors.vllm.engine import EngineSettings
-from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args
+from titan_rl.actors.vllm.vllm_args import NOT_VLLMS, VLLM_NAMES, engine_args, sampling_params
+from titan_rl.wire.types import Sampling
 
 SETTINGS = EngineSettings(
     model_dir="folder", max_model_len=64, tensor_parallel_degree=2, block_size=16, kv_cache_memory_mb=3, seed=7
@@ -32,9 +31,9 @@ def test_a_cache_of_no_size_is_sized_by_vllm() -> None:
     assert engine_args(EngineSettings(model_dir="folder", kv_cache_memory_mb=0))["kv_cache_memory_bytes"] is None
 
 
-def test_the_scheduler_that_vllm_imports_by_name_is_ours() -> None:
-    module, _, name = engine_args(SETTINGS)["scheduler_cls"].rpartition(".")
-    source = find_spec(module)
-    assert source is not None
-    assert source.origin is not None
-    assert f"class {name}(Scheduler):" in Path(source.origin).read_text()
+def test_a_sample_that_the_processor_truncates_is_whole_for_vllm() -> None:
+    sampling = Sampling(8, 0.7, top_p=0.9, top_k=5, min_p=0.1)
+    vllms, ours = (sampling_params(sampling, 3, begun=0, truncated_by=id) for id in ("", "17"))
+    assert (vllms.top_p, vllms.top_k, vllms.min_p, vllms.extra_args) == (0.9, 5, 0.1, None)
+    assert (ours.top_p, ours.top_k, ours.min_p) == (1.0, 0, 0.1)
+    assert ours.extra_args == {"sample": "17", "top_k": 5, "top_p": 0.9}
