@@ -122,8 +122,6 @@ class Engine:
             args |= kept_tokens.engine_args(on_cpu=on_cpu)
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**args))
         config = self._llm.vllm_config
-        if on_cpu:
-            vllm_cpu.check_head_size(config.model_config.get_head_size())
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share

@@ -29,15 +29,6 @@ def patch() -> None:
     reduce_over_gloo()
 
 
-def check_head_size(size: int) -> None:
-    """Raise unless vLLM's CPU attention supports this head size. vLLM itself checks at the first step only."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise ValueError(f"model.head_dim: expected one of {sizes} for vLLM's attention on CPU, found {size}")
-
-
 def keep_linear_weights() -> None:
     """Make every linear layer read its parameter.
 
