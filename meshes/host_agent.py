@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,9 +28,10 @@ from typing import NamedTuple
 from monarch.actor import Actor, concurrent_endpoint
 
 import titan_rl
-from titan_rl.actors.meeting import HOST
+from titan_rl.actors.meeting import HOST, PORTS
 from titan_rl.meshes.fork_servers import OFF, VARIABLE
 from titan_rl.wire.cores import here, machine, usable_cores
+from titan_rl.wire.front_door import listener, port_range
 from titan_rl.wire.gpus import visible_devices
 from titan_rl.wire.host_holder import RUN, Holder, holder_in
 
@@ -54,6 +56,7 @@ class HostFacts:
     cores: int
     gpus: list[str]
     address: str  # by which other hosts reach this one
+    port: int  # of the agent: the kernel refuses a connection once it has ended
 
 
 class Refusal(NamedTuple):
@@ -99,6 +102,7 @@ class Lease:
 class HostAgent(Actor):
     def __init__(self, orphan_seconds: float) -> None:
         self._orphan_seconds, self._lease = orphan_seconds, Lease(orphan_seconds)
+        self._alive: socket.socket | None = None  # nobody talks over it
         self._private = tempfile.TemporaryDirectory(prefix="agent-")
         self._connections = count()
         self._heard: list[tuple[int, bytes]] = []
@@ -116,6 +120,8 @@ class HostAgent(Actor):
         if not self._tasks:
             await asyncio.start_unix_server(self._listen, f"{self._private.name}/report")
             self._tasks.append(asyncio.create_task(self._end_with_the_run()))
+        if self._alive is None:
+            self._alive = listener(os.environ[HOST], port_range(os.environ.get(PORTS, "")))
         return HostFacts(
             own_versions(),
             os.getcwd(),
@@ -128,6 +134,7 @@ class HostAgent(Actor):
             usable_cores(),
             visible_devices(),
             os.environ.get(HOST, ""),
+            self._alive.getsockname()[1],
         )
 
     @concurrent_endpoint

@@ -21,7 +21,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import the_only
 from titan_rl.meshes.host_agent import WATCHES, HostAgent, HostFacts, Refusal, own_versions
 from titan_rl.meshes.hosts import Host
-from titan_rl.wire.dial import refuses_connections, takes_connections, why_silent
+from titan_rl.wire.dial import address_of, refuses_connections, split_address, takes_connections, why_silent
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.front_door import NoDoor, ask_door
 
@@ -213,6 +213,8 @@ class Remote:
     ) -> None:
         self.address, self.served = address, served  # its worker's front door, and where that serves this run
         self._agent, self._detect_seconds, self._orphan_seconds = agent, joining.detect_seconds, joining.orphan_seconds
+        scheme, host, _ = split_address(served)
+        self._alive = address_of(scheme, host, facts.port)
         self._loop = asyncio.get_running_loop()
         self._launchers = defaultdict[int, deaths.Launcher](lambda: deaths.Launcher(kill=self._kill, host=address))
         self._kills: set[asyncio.Task[None]] = set()
@@ -235,15 +237,16 @@ class Remote:
         deaths.host_lost(self.address, how)
 
     async def _next(self) -> list[tuple[int, bytes]] | None:
-        """Wait for the agent's answer. None: the host is lost. One that is only slow still takes a connection, because
-        its kernel does."""
+        """Wait for the agent's answer. None: the host or its agent is lost. One that is only slow still takes a
+        connection, because its kernel does. Monarch does not always fail a call to an agent that was killed."""
         quarter = self._detect_seconds / 4
         within = min(quarter, self._orphan_seconds / 4)
         answer = asyncio.ensure_future(self._agent.take.call(within).as_asyncio())
         began, patience = time.monotonic(), 2 * quarter
         while not (await asyncio.wait({answer}, timeout=patience))[0]:
             reached = await asyncio.to_thread(takes_connections, self.served, quarter)
-            if not reached or time.monotonic() - began > SILENT_SECONDS:
+            ended = reached and await asyncio.to_thread(refuses_connections, self._alive, quarter)
+            if not reached or ended or time.monotonic() - began > SILENT_SECONDS:
                 answer.cancel()
                 return None
         try:

@@ -20,7 +20,7 @@ from titan_rl.wire.dial import address_of, split_address
 WORD = "titan_rl"
 SECONDS = 3.0
 AGAIN_SECONDS = 0.2  # from a caller that could not be taken to the next try
-FEWEST = 4  # ports of a worker: for a run, for its return, and for the ranks of its meshes to meet
+FEWEST = 6  # ports of a worker: for a run, its return, its ranks to meet, its agent and that of a run which waits
 LONGEST = 64  # bytes of an answer
 
 

@@ -6,18 +6,20 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from monarch.actor import HostMesh
 
 from titan_rl.meshes import deaths, remote_host
 from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
-from titan_rl.meshes.remote_host import Joined, _while_served, mismatch
+from titan_rl.meshes.remote_host import Joined, Joining, Remote, _while_served, mismatch
 from titan_rl.wire.dial import address_of
 from titan_rl.wire.front_door import answer
 
 FACTS = HostFacts(
-    own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1"
+    own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1", 1
 )
 
 
@@ -90,6 +92,27 @@ def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_launcher_repo
     deaths.host_lost("host2", "again")
     assert len(heard) == 1
     assert deaths.ended("generator1[tp=0]") is not None, "calls to it end at once"
+
+
+def test_a_host_is_lost_with_its_agent_although_its_worker_lives_and_monarch_fails_no_call() -> None:
+    class Unanswered:
+        def call(self, *_: object) -> "Unanswered":
+            return self
+
+        async def as_asyncio(self) -> None:
+            await asyncio.Event().wait()
+
+    async def lost() -> None:
+        agent = SimpleNamespace(take=Unanswered(), end=Unanswered())
+        with socket.create_server(("127.0.0.1", 0)) as worker, socket.create_server(("127.0.0.1", 0)) as lives:
+            served, facts = address_of("tcp", *worker.getsockname()), replace(FACTS, port=lives.getsockname()[1])
+            remote = Remote("host1", served, cast(HostMesh, None), agent, facts, Joining(9, 9, detect_seconds=0.2))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(remote.lost.wait(), 1)
+            lives.close()
+            await asyncio.wait_for(remote.lost.wait(), 10)
+
+    asyncio.run(lost())
 
 
 def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:

@@ -27,7 +27,7 @@ def attached(addresses: str, **keys: object) -> Config:
         ("ipc://a:1", {}, 'expected addresses such as "tls://node1:26600", found "ipc://a:1"'),
         ("tcp://a:1", {}, "hosts.insecure: expected true, because tcp:// has no encryption"),
         ("tls://a:1,tcp://b:1", {"hosts__insecure": True}, "expected all of them with tls://, or all with tcp://"),
-        ("tls://a:1", {"hosts__ports": "26700"}, "hosts.ports: expected at least 4 ports from 1 to 65535, such as"),
+        ("tls://a:1", {"hosts__ports": "26700"}, "hosts.ports: expected at least 6 ports from 1 to 65535, such as"),
         ("", {"hosts__kind": "local", "hosts__ports": "1-9"}, 'hosts.ports: expected "" with hosts.kind = "local"'),
         ("tcp://a:1", {"hosts__insecure": True, "hosts__isolation": "require"}, 'hosts.isolation: expected "auto" or'),
     ],
