@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
@@ -34,7 +34,7 @@ from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.reports import EngineStats
-from titan_rl.wire.types import Completion, Request
+from titan_rl.wire.types import Completion, Finish, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -289,24 +289,30 @@ class Engine:
 
     def _extend(self, output: "RequestOutput", version: int) -> None:
         """Append what a step sampled for one sample."""
+        from vllm.logprobs import FlatLogprobs
+
         open, index = self._in_vllm[output.request_id]
         sample, (delta,) = open.samples[index], output.outputs
         count = len(delta.token_ids)
         if index not in open.prefills:
-            prefill = open.prefills[index] = Prefill(len(output.prompt_token_ids), output.num_cached_tokens)
+            prompt = output.prompt_token_ids or ()
+            prefill = open.prefills[index] = Prefill(len(prompt), output.num_cached_tokens or 0)
             open.fresh.discard(index)
             self._read += prefill.tokens - prefill.cached - 1
-            sample.context.extend(context_scores(output.prompt_logprobs))
+            if (scores := output.prompt_logprobs) is not None:
+                assert isinstance(scores, FlatLogprobs), "flat_logprobs is asked for"
+                sample.context.extend(context_scores(scores))
         self._read += count
         self._stats.tokens += count
         sample.tokens.extend(delta.token_ids)
+        assert isinstance(delta.logprobs, FlatLogprobs), "flat_logprobs is asked for"
         sample.logprobs.extend(delta.logprobs.logprobs)
         sample.versions.extend([version] * count)
         if self._kept is not None:
             sample.kept.append(self._kept.pop(output.request_id, b""))
         if delta.finish_reason is not None:
             tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.versions
-            finish = delta.finish_reason
+            finish = cast("Finish", delta.finish_reason)
             open.samples[index] = Completion(tokens, logprobs, versions, finish, "", sample.kept, sample.context)
             del self._in_vllm[open.unfinished.pop(index)]
             prefill = open.prefills.pop(index)
@@ -315,10 +321,8 @@ class Engine:
             self._end(open.request.id)
 
 
-def context_scores(found: "FlatLogprobs | None") -> list[ContextScore]:
+def context_scores(found: "FlatLogprobs") -> list[ContextScore]:
     """Return vLLM's scores of a context from its second token on: of each token its own log-prob, then the best."""
-    if found is None:
-        return []
     starts = found.start_indices[1:]
     return [ContextScore(found.logprobs[i], found.token_ids[i + 1], found.logprobs[i + 1]) for i in starts]
 

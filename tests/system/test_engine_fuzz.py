@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.engine_runs import overwrite, reference, run_checks
@@ -165,7 +166,7 @@ class Fuzz:
             version: reference(self._exact[self._weights[version]], request.tokens, completion.tokens, temperature)
             for version in set(completion.versions)
         }
-        counts, ids = KeptSets.of(completion.kept).ids() if self.records_kept else ([], [])
+        counts, ids = KeptSets.of(completion.kept).ids() if self.records_kept else ((), np.array([]))
         begin = 0
         for i, (token, logprob, version) in enumerate(
             zip(completion.tokens, completion.logprobs, completion.versions, strict=True)

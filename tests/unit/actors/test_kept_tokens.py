@@ -1,6 +1,7 @@
 """What the engine records of vLLM's truncated sampling."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ def test_the_gpu_sampler_records_by_the_ids_of_requests(monkeypatch: pytest.Monk
     monkeypatch.setattr(Sampler, "sample", lambda self, logits: (torch.tensor([1, 0]), logits))
     monkeypatch.setattr(Sampler, "__call__", lambda self, logits, input_batch: self.sample(logits)[0])
     assert kept_tokens.engine_args(on_cpu=False) == kept_tokens.engine_args(on_cpu=False) == {}
-    Sampler.__call__(Sampler.__new__(Sampler), logits, SimpleNamespace(req_ids=["7-9a8b7c6d", "11-0a1b2c3d"]))
+    batch: Any = SimpleNamespace(req_ids=["7-9a8b7c6d", "11-0a1b2c3d"])
+    Sampler.__call__(Sampler.__new__(Sampler), logits, batch)
     assert kept_tokens.last_kept == {"7": b"\1\0\0\0\2\0\0\0", "11": b""}
 
 
