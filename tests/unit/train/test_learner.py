@@ -77,7 +77,7 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
     learns, _ = learner_of(tmp_path, config, trainers)
     made: list[list[Sample]] = []
 
-    async def step(updates: list[list[Sample]], packed: object) -> str:
+    async def step(updates: list[list[Sample]]) -> str:
         made.extend(updates)
         return "stats"
 
