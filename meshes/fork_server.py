@@ -55,7 +55,7 @@ PRELOAD = {
 """Modules of other projects by kind of rank. None of them starts a thread or touches CUDA when imported on a CPU."""
 
 READ_AT_IMPORT = b"ATEN_ DNNL_ ONEDNN_ MKL_ OMP_ GOMP_ TORCH_ TORCHDYNAMO_ VLLM_ HF_ TRANSFORMERS_ PYTHON LD_PRELOAD"
-SET_LATER = b"OMP_NUM_THREADS", b"PYTHONPATH"  # in actors/thread_waits.py, and in `become`
+SET_LATER = b"OMP_NUM_THREADS", b"PYTHONPATH"  # in actors/imports.py, and in `become`
 """Variables with these prefixes, except two, must have the values that the fork server was started with."""
 
 REQUEST_SECONDS = 5.0
