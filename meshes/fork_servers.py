@@ -36,10 +36,6 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",  # a run never downloads
     "PYTHONUNBUFFERED": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # glibc would return the memory of a forward to the kernel and take it back page by page: 10,000 of them in a
-    # generation, and in a training step, of grpo_llama, which is a tenth of its time and more on busy cores.
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most that glibc accepts
 }
 """Launch environment of every rank."""
 KIND_ENV: dict[Kind, dict[str, str]] = {"model": {}, "generator": {**ENV, **vllm_cpu.ENV}}

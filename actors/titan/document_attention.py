@@ -5,8 +5,7 @@ DocumentSDPA   a CPU, or float32
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,8 @@ from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.tools.logging import logger
 
 from titan_rl.actors.titan.document_masks import (
-    BlockClass,
     ClassedSegments,
+    SegmentClass,
     SharedMetadata,
     classed_masks,
     varlen_masks,
@@ -27,16 +26,11 @@ from titan_rl.actors.titan.document_masks import (
 
 
 class DocumentSDPA(VarlenAttention):
-    """VarlenAttention's contract as one SDPA per class of blocks of segments.
-
-    Measured on 8 rows of ten 10-token documents, forward and backward: 2.3 ms against 5.8 ms for a call per document.
-    SDPA takes a block at a time: 256 answers of 4 tokens behind prompts of 6 take 9.0 ms one by one, and 2.3 in blocks
-    of 4 or 8, whose other answers are masked out.
-    """
+    """VarlenAttention's contract as one SDPA per class of equally long segments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        block_places: ClassVar[int] = 32  # of a block with more than one segment
+        pass
 
     def forward(  # TorchTitan's local_map finds q, k and v by these names
         self,
@@ -51,13 +45,12 @@ class DocumentSDPA(VarlenAttention):
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
         outputs = list[torch.Tensor]()
-        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.blocks * each.queries for each in masks.classes])
-        keys = [each.blocks * each.keys for each in masks.classes]
+        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.count * each.length for each in masks.classes])
+        keys = [each.count * each.keys for each in masks.classes]
         parts_k, parts_v = (masks.keys(x.flatten(0, 1)).split(keys) for x in (k_BLNH, v_BLNH))
         for each, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
-            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.blocks, -1)).transpose(1, 2) for x in qkv)
-            seen = seen_by if each.segments == 1 else seen_by_segments
-            mask = seen(each._replace(blocks=1), self.window_size[0], q_BLNH.device)
+            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.count, -1)).transpose(1, 2) for x in qkv)
+            mask = seen_by(each, self.window_size[0], q_BLNH.device)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
@@ -65,23 +58,15 @@ class DocumentSDPA(VarlenAttention):
         return masks.outputs(torch.cat(outputs)).view(q_BLNH.shape)
 
 
-def seen_by(block: BlockClass, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return which keys each place of a block sees, [queries, keys]; None: causal, without a prefix. `window` counts
+def seen_by(segments: SegmentClass, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return which keys each place of a segment sees, [length, keys]; None: causal, without a prefix. `window` counts
     the places before a query's own; -1 is all."""
-    longest = block.prefix + block.length
-    if not 0 <= window < longest - 1:
-        window = longest
-        if block.segments == 1 and not block.prefix:
+    if not 0 <= window < segments.keys - 1:
+        if not segments.prefix:
             return None
-    own = torch.ones((block.length, longest), dtype=torch.bool, device=device).tril(block.prefix)
-    own = own.triu(block.prefix - window)
-    if block.segments == 1:
-        return own
-    others = torch.block_diag(*[own[:, block.prefix :]] * block.segments)
-    return torch.cat([own[:, : block.prefix].repeat(block.segments, 1), others], 1)
-
-
-seen_by_segments = lru_cache(64)(seen_by)  # all layers and most steps have the same few, which are small
+        window = segments.keys
+    seen = torch.ones((segments.length, segments.keys), dtype=torch.bool, device=device).tril(segments.prefix)
+    return seen.triu(segments.prefix - window)
 
 
 class SharedVarlen(VarlenAttention):
@@ -138,7 +123,7 @@ def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
     """Return the masks that the model's attention takes for these segments."""
     attention = model.config.first_attention.inner_attention
     if isinstance(attention, DocumentSDPA.Config):
-        return classed_masks(segments_G4, device, attention.block_places)
+        return classed_masks(segments_G4, device)
     masks = varlen_masks(segments_G4, device)
     if isinstance(masks, SharedMetadata) and not isinstance(attention, SharedVarlen.Config):
         raise TypeError(

@@ -53,29 +53,22 @@ class SharedMetadata(NamedTuple):
     keys: Gather
 
 
-class BlockClass(NamedTuple):
-    """Blocks of one shape, which are attended to together. A block is some equally long segments with the same prefix:
-    its keys are the prefix, then each segment's own."""
+class SegmentClass(NamedTuple):
+    """Segments of one shape, which are attended to together."""
 
-    blocks: int
-    segments: int  # of each block
+    count: int
     length: int  # of each segment
     prefix: int
 
     @property
-    def queries(self) -> int:
-        """Return the places of a block's segments."""
-        return self.segments * self.length
-
-    @property
     def keys(self) -> int:
-        return self.prefix + self.queries
+        return self.prefix + self.length
 
 
 class ClassedSegments(NamedTuple):
-    """Masks of packed rows for attention that takes equally long documents: blocks of segments sorted by class."""
+    """Masks of packed rows for attention that takes equally long documents: segments sorted by class."""
 
-    classes: tuple[BlockClass, ...]
+    classes: tuple[SegmentClass, ...]
     queries: Gather
     outputs: Gather  # the way back
     keys: Gather
@@ -94,46 +87,19 @@ def varlen_masks(segments_G4: np.ndarray, device: torch.device) -> VarlenMetadat
     return masks
 
 
-def classed_masks(segments_G4: np.ndarray, device: torch.device, places: int) -> ClassedSegments:
-    """Return masks whose blocks have up to this many places, or one segment."""
-    sizes, order = _blocks(segments_G4, places)
-    segments_G4, first = segments_G4[order], np.zeros(len(order), bool)
-    first[sizes.cumsum() - sizes] = True
+def classed_masks(segments_G4: np.ndarray, device: torch.device) -> ClassedSegments:
     begin, length, _, prefix = segments_G4.T
-    shapes, counts = np.unique(
-        np.stack([prefix[first], length[first], -sizes], 1), axis=0, return_counts=True
-    )  # sorted as the blocks are
+    segments_G4 = segments_G4[np.lexsort((begin, length, prefix))]
+    begin, length, _, prefix = segments_G4.T
+    shapes, counts = np.unique(np.stack([prefix, length], 1), axis=0, return_counts=True)  # sorted as the segments are
     classes = tuple(
-        BlockClass(int(n), -int(size), int(own), int(before))
-        for n, (before, own, size) in zip(counts, shapes, strict=True)
+        SegmentClass(int(n), int(own), int(before)) for n, (before, own) in zip(counts, shapes, strict=True)
     )
     to = ranges(begin, length)
     there, back = _to(to, device), _to(np.argsort(to), device)
     none, nothing = there[:0], there[:0].view(0, 0)
     queries, outputs = Gather(there, back, none, nothing), Gather(back, there, none, nothing)
-    segments_G4[~first, 3] = 0  # a block has its prefix once
     return ClassedSegments(classes, queries, outputs, _keys(segments_G4, device))
-
-
-def _blocks(segments_G4: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of segments in each block, sorted by class, and the segments' order by block. To have few
-    classes, a family of segments (the same prefix and length) is cut into blocks of a power of two of them."""
-    begin, length, begin_prefix, prefix = segments_G4.T
-    order = np.lexsort((begin, np.where(prefix > 0, begin_prefix, 0), length, prefix))
-    keys = np.stack([prefix, length, np.where(prefix > 0, begin_prefix, 0)], 1)[order]
-    starts = np.flatnonzero(np.append(True, (keys[1:] != keys[:-1]).any(1)))
-    counts = np.diff(starts, append=len(order))
-    most = np.log2(np.maximum(places // keys[starts, 1], 1)).astype(np.int64)  # a block has up to 2**most
-    size, start, family = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for bit in range(int(most.max(initial=0)), -1, -1):
-        number = np.where(bit == most, counts >> bit, np.where(bit < most, counts >> bit & 1, 0))
-        before = np.where(bit == most, 0, counts >> bit + 1 << bit + 1)
-        family.append(np.repeat(np.arange(len(counts)), number))
-        start.append(np.repeat(starts + before, number) + (ranges(np.zeros_like(number), number) << bit))
-        size.append(np.full(len(family[-1]), 1 << bit))
-    sizes, begins, families = np.concatenate(size), np.concatenate(start), np.concatenate(family)
-    sorted_blocks = np.lexsort((begins, -sizes, *keys[starts[families], 1::-1].T))
-    return sizes[sorted_blocks], order[ranges(begins[sorted_blocks], sizes[sorted_blocks])]
 
 
 def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from titan_rl.fetch.catalog import MODELS
-from titan_rl.fetch.models import FetchFailed, announce, convert_file, model_folder
+from titan_rl.fetch.models import PREFIX, FetchFailed, announce, convert_file, model_folder
 from titan_rl.wire.program import enter
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         if given.to is None:
-            print(model_folder(given.name, "NAME", announce))
+            print(model_folder(given.name.removeprefix(PREFIX), "NAME", announce))
         else:
             convert_file(Path(given.name), given.to, announce)
             print(given.to)

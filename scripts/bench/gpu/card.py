@@ -50,7 +50,7 @@ def varlen() -> None:
         weight, found = torch.randn(1, places, heads, size, device=device), list[list[torch.Tensor]]()
         for kind, dtype in ((SharedVarlen, torch.bfloat16), (DocumentSDPA, torch.float32)):
             exact = kind is DocumentSDPA
-            masks = classed_masks(SEGMENTS, device, 32) if exact else varlen_masks(SEGMENTS, device)
+            masks = classed_masks(SEGMENTS, device) if exact else varlen_masks(SEGMENTS, device)
             own = [x.to(dtype, copy=True).requires_grad_() for x in qkv]
             attention = kind(kind.Config(window_size=window))
             out = attention(*own, attention_masks=masks, enable_gqa=heads != kv)

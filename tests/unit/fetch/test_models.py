@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import Config, ModelSection
+from titan_rl.fetch.__main__ import main
 from titan_rl.fetch.catalog import GGUF, MODELS
 from titan_rl.fetch.models import COMPLETE, FetchFailed, fetch, model_folder, with_models
 
@@ -24,13 +25,19 @@ def config_of(path: str) -> Config:
     return Config(model=ModelSection(hf_assets_path=path))
 
 
-def test_a_fetched_model_is_a_folder_in_the_config(cache: Path) -> None:
+def test_a_fetched_model_is_a_folder_in_the_config(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = cache / SMOLLM2.title
     folder.mkdir()
     wanted = f"{SMOLLM2.wheel.requirement} {SMOLLM2.member} sha256:{SMOLLM2.wheel.sha256}\n"
     (folder / COMPLETE).write_text(wanted)
     assert with_models(config_of("fetch:smollm2"), print).model.hf_assets_path == str(folder)
     assert with_models(config_of("some/folder"), print).model.hf_assets_path == "some/folder"
+    for name in ("smollm2", "fetch:smollm2"):
+        monkeypatch.setattr("sys.argv", ["fetch", name])
+        assert main() == 0
+        assert capsys.readouterr().out == f"{folder}\n"
 
 
 def test_a_name_that_is_not_in_the_catalog_is_refused(cache: Path) -> None:
