@@ -5,8 +5,9 @@ baseline, its advantage and its one place in a denominator. Token by token (retu
 its sampled tokens in the order of its turns.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise, zip_longest
 
 import numpy as np
@@ -16,6 +17,7 @@ from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
+Baseline = Callable[[Sequence[float]], list[float]]  # from the rewards of a group to advantages
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
@@ -66,10 +68,17 @@ def with_advantages(
     valid = [[(rollout, own) for rollout, own in each if rollout.valid] for each in owned]
     returns: Arrays | None = None
     if algorithm.advantage in ("group", "leave_one_out"):
-        if algorithm.credit == "outcome":
-            flat = np.repeat([a for each in valid for a in _of_rollouts(each, algorithm)], lengths)
+        relative: Baseline = partial(group_relative, normalize_std=algorithm.normalize == "group")
+        if algorithm.advantage == "leave_one_out":
+            relative = leave_one_out
+        if algorithm.credit == "outcome":  # a rollout's advantage is that of all of its tokens
+            advantage_per_sample = list[float]()
+            for rollouts in valid:
+                per_rollout = relative(_rewards(rollouts, algorithm))
+                advantage_per_sample += np.repeat(per_rollout, [len(of) for _, of in rollouts]).tolist()
+            flat = np.repeat(advantage_per_sample, lengths)
         else:
-            flat = _flat(a for each in valid for a in _of_turns(each, algorithm))
+            flat = _flat(a for rollouts in valid for a in _of_turns(rollouts, relative, algorithm))
         advantages = _cut(np.where(on, flat, 0.0), lengths)
     elif algorithm.advantage == "teacher":
         gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
@@ -122,31 +131,23 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
 Owned = Sequence[tuple[Rollout, Sequence[Sample]]]  # a group's valid rollouts, which its baseline is of
 
 
-def _of_rollouts(valid: Owned, algorithm: AlgorithmSection) -> list[float]:
-    """Return the advantage of each sample of a group, which is its rollout's. A KL in the reward is subtracted before
-    the baseline."""
+def _rewards(valid: Owned, algorithm: AlgorithmSection) -> list[float]:
+    """Return the reward of each rollout of a group, less its KL if that is in the reward."""
     charged = algorithm.kl_in == "reward"
-    rewards = [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
-    return [a for a, (_, of) in zip(_relative(rewards, algorithm), valid, strict=True) for _ in of]
+    return [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
 
 
-def _of_turns(valid: Owned, algorithm: AlgorithmSection) -> Arrays:
+def _of_turns(valid: Owned, relative: Baseline, algorithm: AlgorithmSection) -> Arrays:
     """Return the advantage of each token of a group's samples, which is its turn's: that of credit "turn". A KL in the
     reward is subtracted before the baseline."""
     returns = [_turn_returns(rollout, of, algorithm) for rollout, of in valid]
     turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before
-    reached = [iter(_relative([g for g in turn if g is not None], algorithm)) for turn in turns]
+    reached = [iter(relative([g for g in turn if g is not None])) for turn in turns]
     return [
         level
         for (rollout, _), g in zip(valid, returns, strict=True)
         for level in _by_turn(rollout, [next(reached[k]) for k in range(len(g))])
     ]
-
-
-def _relative(rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
-    if algorithm.advantage == "leave_one_out":
-        return leave_one_out(rewards)
-    return group_relative(rewards, normalize_std=algorithm.normalize == "group")
 
 
 def _of_trajectory(

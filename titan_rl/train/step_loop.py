@@ -28,7 +28,7 @@ class StepDone:
     """What a finished step leaves to be kept."""
 
     state: dict[str, Any]  # the controller's part of a snapshot or checkpoint
-    on_save: Callable[[], Any] = lambda: None  # called before a checkpoint is written
+    on_save: Callable[[int], Any] = lambda step: None  # called with the step before its checkpoint is written
     hopeless: RunError | None = None  # why the run cannot continue after this step
     enough: bool = False  # no further steps are needed
 
@@ -97,7 +97,7 @@ class StepLoop:
     async def _save(self, step: int, done: StepDone, *, last: bool, asked: bool) -> bool:
         """Return True if the step was saved; it is on disk if that was `asked`, or if it is the `last`."""
         self._report.to_disk()
-        done.on_save()
+        done.on_save(step)
         began = time.perf_counter()
         if not await self._learner.save(step, json.dumps(done.state), last=last, on_disk=asked):
             return False

@@ -78,7 +78,7 @@ def steps(
         kept: Any = learner
         loop = StepLoop(run, kept, found)
         start = found.rl or 0
-        before = StepDone({"at": start}, lambda: learner.events.append(f"ledger {start}"))
+        before = StepDone({"at": start}, lambda step: learner.events.append(f"ledger {step}"))
         await loop.make_steps("rl", start, 10, lambda n: step(n, stop, loop, learner), before)
 
     asyncio.run(body())
@@ -86,7 +86,7 @@ def steps(
 
 
 def done(n: int, learner: Learner, **rest: Any) -> StepDone:
-    return StepDone({"at": n}, lambda: learner.events.append(f"ledger {n}"), **rest)
+    return StepDone({"at": n}, lambda step: learner.events.append(f"ledger {step}"), **rest)
 
 
 def request_stop() -> None:
