@@ -144,8 +144,8 @@ class GeneratorSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     name: str = ""
-    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name" (docs/environments.md), or
-    one of a package, as "gymnasium:FrozenLake-v1" (docs/adapters.md). Empty: the policy answers the prompt once."""
+    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name", or one of a
+    package, as "gymnasium:FrozenLake-v1" (docs/environments.md). Empty: the policy answers the prompt once."""
     args: Table = field(default_factory=dict, hash=False)
     """Arguments of the environment's constructor, as {is_slippery = false}."""
     python: str = ""
