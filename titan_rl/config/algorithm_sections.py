@@ -121,7 +121,7 @@ class EvalSection:
     """Steps between evaluations. 0: only at the start and at the end."""
     sets: Tables = field(default_factory=dict, hash=False)
     """More evaluation sets, measured together with the held-out problems, each a table [eval.sets.NAME] with the keys
-    path, size, samples, temperature, reward and correct_at (docs/evaluation.md)."""
+    path, size, samples, temperature, reward and correct_at (docs/operations.md)."""
     keep_best: str = ""
     """Metric of an evaluation, such as "eval/score" or "eval/NAME/pass@4": the weights with its highest value are kept
     as a Hugging Face folder, best/ in the dump folder. Empty: none."""
