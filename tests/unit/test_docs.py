@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(p for folder in ("*.md", "docs/**/*.md", "tests/**/*.md") for p in ROOT.glob(folder))
 USERS_PAGES = [p for p in PAGES if p.parent in (ROOT, ROOT / "docs")]
 SOURCES = [
-    *(p for name in ("titan_rl", "actors", "meshes", "kernels", "scripts", "tests") for p in (ROOT / name).rglob("*.py")),
+    *(
+        p
+        for name in ("titan_rl", "actors", "meshes", "kernels", "scripts", "tests")
+        for p in (ROOT / name).rglob("*.py")
+    ),
     *(p for p in (ROOT / "scripts").iterdir() if p.is_file() and not p.suffix),
     *(ROOT / "train_configs").glob("*.toml"),
     ROOT / "pyproject.toml",
@@ -26,7 +30,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 KEY = re.compile(r"^(?:--)?([a-z_]+)\.([a-z_0-9]+)(?:$|[ =]|\.(?!_))")
 FILES = ("json", "jsonl", "md", "py", "toml", "txt")  # `metrics.jsonl` is a file, not a key of [metrics]
-COLUMNS = ("reward_model.ground_truth",)  # of verl's rows
+VERL_COLUMNS = ("reward_model.ground_truth",)
 
 
 def name_of(page: Path) -> str:
@@ -57,7 +61,7 @@ def keys_of(page: Path) -> Iterator[str]:
 
 def exists(section: str, key: str) -> bool:
     full = f"{section}.{key}"
-    return key in schema()[section] or full in (*removed_keys.KEYS, *FOREIGN, *COLUMNS)
+    return key in schema()[section] or full in (*removed_keys.KEYS, *FOREIGN, *VERL_COLUMNS)
 
 
 def test_there_are_few_pages() -> None:

@@ -174,7 +174,7 @@ class EnvironmentSection:
 class SandboxSection:
     require: list[str] = field(default_factory=lambda: ["namespaces", "landlock", "seccomp"])
     """Layers that the sandbox has; nothing runs without one of them. Leave out "namespaces" where containers forbid
-    them, or "landlock" on old kernels; docs/security.md says what is open then."""
+    them, or "landlock" on old kernels; docs/security.md lists the gaps then."""
     workers: int = bounds(2, ge=1, le=1024)
     """Number of executions at the same time in one process that uses the sandbox: an environment, a reward. More of
     them wait."""

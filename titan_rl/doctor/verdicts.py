@@ -74,9 +74,7 @@ def missing_remedy(facts: Facts) -> str:
     own = Path(facts.identity["folder"]) / ".venv"
     if own.exists() and Path(facts.identity["prefix"]) != own:
         return f"this is not .venv's Python: {own}/bin/python -m titan_rl.doctor, or ./scripts/run"
-    return (
-        "./scripts/run installs them (docs/quickstart.md); in an environment of your own: pip install --editable '.[cpu]'"
-    )
+    return "./scripts/run installs them (docs/quickstart.md); in your own environment: pip install --editable '.[cpu]'"
 
 
 def check_engines(facts: Facts) -> Iterator[Problem]:

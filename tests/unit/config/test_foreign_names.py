@@ -1,4 +1,4 @@
-"""Names of TRL, verl and OpenRLHF: each leads to a key that exists, and docs/environments.md says the same."""
+"""Names of TRL, verl and OpenRLHF: each leads to a key that exists, and docs/environments.md has the same."""
 
 import re
 from pathlib import Path
