@@ -5,7 +5,7 @@
                                                 cuBLAS multiplies -dz twice, and adds to float32 totals itself
 
 A forward with the matmul in the same Triton kernel never writes a logit, but its tiles of 64 x 128 read their operands
-from L2 at 43 FLOP a byte, which allows about a quarter of the tensor cores' rate (docs/kernels.md).
+from L2 at 43 FLOP a byte, which allows about a quarter of the tensor cores' rate (docs/benchmarks.md).
 """
 # ruff: noqa: ANN001, ANN201  a kernel's arguments have Triton's types; its launcher passes plain values for constexpr
 # pyright: reportArgumentType=false, reportCallIssue=false

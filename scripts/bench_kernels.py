@@ -5,8 +5,8 @@
     .venv/bin/python scripts/bench_kernels.py token_logprob --repeats 9 --csv /tmp/kernels.csv
     .venv/bin/python scripts/bench_kernels.py --tiny --csv /tmp/kernels.csv    # does it work on this machine?
 
-On a GPU the shapes are those of docs/kernels.md, which has the estimates to compare with, and times are those of CUDA
-events: of the device, after a first round that compiles.
+On a GPU the shapes are the ones whose estimates docs/benchmarks.md has, and times come from CUDA events, after a first
+round that compiles.
 
 Variants are timed in turn, so that a busy machine slows all of them. With two threads it does not slow them alike,
 because one thread waits for the other at the end of every operation: then use `--threads 1` and read the CPU time.

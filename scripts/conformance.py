@@ -1,4 +1,4 @@
-"""Compare every family with transformers and with vLLM, and write the table of docs/models.md.
+"""Compare every family with transformers and with vLLM, and write the table of docs/benchmarks/conformance.md.
 
   python scripts/conformance.py                                  all cases
   python scripts/conformance.py --case "Mistral, window 16"      one, without writing the table
@@ -22,7 +22,7 @@ from bench.family_folders import CASES, make_folder
 from bench.family_ranks import MESHES, rank_of_mesh
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "models.md"
+DOCS = ROOT / "docs/benchmarks/conformance.md"
 BEGIN, END = "<!-- conformance: written by scripts/conformance.py -->", "<!-- end of conformance -->"
 MOST = 1e-5  # mean difference of log-probs
 

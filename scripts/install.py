@@ -170,7 +170,7 @@ def install_with_pip(pip: Installer, project: str, torch: str, indexes: str) -> 
 
 def show_failure(verb: str, log: Path) -> None:
     print(*log.read_text(errors="replace").splitlines()[-TAIL:], sep="\n", file=sys.stderr)
-    say(f"pip {verb} failed (docs/install.md has the usual causes). The whole log: {log}")
+    say(f"pip {verb} failed (docs/quickstart.md has the usual causes). The whole log: {log}")
 
 
 def remove_broken_media(log: Path) -> int:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the tables of docs/kernels.md: a roofline of the log-prob kernel, and what compilers make of its GPU kernels.
+"""Print two tables: a roofline of the log-prob kernel (docs/benchmarks.md), and the compiled GPU kernels' registers.
 
     .venv/bin/python scripts/kernel_report.py estimates
     .venv/bin/python scripts/kernel_report.py compiled                    # needs Triton, and no GPU

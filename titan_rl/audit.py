@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics, "
         "config and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog="Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
-        "docs/operations.md says what is compared, docs/rewards.md what --rewards looks for.",
+        "docs/operations.md lists the comparisons, docs/data.md explains --rewards.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         description="Play rollouts of an environment with a random policy: no model, no engine. Shows tokens, what is "
         "trained on, rewards, tools, turns, seconds, and how many sessions it takes at once.",
         epilog="Any key of the config: --section.key VALUE, such as --environment.args '{is_slippery = false}' or "
-        "--task.template chat. docs/adapters.md has the names of environments of other packages.",
+        "--task.template chat. docs/environments.md has the names of environments of other packages.",
         allow_abbrev=False,
     )
     names = 'as environment.name: "my_module:MyClass", "gymnasium:FrozenLake-v1"; default: that of the config'

@@ -1,4 +1,4 @@
-"""`python -m titan_rl.worker`: offer this machine as a host, on which runs start ranks (docs/scaling.md).
+"""`python -m titan_rl.worker`: offer this machine as a host, on which runs start ranks (docs/clusters.md).
 
     python -m titan_rl.worker --init-tls FOLDER --hosts head,node1,node2       once: a CA, and certificates to copy
     python -m titan_rl.worker --address tls://node1:26600 --tls FOLDER/node1   on node1, in the folder of the runs
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", help="where runs reach this worker: tls://NAME:PORT")
     parser.add_argument("--tls", default="", help="folder with ca.pem, cert.pem and key.pem of this host")
     parser.add_argument("--insecure", action="store_true", help="allow tcp://: whoever reaches it executes code as you")
-    parser.add_argument("--ports", default="", help="serve runs at ports LOW-HIGH only (docs/scaling.md); default: any")
+    parser.add_argument("--ports", default="", help="serve runs at ports LOW-HIGH (docs/clusters.md); default: any")
     parser.add_argument("--init-tls", metavar="FOLDER", help="make a CA there, unless it has one, and certificates")
     parser.add_argument("--hosts", default="", help="with --init-tls: names or IPs, as addresses have them")
     parser.add_argument("--days", type=float, default=365, help="with --init-tls: how long certificates are valid")

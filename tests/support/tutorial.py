@@ -1,9 +1,9 @@
-"""docs/tutorial.md as a reader follows it: its files, and its commands in their order."""
+"""docs/quickstart.md as a reader follows it: its files, and its commands in their order."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs/tutorial.md"
+PAGE = Path(__file__).parents[2] / "docs/quickstart.md"
 FENCE = re.compile(r"(?:\*\*`([\w.]+)`\*\*\n\n)?```(\w*)\n(.*?)```", re.DOTALL)
 
 
@@ -14,6 +14,6 @@ def write_files(folder: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Return the lines of the page's shell blocks."""
+    """Return the lines of the tutorial's shell blocks. Those of the install section are marked `sh`, not `bash`."""
     fences = FENCE.findall(PAGE.read_text(encoding="utf-8"))
     return [line for _, language, text in fences if language == "bash" for line in text.splitlines()]

@@ -136,7 +136,7 @@ input()
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 @pytest.mark.xfail(strict=True, reason="Monarch 0.7.0 listens on abstract sockets and asks nobody who they are")
 def test_monarch_refuses_other_users_by_itself() -> None:
-    """What a run needs a network of its own for. docs/security.md says how Monarch could close it."""
+    """The reason for a run's network namespace. docs/upgrades.md describes how Monarch could close the gap."""
     command = [sys.executable, "-c", HOST]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout is not None

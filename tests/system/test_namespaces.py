@@ -147,7 +147,7 @@ class Told:
 def test_hosts_that_share_no_network_and_no_memory_change_no_bit(
     local: Run, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And they listen at no other ports than docs/scaling.md says."""
+    """And they listen at no other ports than docs/clusters.md lists."""
     held = tmp_path / "held"
     monkeypatch.setenv("HELD_REWARD", str(held))
     with Told(cluster, tmp_path / "run") as told:

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, followed word for word."""
+"""docs/quickstart.md, followed word for word."""
 
 import json
 import os

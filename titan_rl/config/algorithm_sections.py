@@ -51,16 +51,16 @@ class TaskSection:
     rejected_key: str = "rejected"
     """Column of the rejected answer (dpo, ipo, reward_model)."""
     reward: str = "exact"
-    """A built-in verifier (docs/rewards.md), "model" (see [reward_model]), or your own "package.module:function", also
+    """A built-in verifier (docs/data.md), "model" (see [reward_model]), or your own "package.module:function", also
     one written for TRL or verl."""
     eval_reward: str = ""
     """Reward of the held-out answers, as in reward. Empty: the same as reward. "model" is not allowed: a reward model
     cannot measure a policy trained against it."""
     rewards: Table = field(default_factory=dict, hash=False)
     """Several rewards and their weights, instead of reward: {"my_rewards:correct" = 1.0, format = 0.2}. Their weighted
-    sum is trained on, and each is logged (docs/rewards.md)."""
+    sum is trained on, and each is logged (docs/data.md)."""
     reward_args: Table = field(default_factory=dict, hash=False)
-    """Arguments of built-in verifiers, such as {pattern = "^yes", longest = 200} (docs/rewards.md)."""
+    """Arguments of built-in verifiers, such as {pattern = "^yes", longest = 200} (docs/data.md)."""
     grader: str = ""
     """Another reward of every training answer, as in reward. It is logged and never trained on: see `python -m
     titan_rl.audit --rewards`."""
@@ -121,7 +121,7 @@ class EvalSection:
     """Steps between evaluations. 0: only at the start and at the end."""
     sets: Tables = field(default_factory=dict, hash=False)
     """More evaluation sets, measured together with the held-out problems, each a table [eval.sets.NAME] with the keys
-    path, size, samples, temperature, reward and correct_at (docs/evaluation.md)."""
+    path, size, samples, temperature, reward and correct_at (docs/operations.md)."""
     keep_best: str = ""
     """Metric of an evaluation, such as "eval/score" or "eval/NAME/pass@4": the weights with its highest value are kept
     as a Hugging Face folder, best/ in the dump folder. Empty: none."""

@@ -1,6 +1,6 @@
 """Names of other projects' settings, and the keys that do the same here.
 
-`--max_steps 200` is answered with `training.steps`; docs/coming_from.md has the names that most people know.
+`--max_steps 200` is answered with `training.steps`; docs/environments.md has the names that most people know.
 """
 
 KEYS = {
@@ -77,7 +77,7 @@ KEYS = {
 def foreign_hint(name: str) -> str:
     """Return the end of a message about an unknown flag: our key, if another project has a setting of that name."""
     key = KEYS.get(name.removeprefix("--").replace("-", "_"))
-    return f"; here it is --{key} (docs/coming_from.md)" if key else ""
+    return f"; here it is --{key} (docs/environments.md)" if key else ""
 
 
 VALUES = {

@@ -144,8 +144,8 @@ class GeneratorSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     name: str = ""
-    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name" (docs/environments.md), or
-    one of a package, as "gymnasium:FrozenLake-v1" (docs/adapters.md). Empty: the policy answers the prompt once."""
+    """What drives rollouts of several turns: "calc", "hunt", your own "package.module:name", or one of a
+    package, as "gymnasium:FrozenLake-v1" (docs/environments.md). Empty: the policy answers the prompt once."""
     args: Table = field(default_factory=dict, hash=False)
     """Arguments of the environment's constructor, as {is_slippery = false}."""
     python: str = ""
@@ -174,7 +174,7 @@ class EnvironmentSection:
 class SandboxSection:
     require: list[str] = field(default_factory=lambda: ["namespaces", "landlock", "seccomp"])
     """Layers that the sandbox has; nothing runs without one of them. Leave out "namespaces" where containers forbid
-    them, or "landlock" on old kernels; docs/sandbox.md says what is open then."""
+    them, or "landlock" on old kernels; docs/security.md lists the gaps then."""
     workers: int = bounds(2, ge=1, le=1024)
     """Number of executions at the same time in one process that uses the sandbox: an environment, a reward. More of
     them wait."""

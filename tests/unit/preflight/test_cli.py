@@ -146,10 +146,10 @@ def test_flags_of_other_projects_are_answered_with_our_key(capsys: pytest.Captur
         "data.val_files=x",
     )
     steps, group, name, files = refused(capsys, "--config", "grpo_llama", *theirs)[1:]
-    assert steps == "  - --max_steps: unknown flag; here it is --training.steps (docs/coming_from.md)"
-    assert group.endswith("here it is --rollout.group_size (docs/coming_from.md)")
-    assert name.endswith("here it is --algorithm.name (docs/coming_from.md)")
-    assert files.endswith('found "data.val_files=x"; here it is --task.eval_path (docs/coming_from.md)')
+    assert steps == "  - --max_steps: unknown flag; here it is --training.steps (docs/environments.md)"
+    assert group.endswith("here it is --rollout.group_size (docs/environments.md)")
+    assert name.endswith("here it is --algorithm.name (docs/environments.md)")
+    assert files.endswith('found "data.val_files=x"; here it is --task.eval_path (docs/environments.md)')
 
 
 def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.CaptureFixture[str]) -> None:
