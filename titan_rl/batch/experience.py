@@ -71,7 +71,7 @@ def with_advantages(
         relative: Baseline = partial(group_relative, normalize_std=algorithm.normalize == "group")
         if algorithm.advantage == "leave_one_out":
             relative = leave_one_out
-        if algorithm.credit == "outcome":  # a rollout's advantage is that of all of its tokens
+        if algorithm.credit == "outcome":  # every token has the advantage of its rollout
             advantage_per_sample = list[float]()
             for rollouts in valid:
                 per_rollout = relative(_rewards(rollouts, algorithm))
