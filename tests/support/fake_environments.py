@@ -19,19 +19,15 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankDied
 
 CLOSE_SECONDS = 10.0
-_loops: list[EpisodeLoop] = []  # of ranks that were started since the last drive
+_loops: list[EpisodeLoop] = []  # of ranks that this test has started
 
 
-def drive(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the body, and then end the loops of its ranks: a rank would be killed."""
-    try:
-        asyncio.run(asyncio.wait_for(body(), 60))
-    finally:
-        for loop in _loops:
-            loop.close()
-        for loop in _loops:
-            loop.close(CLOSE_SECONDS)
-        _loops.clear()
+def close_loops() -> None:
+    for loop in _loops:
+        loop.close()
+    for loop in _loops:
+        loop.close(CLOSE_SECONDS)
+    _loops.clear()
 
 
 class Call:

@@ -208,6 +208,7 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [  # what happens to a good fo
     (_with(architectures=[]), "architectures: expected"),
     (_with(dtype="int8"), "dtype: expected float32"),
     (_with(vocab_size=63), "expected the sizes of"),
+    (lambda f: write_hf(f, replace(SHAPE, vocab_size=40)), "a vocab_size of at least the tokenizer's 52"),
     (_with(eos_token_id=99), "expected an eos_token_id of the model's vocabulary"),
     (_with(eos_token_id="</s>"), "eos_token_id: expected an integer or a list of them"),
     (_with(tie_word_embeddings="yes"), 'tie_word_embeddings: expected true or false, found "yes"'),

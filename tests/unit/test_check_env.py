@@ -11,7 +11,6 @@ from support.chat_folders import chat_folder
 from titan_rl.agents.random_policy import RandomPolicy, tools_in
 from titan_rl.check_env import Rehearsal, config_of, facts, main, parser, table
 from titan_rl.deployed import Refused
-from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Branch, Completion, Request, Rollout, Sampling, Turn
 
@@ -66,10 +65,8 @@ def sampled(policy: RandomPolicy, read: list[int], seed: int, most: int = 40) ->
     return completion
 
 
-def test_the_random_policy_repeats_itself_and_says_no_control_token(tmp_path: Path) -> None:
-    characters.build(tmp_path)
-    tokenizer = TextTokenizer.load(tmp_path)
-    policy = RandomPolicy(tokenizer, chat=False)
+def test_the_random_policy_repeats_itself_and_says_no_control_token(text: TextTokenizer) -> None:
+    tokenizer, policy = text, RandomPolicy(text, chat=False)
     read = tokenizer.encode("go up or down")
     said = [sampled(policy, read, seed).tokens for seed in range(60)]
     assert said == [sampled(policy, read, seed).tokens for seed in range(60)]
@@ -105,11 +102,9 @@ def rollout(reward: float = 1.0, **more: Any) -> Rollout:
     return Rollout([branch, *more.pop("others", ())], "", reward, **more)
 
 
-def test_what_is_wrong_is_said_once_each(tmp_path: Path) -> None:
-    characters.build(tmp_path)
-    tokenizer = TextTokenizer.load(tmp_path)
-    config = config_of(parser().parse_args(["hunt"]), [("model.hf_assets_path", str(tmp_path))])
-    setup: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
+def test_what_is_wrong_is_said_once_each(text: TextTokenizer) -> None:
+    config = config_of(parser().parse_args(["hunt"]), [("model.hf_assets_path", str(text.folder))])
+    setup: Any = SimpleNamespace(config=config, tokenizer=text)
     failed = [rollout(float("nan"), status="error", error="ValueError: no (a.py:3)") for _ in range(2)]
     metrics = {"tools/add/calls": 3.0, "tools/add/failures": 1.0, "seconds": 0.5}
     played = [rollout(metrics=metrics), rollout(others=[Branch([])]), *failed]
@@ -126,20 +121,16 @@ def test_what_is_wrong_is_said_once_each(tmp_path: Path) -> None:
     assert table(played).row_count == 4
 
 
-def test_that_the_task_judges_is_no_fault_of_an_environment(tmp_path: Path) -> None:
-    characters.build(tmp_path)
+def test_that_the_task_judges_is_no_fault_of_an_environment(text: TextTokenizer) -> None:
     config = config_of(parser().parse_args(["hunt"]), [("task.reward", "last_number")])
-    setup: Any = SimpleNamespace(config=config, tokenizer=TextTokenizer.load(tmp_path))
+    setup: Any = SimpleNamespace(config=config, tokenizer=text)
     said = list(facts(setup, Rehearsal([rollout(float("nan"))], 1.0, True, None)))
     judged = "in a run, the task's reward (last_number) judges the last turn"
     assert f"reward     none from the environment: {judged}" in said
 
 
-def test_what_the_tokenizer_of_the_examples_lacks_is_no_fault_of_an_environment(tmp_path: Path) -> None:
-    characters.build(tmp_path)
-    setup: Any = SimpleNamespace(
-        config=config_of(parser().parse_args(["hunt"]), []), tokenizer=TextTokenizer.load(tmp_path)
-    )
+def test_what_the_tokenizer_of_the_examples_lacks_is_no_fault_of_an_environment(text: TextTokenizer) -> None:
+    setup: Any = SimpleNamespace(config=config_of(parser().parse_args(["hunt"]), []), tokenizer=text)
     said = list(facts(setup, Rehearsal([rollout()], 1.0, True, None)))
     assert said[-1].startswith(
         "tokens     1 of 2 that are read stand for characters that the tokenizer of the examples"

@@ -1,6 +1,7 @@
 """The program that a user starts, before it starts anything itself."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,27 @@ def test_a_run_that_is_planned_for_gpus_never_trains_on_the_cpu(
     assert ("found 580.65.06, which runs CUDA up to 12.4" if torch_cuda() else "found a CPU build") in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def start(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *argv]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("program", ["audit", "export", "lint"])
+def test_a_reader_that_has_ended_is_no_error(program: str) -> None:
+    """As in `... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = start(f"titan_rl.{program}", "--help", stdout=writing)
+    os.close(writing)
+    assert (ended.communicate(timeout=120)[1], ended.returncode) == ("", 0)
+
+
+def test_an_audit_that_is_stopped_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").touch()
+    os.mkfifo(tmp_path / "config.toml")
+    audit = start("titan_rl.audit", str(tmp_path))
+    with open(tmp_path / "config.toml", "wb"):  # opens once the audit reads it, which then waits for its end
+        audit.send_signal(signal.SIGTERM)  # a shell may have SIGINT ignored
+        assert (audit.communicate(timeout=120)[1], audit.returncode) == ("", 130)

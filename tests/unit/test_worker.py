@@ -1,6 +1,5 @@
 """What a worker does whose address another worker has, and what its run says meanwhile."""
 
-import asyncio
 import errno
 import json
 import subprocess
@@ -111,7 +110,7 @@ def test_what_cannot_be_read_of_a_run_is_another_one(tmp_path: Path) -> None:
     assert holder_in(tmp_path).silent
 
 
-def test_a_run_says_once_which_worker_that_it_started_waits(tmp_path: Path) -> None:
+async def test_a_run_says_once_which_worker_that_it_started_waits(tmp_path: Path) -> None:
     """The ssh here is a script: its worker waits until the run has said so."""
     ssh, said = tmp_path / "ssh", list[str]()
     ssh.write_text(
@@ -125,11 +124,8 @@ def test_a_run_says_once_which_worker_that_it_started_waits(tmp_path: Path) -> N
         said.append(message)
         (tmp_path / "go").touch()
 
-    async def started() -> None:
-        async with ssh_workers(hosts, tmp_path / "logs", say):
-            pass
-
-    asyncio.run(started())
+    async with ssh_workers(hosts, tmp_path / "logs", say):
+        pass
     (message,) = said
     assert message.startswith("waiting for tcp://127.0.0.1:26600, for at most "), message
     assert message.endswith(" s (hosts.join_seconds = 60): process 7 has it"), message

@@ -11,16 +11,17 @@ from titan_rl.actors.titan.document_masks import classed_masks
 CPU = torch.device("cpu")
 
 
+PARTS = st.tuples(  # lengths: of a prompt, of its short answers, of long answers, which share no block
+    st.integers(0, 3), st.lists(st.integers(1, 3), max_size=20), st.lists(st.just(40), max_size=2)
+)
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> np.ndarray:
     """Prompts of some lengths with answers of some lengths, in any order: [G, 4] as batch/prefixes.py has them."""
     found, at = list[tuple[int, int, int, int]](), 0
-    for prefix, answers in draw(
-        st.lists(
-            st.tuples(st.integers(0, 3), st.lists(st.integers(1, 3) | st.just(40), max_size=20)), min_size=1, max_size=4
-        )
-    ):
-        begin = at
+    for prefix, short, long in draw(st.lists(PARTS, min_size=1, max_size=4)):
+        begin, answers = at, short + long
         if prefix or not answers:
             found.append((at, max(prefix, 1), 0, 0))
             at += max(prefix, 1)
@@ -35,10 +36,11 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments_G4: n
     out = torch.zeros_like(q)
     for begin, length, begin_prefix, prefix in segments_G4.tolist():
         keys = [*range(begin_prefix, begin_prefix + prefix), *range(begin, begin + length)]
-        for n in range(length):
-            seen = keys[max(0, prefix + n - window) if window >= 0 else 0 : prefix + n + 1]
-            scores = torch.einsum("nh,knh->nk", q[begin + n], k[seen].repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
-            out[begin + n] = torch.einsum("nk,knh->nh", scores.softmax(-1), v[seen].repeat_interleave(2, 1))
+        own, place = prefix + torch.arange(length)[:, None], torch.arange(len(keys))
+        seen = (place <= own) & (place >= (own - window if window >= 0 else 0))
+        scores = torch.einsum("tnh,knh->ntk", q[begin : begin + length], k[keys].repeat_interleave(2, 1))
+        weights = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        out[begin : begin + length] = torch.einsum("ntk,knh->tnh", weights, v[keys].repeat_interleave(2, 1))
     return out
 
 

@@ -84,50 +84,41 @@ def test_the_lock_of_a_killed_reader_goes_to_the_next_one() -> None:
     assert memory.runs[0].keys[1] == 9
 
 
-def test_a_reader_keeps_the_lock_after_a_failed_read_until_it_lets_go_of_the_memory() -> None:
-    async def work() -> None:
-        first = HostMemory(RUNS, 7)
-        second = HostMemory(RUNS, 7, [first.copy])
-        with pytest.raises(ConnectionError):
-            async with first.writing("first", 30):
-                raise ConnectionError
-        with pytest.raises(TimeoutError):
-            await second.writing("second", 0.02).__aenter__()
+async def test_a_reader_keeps_the_lock_after_a_failed_read_until_it_lets_go_of_the_memory() -> None:
+    first = HostMemory(RUNS, 7)
+    second = HostMemory(RUNS, 7, [first.copy])
+    with pytest.raises(ConnectionError):
         async with first.writing("first", 30):
-            pass
-        with pytest.raises(ConnectionError):
-            async with first.writing("first", 30):
-                raise ConnectionError
-        waiting: Any = asyncio.create_task(second.writing("second", 30).__aenter__())
+            raise ConnectionError
+    with pytest.raises(TimeoutError):
+        await second.writing("second", 0.02).__aenter__()
+    async with first.writing("first", 30):
+        pass
+    with pytest.raises(ConnectionError):
+        async with first.writing("first", 30):
+            raise ConnectionError
+    waiting: Any = asyncio.create_task(second.writing("second", 30).__aenter__())
+    await asyncio.sleep(0)
+    del first
+    assert 0 < await waiting <= 30
+
+
+async def test_a_reader_that_is_connected_anew_does_not_wait_on() -> None:
+    first = HostMemory(RUNS, 7)
+    second = HostMemory(RUNS, 7, [first.copy])
+    async with first.writing("first", 30):
+        waiting: Any = asyncio.create_task(second.writing("second", 3600).__aenter__())
         await asyncio.sleep(0)
-        del first
-        assert 0 < await waiting <= 30
-
-    asyncio.run(work())
-
-
-def test_a_reader_that_is_connected_anew_does_not_wait_on() -> None:
-    async def work() -> None:
-        first = HostMemory(RUNS, 7)
-        second = HostMemory(RUNS, 7, [first.copy])
-        async with first.writing("first", 30):
-            waiting: Any = asyncio.create_task(second.writing("second", 3600).__aenter__())
-            await asyncio.sleep(0)
-            second.leave()
-            with pytest.raises(RuntimeError, match="second has been connected to other trainers"):
-                await asyncio.wait_for(waiting, 30)
-
-    asyncio.run(work())
+        second.leave()
+        with pytest.raises(RuntimeError, match="second has been connected to other trainers"):
+            await asyncio.wait_for(waiting, 30)
 
 
-def test_two_reads_of_one_process_take_turns() -> None:
-    async def work() -> None:
-        memory = HostMemory(RUNS, 7)
-        async with memory.writing("first", 30):
-            with pytest.raises(TimeoutError):
-                await memory.writing("first", 0.02).__aenter__()
-
-    asyncio.run(work())
+async def test_two_reads_of_one_process_take_turns() -> None:
+    memory = HostMemory(RUNS, 7)
+    async with memory.writing("first", 30):
+        with pytest.raises(TimeoutError):
+            await memory.writing("first", 0.02).__aenter__()
 
 
 def test_every_reader_on_a_gpu_pins_the_memory_and_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,47 @@ def test_a_failed_import_leaves_garbage_collection_and_compile_as_they_were() ->
     gc.unfreeze()
     assert gc.isenabled()
     assert torch.compile is before
+
+
+ROOT = Path(__file__).parents[3]
+WITHOUT_MONARCH = """
+import sys
+from importlib import import_module
+sys.modules["monarch"] = None  # as if it were not installed
+for name in sys.argv[1:]:
+    import_module(name)
+print(*sorted(name for name in sys.modules if name.startswith("monarch.")))
+"""
+
+
+def test_a_ranks_own_work_is_imported_without_monarch() -> None:
+    folders = ("kernels", "actors/sync", "actors/titan")
+    paths = [
+        path.relative_to(ROOT).with_suffix("") for folder in folders for path in sorted((ROOT / folder).glob("*.py"))
+    ]
+    names = [f"titan_rl.{'.'.join(path.parts)}" for path in paths if path.name != "__init__"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MONARCH, *names], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+    assert {"titan_rl.actors.sync.landing", "titan_rl.actors.titan.role_model"} <= set(names)
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import titan_rl.actors.titan.heads
+from torchtitan.distributed.minimal_async_ep import api
+print(api.copy_rows_to_peers_kernel is not None)
+try:
+    api.copy_rows_to_peers_kernel(1, rows=2)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_torchtitan_is_imported_without_triton() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "True",
+        "torchtitan.distributed.minimal_async_ep.kernels.copy_rows_to_peers_kernel needs triton, "
+        "which is not installed: pip install triton",
+    ], done.stderr

@@ -14,17 +14,9 @@ from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import TaskSection
 from titan_rl.tasks.prompts import supervised
 from titan_rl.tasks.task import Task, load_task
-from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
 
 ROW = {"a": 347, "b": 862}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    characters.build(folder)
-    return TextTokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -97,14 +97,13 @@ def test_every_sampled_token_is_trained_once_after_what_was_read(
     wanderer.rollout.check()
 
 
-def test_a_conversation_that_only_continues_is_one_branch_and_renders_only_what_is_new(renderers: Renderers) -> None:
+async def test_a_conversation_that_only_continues_is_one_branch_and_renders_only_what_is_new(
+    renderers: Renderers,
+) -> None:
     wanderer = Wanderer(3, renderers("hermes", "keep"))
 
-    async def walk() -> None:
-        for _ in range(12):
-            await wanderer.move("continue")
-
-    asyncio.run(walk())
+    for _ in range(12):
+        await wanderer.move("continue")
     wanderer.rollout.check()
     (branch,) = wanderer.rollout.recorded.branches()
     assert all(len(turn.context) < 40 for turn in branch.turns[1:])

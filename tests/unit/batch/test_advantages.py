@@ -1,23 +1,19 @@
 import math
 import statistics
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from titan_rl.batch.advantages import (
     discounted,
     gae,
     group_relative,
-    kl_penalty,
     leave_one_out,
     soft_overlong_punishment,
     whiten,
 )
-from titan_rl.kernels.kl import Estimator, kl_estimate
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=32)
 reals = st.floats(-10, 10)
@@ -104,12 +100,6 @@ def test_gae_with_lambda_1_is_the_return_less_the_value(trajectory: Trajectory, 
     assert advantages == pytest.approx(np.where(mask > 0, exact - values, 0), abs=1e-9)
 
 
-def test_gae_with_gamma_1_and_lambda_1_is_the_sum_of_what_is_to_come_less_the_value() -> None:
-    advantages, returns = gae(np.array([1.0, 2.0, 3.0]), np.array([4.0, 4.0, 4.0]), np.ones(3), gamma=1, lam=1)
-    assert advantages.tolist() == [6 - 4, 5 - 4, 3 - 4]
-    assert returns.tolist() == [6, 5, 3]
-
-
 @given(trajectories(), st.floats(0, 1))
 def test_gae_with_lambda_0_is_the_temporal_difference(trajectory: Trajectory, gamma: float) -> None:
     rewards, values, mask = trajectory
@@ -153,27 +143,3 @@ def test_soft_overlong_punishment_by_hand(length: int, expected: float) -> None:
     """DAPO, equation 13, with L_max = 20 and L_cache = 4."""
     assert soft_overlong_punishment(length, longest=20, buffer=4) == expected
     assert soft_overlong_punishment(length, longest=20, buffer=0) == 0
-
-
-@given(st.integers(0, 300), st.integers(1, 200), st.integers(1, 200))
-def test_soft_overlong_punishment_is_the_papers_and_verls(length: int, longest: int, buffer: int) -> None:
-    assume(buffer <= longest)
-    if length <= longest - buffer:
-        paper = 0.0
-    elif length <= longest:
-        paper = ((longest - buffer) - length) / buffer
-    else:
-        paper = -1.0
-    verl = min(-(length - (longest - buffer)) / buffer * 1.0, 0)  # verl's responses end at `longest`
-    got = soft_overlong_punishment(length, longest=longest, buffer=buffer)
-    assert got == pytest.approx(paper)
-    assert length > longest or got == pytest.approx(verl)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@settings(deadline=None)  # torch starts up in the first
-@given(logprobs=st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=9))
-def test_a_penalty_is_the_kernels_estimate(estimator: Estimator, logprobs: Sequence[tuple[float, float]]) -> None:
-    policy, reference = (np.array(column, np.float64) for column in zip(*logprobs, strict=True))
-    kernel = kl_estimate(torch.from_numpy(policy), torch.from_numpy(reference), estimator)
-    assert kl_penalty(policy, reference, estimator) == pytest.approx(kernel.numpy(), rel=1e-9, abs=1e-12)

@@ -53,37 +53,6 @@ def test_group_advantages_lie_on_every_sampled_token() -> None:
     assert told(groups) == [0.5, -0.5, 1.0, -1.0]
 
 
-def test_grpo_divides_by_the_groups_spread() -> None:
-    groups = [group(rollout(3.0), rollout(1.0))]
-    groups, _ = with_advantages(groups, samples_of(groups, algorithm()), algorithm())
-    assert told(groups) == pytest.approx([1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4)])
-
-
-def test_rloo_compares_with_the_others() -> None:
-    groups = [group(rollout(1.0), rollout(0.0), rollout(4.0))]
-    groups, samples = with_advantages(groups, samples_of(groups, algorithm("rloo")), algorithm("rloo"))
-    assert told(groups) == [1 - 2, 0 - 2.5, 4 - 0.5]
-    assert advantages(samples)[0] == [0, 0, -1, -1]
-
-
-def test_reinforce_pp_whitens_returns_over_the_step() -> None:
-    a = algorithm("reinforce_pp")
-    groups = [group(rollout(1.0, 2)), group(rollout(0.0, 1))]
-    _, samples = with_advantages(groups, samples_of(groups, a), a)
-    by_hand = np.array([1.0, 1.0, 0.0])  # of tokens, not of rollouts
-    white = (by_hand - by_hand.mean()) / by_hand.std(ddof=1)
-    assert advantages(samples) == [pytest.approx([0, 0, *white[:2]]), pytest.approx([0, 0, white[2]])]
-
-
-def test_reinforce_pp_baseline_whitens_group_advantages_over_the_step() -> None:
-    a = algorithm("reinforce_pp_baseline")
-    groups = [group(rollout(1.0, 1), rollout(0.0, 2)), group(rollout(9.0, 1), rollout(9.0, 1))]
-    _, samples = with_advantages(groups, samples_of(groups, a), a)
-    by_hand = np.array([0.5, -0.5, -0.5, 0.0, 0.0])
-    white = (by_hand - by_hand.mean()) / by_hand.std(ddof=1)
-    assert [x for s in advantages(samples) for x in s[2:]] == pytest.approx(white.tolist())
-
-
 def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
     a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
     groups = [group(with_tool(4.0))]
@@ -111,15 +80,6 @@ def test_ppo_has_the_critics_advantages_and_returns() -> None:
     assert np.asarray(sample.columns["advantage"]).tolist() == expected.tolist()
     assert np.asarray(sample.columns["return"]).tolist() == returns.tolist()
     assert expected[4] == 0.5
-
-
-def test_ppos_returns_are_those_before_whitening() -> None:
-    groups = [group(rollout(1.0), rollout(0.0))]
-    a = algorithm("ppo", gae_lambda=1.0)
-    _, samples = with_advantages(groups, with_column(samples_of(groups, a), value=0.25), a)
-    assert [np.asarray(s.columns["return"]).tolist() for s in samples] == [[0, 0, 1, 1], [0, 0, 0, 0]]
-    on = [x for s in advantages(samples) for x in s[2:]]
-    assert (np.mean(on), np.var(on, ddof=1)) == pytest.approx((0, 1))
 
 
 def test_distillation_is_the_teachers_log_prob_less_the_samplers() -> None:

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from titan_rl.config import toml as config_file
 from titan_rl.config.choices import NestedTables, Table, Tables
+from titan_rl.config.foreign_names import KEYS, foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, Key, docs, find, load, schema, shipped, to_toml
 
@@ -330,3 +332,28 @@ def test_a_removed_key_is_answered_with_advice_unless_it_has_its_default(tmp_pat
     in_file, flag = refused.value.problems
     assert "[debug] has no key 'exact' any more; it was retired: " in in_file
     assert flag.startswith("--debug.exact: [debug] has no key 'exact' any more; ")
+
+
+PAGE = Path(__file__).parents[3] / "docs/environments.md"
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_every_name_leads_to_a_key_and_none_hides_one() -> None:
+    ours = {f"{section}.{key}" for section, keys in schema().items() for key in keys}
+    assert set(KEYS.values()) <= ours
+    assert not ours & set(KEYS)
+    assert foreign_hint("--num-generations") == "; here it is --rollout.group_size (docs/environments.md)"
+    assert foreign_hint("oops") == ""
+
+
+def test_the_page_and_the_hints_agree() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Coming from TRL or verl")[2]
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for key, *others in rows:
+        for theirs in others:
+            found = [KEYS.get(name, "algorithm.kl_coef" if name == "beta" else "") for name in names(theirs)]
+            assert found in ([], names(key)), theirs

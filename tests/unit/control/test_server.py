@@ -92,33 +92,27 @@ def test_any_line_is_answered_with_a_line(tmp_path: Path, sockets: Path) -> None
     check()
 
 
-def test_who_says_nothing_is_not_waited_for_and_holds_nobody_up(
+async def test_who_says_nothing_is_not_waited_for_and_holds_nobody_up(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_module, "REQUEST_SECONDS", 0.2)
 
-    async def run() -> None:
-        async with serving(tmp_path, sockets):
-            reader, writer = await asyncio.open_unix_connection(sockets / "control")
-            assert await say(sockets / "control", request("add", a=1)) == {"answer": 2}
-            assert json.loads(await asyncio.wait_for(reader.readline(), 30)) == {
-                "error": "no request was received within 0.2 s"
-            }
-            writer.close()
-
-    asyncio.run(run())
+    async with serving(tmp_path, sockets):
+        reader, writer = await asyncio.open_unix_connection(sockets / "control")
+        assert await say(sockets / "control", request("add", a=1)) == {"answer": 2}
+        assert json.loads(await asyncio.wait_for(reader.readline(), 30)) == {
+            "error": "no request was received within 0.2 s"
+        }
+        writer.close()
 
 
-def test_who_leaves_before_the_answer_costs_nothing(tmp_path: Path, sockets: Path) -> None:
-    async def run() -> None:
-        async with serving(tmp_path, sockets):
-            for line in (request("never"), request("add", a=1), b"{"):
-                _, writer = await asyncio.open_unix_connection(sockets / "control")
-                writer.write(line)
-                writer.transport.abort()
-            assert await say(sockets / "control", request("add", a=1)) == {"answer": 2}
-
-    asyncio.run(run())
+async def test_who_leaves_before_the_answer_costs_nothing(tmp_path: Path, sockets: Path) -> None:
+    async with serving(tmp_path, sockets):
+        for line in (request("never"), request("add", a=1), b"{"):
+            _, writer = await asyncio.open_unix_connection(sockets / "control")
+            writer.write(line)
+            writer.transport.abort()
+        assert await say(sockets / "control", request("add", a=1)) == {"answer": 2}
 
 
 def test_two_who_ask_at_once_are_both_answered(tmp_path: Path, sockets: Path) -> None:
@@ -139,25 +133,19 @@ def test_two_who_ask_at_once_are_both_answered(tmp_path: Path, sockets: Path) ->
     assert asyncio.run(run()) == [{"answer": [0, 1]}] * 2
 
 
-def test_what_is_asked_when_the_run_ends_is_answered(tmp_path: Path, sockets: Path) -> None:
-    async def run() -> dict[str, Any]:
-        async with serving(tmp_path, sockets):
-            asked = asyncio.create_task(say(sockets / "control", request("never")))
-            await asyncio.sleep(0.1)
-        return await asked
-
-    assert asyncio.run(run()) == {"error": "the run ended before it could never"}
+async def test_what_is_asked_when_the_run_ends_is_answered(tmp_path: Path, sockets: Path) -> None:
+    async with serving(tmp_path, sockets):
+        asked = asyncio.create_task(say(sockets / "control", request("never")))
+        await asyncio.sleep(0.1)
+    assert (await asked) == {"error": "the run ended before it could never"}
 
 
-def test_the_run_is_told_of_commands_and_not_of_questions(tmp_path: Path, sockets: Path) -> None:
+async def test_the_run_is_told_of_commands_and_not_of_questions(tmp_path: Path, sockets: Path) -> None:
     announced: list[str] = []
 
-    async def run() -> None:
-        async with serving(tmp_path, sockets, announced.append):
-            for line in (request("status"), request("add", a=1, b=2), request("nonsense"), request("add")):
-                await say(sockets / "control", line)
-
-    asyncio.run(run())
+    async with serving(tmp_path, sockets, announced.append):
+        for line in (request("status"), request("add", a=1, b=2), request("nonsense"), request("add")):
+            await say(sockets / "control", line)
     assert announced == ["asked to add a=1 b=2"]
 
 
@@ -174,27 +162,21 @@ def test_a_withheld_command_is_refused_by_name_and_not_announced(tmp_path: Path,
     assert announced == ["asked to refuse"]
 
 
-def test_only_its_user_reaches_it_and_nothing_stays(tmp_path: Path, sockets: Path) -> None:
-    async def run() -> None:
-        async with serving(tmp_path / "run", sockets):
-            mode = (sockets / "control").stat().st_mode
-            assert stat.S_ISSOCK(mode)
-            assert stat.S_IMODE(mode) == 0o600
-            assert stat.S_IMODE((tmp_path / "run" / ANNOUNCEMENT).stat().st_mode) == 0o600
-            where = json.loads((tmp_path / "run" / ANNOUNCEMENT).read_text())
-            assert where == {"pid": os.getpid(), "host": socket.gethostname(), "socket": str(sockets / "control")}
-
-    asyncio.run(run())
+async def test_only_its_user_reaches_it_and_nothing_stays(tmp_path: Path, sockets: Path) -> None:
+    async with serving(tmp_path / "run", sockets):
+        mode = (sockets / "control").stat().st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        assert stat.S_IMODE((tmp_path / "run" / ANNOUNCEMENT).stat().st_mode) == 0o600
+        where = json.loads((tmp_path / "run" / ANNOUNCEMENT).read_text())
+        assert where == {"pid": os.getpid(), "host": socket.gethostname(), "socket": str(sockets / "control")}
     assert not list((tmp_path / "run").iterdir())
     assert not list(sockets.iterdir())
 
 
-def test_an_announcement_that_is_another_runs_by_now_stays(tmp_path: Path, sockets: Path) -> None:
-    async def run() -> None:
-        async with serving(tmp_path, sockets):
-            (tmp_path / ANNOUNCEMENT).write_text('{"pid": 1}')
-
-    asyncio.run(run())
+async def test_an_announcement_that_is_another_runs_by_now_stays(tmp_path: Path, sockets: Path) -> None:
+    async with serving(tmp_path, sockets):
+        (tmp_path / ANNOUNCEMENT).write_text('{"pid": 1}')
     assert (tmp_path / ANNOUNCEMENT).exists()
 
 

@@ -4,7 +4,7 @@ kernels are replaced for a whole process."""
 import os
 import subprocess
 import sys
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -29,16 +29,20 @@ def matrix(rows: int, columns: int, layout: str) -> torch.Tensor:
 def check_products() -> None:
     cpu_matmul.use_onednn()
     torch.manual_seed(0)
-    for m, k, n in product((0, 1, 2, 7, 257), (0, 1, 3, 384), (0, 1, 5, 200)):
-        for left, right in product(LAYOUTS, LAYOUTS):
-            a, b, bias = matrix(m, k, left), matrix(k, n, right), torch.randn(n)
-            expected = a.double() @ b.double()
-            torch.testing.assert_close(a @ b, expected.float(), rtol=1e-5, atol=1e-4)
-            assert (a @ b).is_contiguous()
-            added = torch.addmm(bias, a, b)
-            torch.testing.assert_close(added, (expected + bias).float(), rtol=1e-5, atol=1e-4)
-            scaled = torch.addmm(bias, a, b, beta=0.5, alpha=2)
-            torch.testing.assert_close(scaled, (2 * expected + 0.5 * bias).float(), rtol=1e-5, atol=1e-4)
+    sizes, edges = (
+        product((0, 1, 2, 7, 257), (0, 1, 3, 384), (0, 1, 5, 200)),
+        [(0, 3, 5), (1, 1, 1), (7, 3, 5), (257, 384, 1)],
+    )
+    two = [("rows", "columns"), ("strided", "rows")]
+    for (m, k, n), (left, right) in chain(product(sizes, two), product(edges, product(LAYOUTS, LAYOUTS))):
+        a, b, bias = matrix(m, k, left), matrix(k, n, right), torch.randn(n)
+        expected = a.double() @ b.double()
+        torch.testing.assert_close(a @ b, expected.float(), rtol=1e-5, atol=1e-4)
+        assert (a @ b).is_contiguous()
+        added = torch.addmm(bias, a, b)
+        torch.testing.assert_close(added, (expected + bias).float(), rtol=1e-5, atol=1e-4)
+        scaled = torch.addmm(bias, a, b, beta=0.5, alpha=2)
+        torch.testing.assert_close(scaled, (2 * expected + 0.5 * bias).float(), rtol=1e-5, atol=1e-4)
 
 
 def check_gradients_and_other_dtypes() -> None:

@@ -20,22 +20,22 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from titan_rl.kernels import pack_weights_triton  # noqa: E402
 
-EIGHTS = {"q": (48, 16), "down": (7, 720), "norm": (40,), "embed": (640, 32)}
+EIGHTS = {"q": (48, 16), "down": (7, 720), "norm": (40,), "embed": (136, 32)}
 BY_EIGHTS = (
     Copy("q", 2, 8, 9, 8, "p", 0, 0),
     Copy("q", 1, 0, 24, 16, "p", 0, 0),
     Copy("down", 1, 360, 6, 360, "p", 0, 0),
     Copy("norm", 8, 0, 24, 1, "p", 0, 0),
-    Copy("embed", 0, 0, 640, 32, "p", 0, 0),
+    Copy("embed", 0, 0, 136, 32, "p", 0, 0),
 )
-SIZES = {"q": (24, 5), "wide": (7, 700), "norm": (9,), "one": (1, 1), "embed": (640, 33)}
+SIZES = {"q": (24, 5), "wide": (7, 700), "norm": (9,), "one": (1, 1), "embed": (136, 33)}
 COPIES = (
     Copy("q", 2, 1, 9, 4, "p", 0, 0),
     Copy("q", 1, 0, 12, 5, "p", 0, 0),
     Copy("wide", 1, 350, 6, 350, "p", 0, 0),  # two tiles, whose border falls inside a row
     Copy("norm", 2, 0, 5, 1, "p", 0, 0),
     Copy("one", 0, 0, 1, 1, "p", 0, 0),
-    Copy("embed", 0, 0, 640, 33, "p", 0, 0),
+    Copy("embed", 0, 0, 136, 33, "p", 0, 0),
     Copy("q", 0, 0, 24, 5, "p", 0, 0),
 )
 

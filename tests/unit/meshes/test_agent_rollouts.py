@@ -9,11 +9,11 @@ import aiohttp
 import pytest
 
 from support.environment_meshes import Scripted, scripted
-from support.fake_environments import drive, fake_environments
+from support.fake_environments import fake_environments
 from support.played import LIMITS, encoded
 from titan_rl.wire.types import Completion
 
-pytestmark = pytest.mark.usefixtures("no_ranks")
+pytestmark = pytest.mark.usefixtures("no_ranks", "ended_loops")
 
 TURNS = 3
 
@@ -71,43 +71,34 @@ def sessions(rows: list[dict[str, Any]], together: int = 1) -> list[Counting]:
     return found
 
 
-def test_turns_of_one_rollout_are_sampled_at_the_same_time(tmp_path: Path) -> None:
-    async def body() -> None:
-        mesh, _, _ = await fake_environments(f"{__name__}:talker", tmp_path, LIMITS, agent=True)
-        (session,) = sessions([{"at_once": 2}], together=2)
-        outcome = await mesh.drive(session)
-        assert (outcome.status, outcome.reward, outcome.metrics["length"]) == ("completed", 1.0, 8.0)
-        assert session.most == 2
-        assert len(session.asked) == 2 * TURNS
-        longest = max(session.asked, key=len)
-        assert longest[len(session.prompt.tokens) :] == 2 * [*encoded("8"), 2, *encoded("+")]
-        await mesh.close()
-
-    drive(body)
+async def test_turns_of_one_rollout_are_sampled_at_the_same_time(tmp_path: Path) -> None:
+    mesh, _, _ = await fake_environments(f"{__name__}:talker", tmp_path, LIMITS, agent=True)
+    (session,) = sessions([{"at_once": 2}], together=2)
+    outcome = await mesh.drive(session)
+    assert (outcome.status, outcome.reward, outcome.metrics["length"]) == ("completed", 1.0, 8.0)
+    assert session.most == 2
+    assert len(session.asked) == 2 * TURNS
+    longest = max(session.asked, key=len)
+    assert longest[len(session.prompt.tokens) :] == 2 * [*encoded("8"), 2, *encoded("+")]
+    await mesh.close()
 
 
-def test_a_process_that_dies_costs_no_turn_of_an_agent(tmp_path: Path) -> None:
-    async def body() -> None:
-        mesh, ranks, _ = await fake_environments(f"{__name__}:talker", tmp_path, LIMITS, agent=True)
-        driven_sessions = sessions([{}] * 4)
-        driven = [asyncio.create_task(mesh.drive(each)) for each in driven_sessions]
-        while not all(each.asked for each in driven_sessions):
-            await asyncio.sleep(0.005)
-        ranks[0].die()
-        assert [outcome.reward for outcome in await asyncio.gather(*driven)] == [1.0] * 4
-        assert [len(each.asked) for each in driven_sessions] == [TURNS] * 4
-        await mesh.close()
-
-    drive(body)
+async def test_a_process_that_dies_costs_no_turn_of_an_agent(tmp_path: Path) -> None:
+    mesh, ranks, _ = await fake_environments(f"{__name__}:talker", tmp_path, LIMITS, agent=True)
+    driven_sessions = sessions([{}] * 4)
+    driven = [asyncio.create_task(mesh.drive(each)) for each in driven_sessions]
+    while not all(each.asked for each in driven_sessions):
+        await asyncio.sleep(0.005)
+    ranks[0].die()
+    assert [outcome.reward for outcome in await asyncio.gather(*driven)] == [1.0] * 4
+    assert [len(each.asked) for each in driven_sessions] == [TURNS] * 4
+    await mesh.close()
 
 
-def test_a_request_that_its_client_gives_up_is_cancelled(tmp_path: Path) -> None:
-    async def body() -> None:
-        mesh, _, _ = await fake_environments(f"{__name__}:hasty", tmp_path, LIMITS, agent=True)
-        (session,) = sessions([{}], together=3)
-        outcome = await mesh.drive(session)
-        assert (outcome.status, outcome.reward, outcome.metrics["requests"]) == ("completed", 1.0, 2.0)
-        assert (session.cancelled, len(session.asked)) == (1, 1)
-        await mesh.close()
-
-    drive(body)
+async def test_a_request_that_its_client_gives_up_is_cancelled(tmp_path: Path) -> None:
+    mesh, _, _ = await fake_environments(f"{__name__}:hasty", tmp_path, LIMITS, agent=True)
+    (session,) = sessions([{}], together=3)
+    outcome = await mesh.drive(session)
+    assert (outcome.status, outcome.reward, outcome.metrics["requests"]) == ("completed", 1.0, 2.0)
+    assert (session.cancelled, len(session.asked)) == (1, 1)
+    await mesh.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan_rl.meshes import deaths
-from titan_rl.meshes.faults import Watch, ask, death_behind, failure, label, not_started
+from titan_rl.meshes.faults import Watch, ask, death_behind, failure, not_started
 from titan_rl.meshes.spawn import LAUNCHER
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 
@@ -56,11 +56,6 @@ def test_a_process_that_monarch_could_not_start_is_named_with_its_host_or_the_ti
         assert (str(failed), failed.rank) == (what, "generator1[tp=0]")
         assert report in failed.details
     assert not_started("generator1[tp=0]", "expected a number") is None, "a bug of ours, which is not hidden"
-
-
-def test_labels() -> None:
-    assert label("generator0", {"tp": 1}) == "generator0[tp=1]"
-    assert label("trainer", {}) == "trainer"
 
 
 def test_the_death_behind_an_error_is_its_cause() -> None:
@@ -132,25 +127,22 @@ def test_a_death_of_a_rank_that_is_tended_disturbs_nobody() -> None:
     assert driven(["generator"], KILLED.replace("trainer{", "generator0{")) == "undisturbed"
 
 
-def test_a_driver_that_is_cancelled_cancels_what_it_drives() -> None:
-    async def body() -> bool:
-        watch, over = Watch(), asyncio.Event()
+async def test_a_driver_that_is_cancelled_cancels_what_it_drives() -> None:
+    watch, over = Watch(), asyncio.Event()
 
-        async def work() -> None:
-            try:
-                await asyncio.sleep(60)
-            finally:
-                over.set()
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            over.set()
 
-        task = asyncio.create_task(watch.drive(work()))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        watch.close()
-        return over.is_set()
-
-    assert asyncio.run(body())
+    task = asyncio.create_task(watch.drive(work()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    watch.close()
+    assert over.is_set()
 
 
 def test_a_call_that_does_not_answer_is_named() -> None:
@@ -198,13 +190,10 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
         made.wait()
 
 
-def test_a_cancelled_caller_is_no_death() -> None:
-    async def body() -> None:
-        never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
-        task = asyncio.create_task(ask(never, actor="nobody", verb="step", seconds=60))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(body())
+async def test_a_cancelled_caller_is_no_death() -> None:
+    never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
+    task = asyncio.create_task(ask(never, actor="nobody", verb="step", seconds=60))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -2,9 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -62,173 +61,142 @@ def pair() -> Iterator[Pair]:
         parts.drop(list(parts._parts))
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
+async def test_a_copy_equals_its_part_and_only_blocks_that_changed_are_read_again(pair: Pair) -> None:
+    pair.write(3, STATE)
+    assert await pair.fetch(3) == 3 * 4096 - HEAD.size, "whole pages"
+    assert pair.copied(3) == STATE
+    changed = STATE[:4500] + b"changed" + STATE[4507:]
+    pair.write(4, changed)
+    assert await pair.fetch(4) == BLOCK
+    assert pair.reads == [4]
+    assert pair.copied(4) == changed
+    pair.write(5, changed)
+    assert await pair.fetch(5) == 0
+    assert pair.copied(5) == changed
+    longer = changed + os.urandom(5000)  # in more pages
+    pair.write(6, longer)
+    assert await pair.fetch(6) == 4 * 4096 - HEAD.size
+    assert pair.copied(6) == longer
+    pair.write(7, STATE)  # shorter: what follows its end is of no meaning
+    await pair.fetch(7)
+    assert pair.copied(7) == STATE
 
 
-def test_a_copy_equals_its_part_and_only_blocks_that_changed_are_read_again(pair: Pair) -> None:
-    async def work() -> None:
-        pair.write(3, STATE)
-        assert await pair.fetch(3) == 3 * 4096 - HEAD.size, "whole pages"
-        assert pair.copied(3) == STATE
-        changed = STATE[:4500] + b"changed" + STATE[4507:]
-        pair.write(4, changed)
-        assert await pair.fetch(4) == BLOCK
-        assert pair.reads == [4]
-        assert pair.copied(4) == changed
-        pair.write(5, changed)
-        assert await pair.fetch(5) == 0
-        assert pair.copied(5) == changed
-        longer = changed + os.urandom(5000)  # in more pages
-        pair.write(6, longer)
-        assert await pair.fetch(6) == 4 * 4096 - HEAD.size
-        assert pair.copied(6) == longer
-        pair.write(7, STATE)  # shorter: what follows its end is of no meaning
-        await pair.fetch(7)
-        assert pair.copied(7) == STATE
-
-    run(work())
-
-
-def test_memory_that_another_wrote_to_since_its_last_copy_is_read_whole(pair: Pair) -> None:
+async def test_memory_that_another_wrote_to_since_its_last_copy_is_read_whole(pair: Pair) -> None:
     """A keeper whose host's ranks move becomes the one whose part they write."""
 
-    async def work() -> None:
-        pair.write(3, STATE)
-        await pair.fetch(3)
-        os.pwrite(pair.copy, b"written by a rank", 2000)
-        os.pwrite(pair.copy, HEAD.pack(4, HEAD.size, HEAD.size + len(STATE)), 0)
-        pair.write(5, STATE)
-        assert await pair.fetch(5) == 3 * 4096 - HEAD.size
-        assert pair.copied(5) == STATE
-
-    run(work())
+    pair.write(3, STATE)
+    await pair.fetch(3)
+    os.pwrite(pair.copy, b"written by a rank", 2000)
+    os.pwrite(pair.copy, HEAD.pack(4, HEAD.size, HEAD.size + len(STATE)), 0)
+    pair.write(5, STATE)
+    assert await pair.fetch(5) == 3 * 4096 - HEAD.size
+    assert pair.copied(5) == STATE
 
 
-def test_a_copy_is_offered_in_its_turn(pair: Pair) -> None:
+async def test_a_copy_is_offered_in_its_turn(pair: Pair) -> None:
     """Its host's keeper is gone: a third one fetches the copy."""
 
-    async def work() -> None:
-        pair.write(3, STATE)
-        await pair.fetch(3)
-        assert await pair.peer.offer(pair.copy, 3) == await pair.source.offer(pair.part, 3)
-
-    run(work())
+    pair.write(3, STATE)
+    await pair.fetch(3)
+    assert await pair.peer.offer(pair.copy, 3) == await pair.source.offer(pair.part, 3)
 
 
 @pytest.mark.parametrize("harm", ["bytes", "a later snapshot"])
-def test_a_copy_of_a_part_that_changes_meanwhile_has_no_stamp(pair: Pair, harm: str) -> None:
-    async def work() -> None:
-        async def change(number: int) -> None:
-            if number == 3 and harm == "bytes":
-                os.pwrite(pair.part, b"changed", 5500)
-            elif number == 3:
-                pair.write(5, os.urandom(len(STATE)))
+async def test_a_copy_of_a_part_that_changes_meanwhile_has_no_stamp(pair: Pair, harm: str) -> None:
+    async def change(number: int) -> None:
+        if number == 3 and harm == "bytes":
+            os.pwrite(pair.part, b"changed", 5500)
+        elif number == 3:
+            pair.write(5, os.urandom(len(STATE)))
 
-        pair.write(3, STATE)
+    pair.write(3, STATE)
+    await pair.fetch(3)
+    pair.write(4, STATE[::-1])
+    pair.meanwhile = change
+    with pytest.raises(RuntimeError, match="of 13 of snapshot 4 with the digest"):
+        await pair.fetch(4)
+    assert await pair.peer.stamped([pair.copy], 3, 0.0) == [False]
+    assert await pair.peer.stamped([pair.copy], 4, 0.0) == [False]
+
+
+async def test_a_part_without_the_stamp_is_not_offered(pair: Pair) -> None:
+    pair.write(4, STATE)
+    with pytest.raises(RuntimeError, match="expected snapshot 3, found the stamp 4"):
+        await pair.source.offer(pair.part, 3)
+    os.pwrite(pair.part, HEAD.pack(WRITING, 0, 0), 0)
+    with pytest.raises(RuntimeError, match="expected snapshot 3, found the stamp 0"):
+        await pair.source.offer(pair.part, 3)
+
+
+async def test_a_read_that_fails_ends_the_copy_and_its_other_reads(pair: Pair) -> None:
+    async def fail(number: int) -> None:
+        if number == 1:
+            raise RuntimeError("the link is down")
+        await asyncio.Event().wait()
+
+    pair.write(3, STATE)
+    pair.meanwhile = fail
+    with pytest.raises(RuntimeError, match="the link is down"):
         await pair.fetch(3)
-        pair.write(4, STATE[::-1])
-        pair.meanwhile = change
-        with pytest.raises(RuntimeError, match="of 13 of snapshot 4 with the digest"):
-            await pair.fetch(4)
-        assert await pair.peer.stamped([pair.copy], 3, 0.0) == [False]
-        assert await pair.peer.stamped([pair.copy], 4, 0.0) == [False]
-
-    run(work())
+    assert len(pair.reads) <= IN_FLIGHT
+    await pair.fetch_anew(3)
+    assert pair.copied(3) == STATE
 
 
-def test_a_part_without_the_stamp_is_not_offered(pair: Pair) -> None:
-    async def work() -> None:
-        pair.write(4, STATE)
-        with pytest.raises(RuntimeError, match="expected snapshot 3, found the stamp 4"):
-            await pair.source.offer(pair.part, 3)
-        os.pwrite(pair.part, HEAD.pack(WRITING, 0, 0), 0)
-        with pytest.raises(RuntimeError, match="expected snapshot 3, found the stamp 0"):
-            await pair.source.offer(pair.part, 3)
-
-    run(work())
-
-
-def test_a_read_that_fails_ends_the_copy_and_its_other_reads(pair: Pair) -> None:
-    async def work() -> None:
-        async def fail(number: int) -> None:
-            if number == 1:
-                raise RuntimeError("the link is down")
-            await asyncio.Event().wait()
-
-        pair.write(3, STATE)
-        pair.meanwhile = fail
-        with pytest.raises(RuntimeError, match="the link is down"):
-            await pair.fetch(3)
-        assert len(pair.reads) <= IN_FLIGHT
-        await pair.fetch_anew(3)
-        assert pair.copied(3) == STATE
-
-    run(work())
-
-
-def test_a_copy_that_is_dropped_ends_and_leaves_its_reads_to_others(pair: Pair) -> None:
+async def test_a_copy_that_is_dropped_ends_and_leaves_its_reads_to_others(pair: Pair) -> None:
     """Its host is gone, and no one has noticed: its reads would take until their deadline."""
 
-    async def work() -> None:
-        stuck = asyncio.Event()
+    stuck = asyncio.Event()
 
-        async def hang(_: int) -> None:
-            if len(pair.reads) == IN_FLIGHT:
-                stuck.set()
-            await asyncio.Event().wait()
+    async def hang(_: int) -> None:
+        if len(pair.reads) == IN_FLIGHT:
+            stuck.set()
+        await asyncio.Event().wait()
 
-        pair.write(3, STATE)
-        pair.meanwhile = hang
-        fetching = asyncio.create_task(pair.fetch(3))
-        await stuck.wait()
-        pair.peer.drop([pair.copy])
-        with pytest.raises(RuntimeError, match="found that it was dropped"):
-            await fetching
-        await pair.fetch_anew(3)
-        assert pair.copied(3) == STATE
-
-    run(work())
+    pair.write(3, STATE)
+    pair.meanwhile = hang
+    fetching = asyncio.create_task(pair.fetch(3))
+    await stuck.wait()
+    pair.peer.drop([pair.copy])
+    with pytest.raises(RuntimeError, match="found that it was dropped"):
+        await fetching
+    await pair.fetch_anew(3)
+    assert pair.copied(3) == STATE
 
 
-def test_a_descriptor_that_is_used_again_is_another_part(pair: Pair) -> None:
+async def test_a_descriptor_that_is_used_again_is_another_part(pair: Pair) -> None:
     """Its source answered late, after it had been dropped."""
 
-    async def work() -> None:
-        async def read(_: int, block: memoryview) -> None:
-            raise AssertionError
+    async def read(_: int, block: memoryview) -> None:
+        raise AssertionError
 
-        pair.write(3, STATE)
-        manifest, late = await pair.source.offer(pair.part, 3), pair.peer.part(pair.copy)
-        pair.peer.drop([pair.copy])
-        assert pair.peer.hold("trainer") == pair.copy
+    pair.write(3, STATE)
+    manifest, late = await pair.source.offer(pair.part, 3), pair.peer.part(pair.copy)
+    pair.peer.drop([pair.copy])
+    assert pair.peer.hold("trainer") == pair.copy
+    await pair.fetch(3)
+    with pytest.raises(RuntimeError, match="found that it was dropped"):
+        await pair.peer.fetch(late, manifest, read)
+    assert pair.copied(3) == STATE
+
+
+async def test_a_part_is_the_copy_of_one_at_a_time(pair: Pair) -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: int) -> None:
+        begun.set()
+        await go.wait()
+
+    pair.write(3, STATE)
+    pair.meanwhile = wait
+    fetching = asyncio.create_task(pair.fetch(3))
+    await begun.wait()
+    with pytest.raises(RuntimeError, match="expected one copy at a time"):
         await pair.fetch(3)
-        with pytest.raises(RuntimeError, match="found that it was dropped"):
-            await pair.peer.fetch(late, manifest, read)
-        assert pair.copied(3) == STATE
-
-    run(work())
-
-
-def test_a_part_is_the_copy_of_one_at_a_time(pair: Pair) -> None:
-    async def work() -> None:
-        begun, go = asyncio.Event(), asyncio.Event()
-
-        async def wait(_: int) -> None:
-            begun.set()
-            await go.wait()
-
-        pair.write(3, STATE)
-        pair.meanwhile = wait
-        fetching = asyncio.create_task(pair.fetch(3))
-        await begun.wait()
-        with pytest.raises(RuntimeError, match="expected one copy at a time"):
-            await pair.fetch(3)
-        go.set()
-        await fetching
-        assert pair.copied(3) == STATE
-
-    run(work())
+    go.set()
+    await fetching
+    assert pair.copied(3) == STATE
 
 
 def test_reads_begin_at_their_rate_whichever_copy_they_are_of() -> None:

@@ -170,6 +170,11 @@ class World:
             await asyncio.sleep(0)
         return gate
 
+    def newest(self) -> Snapshot:
+        found = self.store.newest()
+        assert found is not None
+        return found
+
     def lose(self, home: Home) -> None:
         """Lose a host; its ranks move to the last host that is left."""
         home.gone = True
@@ -177,131 +182,92 @@ class World:
         self.mesh.homes = [left[-1] if each.gone else each for each in self.mesh.homes]
 
 
-def test_a_lost_host_costs_the_steps_since_the_snapshot() -> None:
-    async def run() -> None:
-        world = World.of(hosts=3, ranks=2)
-        await world.taken(4)
-        await world.taken(8)
-        for lost in (0, 1):  # host 0's ranks move to host 2; then host 1's do
-            world.lose(world.homes[lost])
-            await world.store.settle()
-            await world.store.bring()
-            newest = world.store.newest()
-            assert newest is not None
-            assert newest.step == 8
-            assert restored(newest) == [state(8, 0), state(8, 1)]
-            await world.taken(8)  # the copies that were lost are made again
-        assert world.notes == []
-
-    asyncio.run(run())
-
-
-def test_without_its_copies_a_snapshot_is_not_whole() -> None:
-    async def run() -> None:
-        world = World.of(hosts=2, ranks=1)
-        await world.taken(1)
-        gate = await world.half_taken(2, copier="host1")
-        newest = world.store.newest()
-        assert newest is not None
-        assert newest.step == 1, "the part is whole, its copy is not"
-        await world.store.take("rl", 3, "{}")
-        assert "no snapshot of step 3: that of step 2 is still being copied" in world.notes[0]
-        await world.store.take("rl", 4, "{}")
-        assert len(world.notes) == 1
-        gate.set()
+async def test_a_lost_host_costs_the_steps_since_the_snapshot() -> None:
+    world = World.of(hosts=3, ranks=2)
+    await world.taken(4)
+    await world.taken(8)
+    for lost in (0, 1):  # host 0's ranks move to host 2; then host 1's do
+        world.lose(world.homes[lost])
         await world.store.settle()
-        newest = world.store.newest()
-        assert newest is not None
-        assert newest.step == 2
-
-    asyncio.run(run())
-
-
-def test_a_host_that_is_lost_while_its_part_is_copied_leaves_the_snapshot_before() -> None:
-    async def run() -> None:
-        world = World.of(hosts=3, ranks=2)
-        await world.taken(1)
-        gate = await world.half_taken(2, copier="host1")
-        world.lose(world.homes[0])
-        gate.set()
-        await world.store.settle()
-        assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
         await world.store.bring()
-        newest = world.store.newest()
-        assert newest is not None
-        assert newest.step == 1
-        assert restored(newest) == [state(1, 0), state(1, 1)]
-
-    asyncio.run(run())
+        assert world.newest().step == 8
+        assert restored(world.newest()) == [state(8, 0), state(8, 1)]
+        await world.taken(8)  # the copies that were lost are made again
+    assert world.notes == []
 
 
-def test_the_first_copy_that_fails_ends_the_others_and_leaves_no_memory() -> None:
-    async def run() -> None:
-        world = World.of(hosts=3, ranks=2)
-        await world.taken(1)
-        world.keepers.every["host2"].gate = asyncio.Event()  # which is never set
-        gate = await world.half_taken(2, copier="host1")
-        assert len(world.keepers.every["host2"].parts._parts) == 2
-        world.lose(world.homes[0])
-        gate.set()
-        await world.store.settle()
-        assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(world.keepers.every["host2"].parts._parts) == 1, "the copy of step 1"
-        newest = world.store.newest()
-        assert newest is not None
-        assert newest.step == 1
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+async def test_without_its_copies_a_snapshot_is_not_whole() -> None:
+    world = World.of(hosts=2, ranks=1)
+    await world.taken(1)
+    gate = await world.half_taken(2, copier="host1")
+    assert world.newest().step == 1, "the part is whole, its copy is not"
+    await world.store.take("rl", 3, "{}")
+    assert "no snapshot of step 3: that of step 2 is still being copied" in world.notes[0]
+    await world.store.take("rl", 4, "{}")
+    assert len(world.notes) == 1
+    gate.set()
+    await world.store.settle()
+    assert world.newest().step == 2
 
 
-def test_a_rank_that_dies_while_it_copies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        world = World.of(hosts=2, ranks=2)
-        await world.taken(1)
-        await world.store.take("rl", 2, "{}")
-        world.mesh.finish(ranks=1)
-        monkeypatch.setattr(deaths, "_ends", {"trainer[dp=1]": "was killed by signal 9"})
-        await world.store.settle()
-        assert world.notes == [
-            "the snapshot of step 2 has no copy on other hosts: trainer[dp=1] did not finish copying"
-        ]
-        newest = world.store.newest()
-        assert newest is not None
-        assert newest.step == 1
-        monkeypatch.setattr(deaths, "_ends", {})
-        await world.taken(3)  # into new memory: the dead rank's copy might still be written
-        world.mesh.finish()
-        newest = world.store.newest()
-        assert newest is not None
-        assert restored(newest) == [state(3, 0), state(3, 1)]
-
-    asyncio.run(run())
+async def test_a_host_that_is_lost_while_its_part_is_copied_leaves_the_snapshot_before() -> None:
+    world = World.of(hosts=3, ranks=2)
+    await world.taken(1)
+    gate = await world.half_taken(2, copier="host1")
+    world.lose(world.homes[0])
+    gate.set()
+    await world.store.settle()
+    assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+    await world.store.bring()
+    assert world.newest().step == 1
+    assert restored(world.newest()) == [state(1, 0), state(1, 1)]
 
 
-def test_a_dead_keeper_is_replaced_and_both_dead_lose_the_snapshot() -> None:
-    async def run() -> None:
-        world = World.of(hosts=2, ranks=1)
-        await world.taken(1)
-        world.keepers.every["host0"].killed = True
-        newest = world.store.newest()
-        assert newest is not None, "its copy is alive"
-        await world.store.bring()
-        newest = world.store.newest()
-        assert newest is not None
-        assert restored(newest) == [state(1, 0)]
-        await world.taken(2)
-        for keeper in world.keepers.every.values():
-            keeper.killed = True
-        assert world.store.newest() is None
-        await world.store.bring()
-        await world.taken(3)
-        newest = world.store.newest()
-        assert newest is not None
-        assert restored(newest) == [state(3, 0)]
+async def test_the_first_copy_that_fails_ends_the_others_and_leaves_no_memory() -> None:
+    world = World.of(hosts=3, ranks=2)
+    await world.taken(1)
+    world.keepers.every["host2"].gate = asyncio.Event()  # which is never set
+    gate = await world.half_taken(2, copier="host1")
+    assert len(world.keepers.every["host2"].parts._parts) == 2
+    world.lose(world.homes[0])
+    gate.set()
+    await world.store.settle()
+    assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(world.keepers.every["host2"].parts._parts) == 1, "the copy of step 1"
+    assert world.newest().step == 1
 
-    asyncio.run(run())
+
+async def test_a_rank_that_dies_while_it_copies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World.of(hosts=2, ranks=2)
+    await world.taken(1)
+    await world.store.take("rl", 2, "{}")
+    world.mesh.finish(ranks=1)
+    monkeypatch.setattr(deaths, "_ends", {"trainer[dp=1]": "was killed by signal 9"})
+    await world.store.settle()
+    assert world.notes == ["the snapshot of step 2 has no copy on other hosts: trainer[dp=1] did not finish copying"]
+    assert world.newest().step == 1
+    monkeypatch.setattr(deaths, "_ends", {})
+    await world.taken(3)  # into new memory: the dead rank's copy might still be written
+    world.mesh.finish()
+    assert restored(world.newest()) == [state(3, 0), state(3, 1)]
+
+
+async def test_a_dead_keeper_is_replaced_and_both_dead_lose_the_snapshot() -> None:
+    world = World.of(hosts=2, ranks=1)
+    await world.taken(1)
+    world.keepers.every["host0"].killed = True
+    assert world.store.newest() is not None, "its copy is alive"
+    await world.store.bring()
+    assert restored(world.newest()) == [state(1, 0)]
+    await world.taken(2)
+    for keeper in world.keepers.every.values():
+        keeper.killed = True
+    assert world.store.newest() is None
+    await world.store.bring()
+    await world.taken(3)
+    assert restored(world.newest()) == [state(3, 0)]
 
 
 EVENTS = st.one_of(

@@ -94,7 +94,7 @@ def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_launcher_repo
     assert deaths.ended("generator1[tp=0]") is not None, "calls to it end at once"
 
 
-def test_a_host_is_lost_with_its_agent_although_its_worker_lives_and_monarch_fails_no_call() -> None:
+async def test_a_host_is_lost_with_its_agent_although_its_worker_lives_and_monarch_fails_no_call() -> None:
     class Unanswered:
         def call(self, *_: object) -> "Unanswered":
             return self
@@ -102,17 +102,14 @@ def test_a_host_is_lost_with_its_agent_although_its_worker_lives_and_monarch_fai
         async def as_asyncio(self) -> None:
             await asyncio.Event().wait()
 
-    async def lost() -> None:
-        agent = SimpleNamespace(take=Unanswered(), end=Unanswered())
-        with socket.create_server(("127.0.0.1", 0)) as worker, socket.create_server(("127.0.0.1", 0)) as lives:
-            served, facts = address_of("tcp", *worker.getsockname()), replace(FACTS, port=lives.getsockname()[1])
-            remote = Remote("host1", served, cast(HostMesh, None), agent, facts, Joining(9, 9, detect_seconds=0.2))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(remote.lost.wait(), 1)
-            lives.close()
-            await asyncio.wait_for(remote.lost.wait(), 10)
-
-    asyncio.run(lost())
+    agent = SimpleNamespace(take=Unanswered(), end=Unanswered())
+    with socket.create_server(("127.0.0.1", 0)) as worker, socket.create_server(("127.0.0.1", 0)) as lives:
+        served, facts = address_of("tcp", *worker.getsockname()), replace(FACTS, port=lives.getsockname()[1])
+        remote = Remote("host1", served, cast(HostMesh, None), agent, facts, Joining(9, 9, detect_seconds=0.2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(remote.lost.wait(), 1)
+        lives.close()
+        await asyncio.wait_for(remote.lost.wait(), 10)
 
 
 def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:
@@ -167,7 +164,7 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_a_question_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_question_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of a run that was killed ends with that run, also while another run waits for the host."""
     monkeypatch.setattr(remote_host, "LOOK_SECONDS", 0.05)
     serves = ["tcp://127.0.0.1:1001"]
@@ -182,17 +179,14 @@ def test_a_question_that_a_dead_worker_never_answers_is_given_up(monkeypatch: py
     async def fails() -> Joined:
         raise ConnectionError("gone")
 
-    async def ask() -> None:
-        asked = asyncio.create_task(_while_served(address, serves[0], never()))
-        await asyncio.sleep(0.3)
-        assert not asked.done(), "as long as it serves there, its answer may come"
-        with pytest.raises(ConnectionError, match="gone"):
-            await _while_served(address, serves[0], fails())
-        serves.append("")  # it starts the next one
-        await asyncio.sleep(0.3)
-        assert not asked.done()
-        serves.append("tcp://127.0.0.1:1002")
-        assert await asyncio.wait_for(asked, 30) is None
-        assert await _while_served(address, serves[0], fails()) is None
-
-    asyncio.run(ask())
+    asked = asyncio.create_task(_while_served(address, serves[0], never()))
+    await asyncio.sleep(0.3)
+    assert not asked.done(), "as long as it serves there, its answer may come"
+    with pytest.raises(ConnectionError, match="gone"):
+        await _while_served(address, serves[0], fails())
+    serves.append("")  # it starts the next one
+    await asyncio.sleep(0.3)
+    assert not asked.done()
+    serves.append("tcp://127.0.0.1:1002")
+    assert await asyncio.wait_for(asked, 30) is None
+    assert await _while_served(address, serves[0], fails()) is None

@@ -2,17 +2,14 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.fake_engines import FakeEngine, fake_mesh, fake_replica
+from support.fake_engines import FakeEngine, fake_mesh
 from support.weight_layouts import TINY
 from titan_rl.actors.vllm.engine import Done
-from titan_rl.actors.vllm.generator import News
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
 from titan_rl.wire.reports import ReaderCost
@@ -42,95 +39,67 @@ async def cancelled_groups(mesh: GeneratorMesh, engines: list[FakeEngine], count
     await asyncio.sleep(0.02)
 
 
-def test_a_replica_lost_with_withdrawals_queued_holds_up_no_pull(tmp_path: Path) -> None:
-    async def body() -> None:
-        engines = [FakeEngine(), FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path, max_restarts=0, seconds=60, hang_seconds=60)
-        await serving(mesh)
-        await cancelled_groups(mesh, engines)
-        engines[1].dead.set_exception(DIED)
-        await asyncio.sleep(0.02)
-        engines[0].steps.set()
-        stats = await asyncio.wait_for(mesh.pull(1), 5)
-        assert list(stats.engines) == ["generator0"]
-        assert sum(map(len, engines[0].withdrawn)) == 6
-
-    asyncio.run(body())
+async def test_a_replica_lost_with_withdrawals_queued_holds_up_no_pull(tmp_path: Path) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    mesh = fake_mesh(engines, tmp_path, max_restarts=0, seconds=60, hang_seconds=60)
+    await serving(mesh)
+    await cancelled_groups(mesh, engines)
+    engines[1].dead.set_exception(DIED)
+    await asyncio.sleep(0.02)
+    engines[0].steps.set()
+    stats = await asyncio.wait_for(mesh.pull(1), 5)
+    assert list(stats.engines) == ["generator0"]
+    assert sum(map(len, engines[0].withdrawn)) == 6
 
 
-def test_withdrawals_that_wait_are_one_call(tmp_path: Path) -> None:
-    """Each call takes a step of the engine, which may be long."""
-
-    async def body() -> None:
-        engines = [FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path)
-        await serving(mesh)
-        await cancelled_groups(mesh, engines, 9)
-        engines[0].steps.set()
-        await asyncio.wait_for(mesh.pull(1), 5)
-        assert sum(map(len, engines[0].withdrawn)) == 18
-        assert len(engines[0].withdrawn) <= 2
-
-    asyncio.run(body())
-
-
-def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
+async def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
     """Its engine steps for ever. No call of its own notices in time: they have longer deadlines."""
 
-    async def body() -> None:
-        engines = [FakeEngine(), FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path, seconds=0.3, hang_seconds=60)
-        await serving(mesh)
-        mesh.replicas[1]._seconds = 60
-        await cancelled_groups(mesh, engines)
-        engines[0].steps.set()
-        stats = await asyncio.wait_for(mesh.pull(1), 5)
-        assert list(stats.engines) == ["generator0"]
-        (incident,) = mesh._policy.incidents.all  # type: ignore[union-attr]
-        assert incident.reason == "generator1 did not give back its samples within 0.3 s"
-
-    asyncio.run(body())
+    engines = [FakeEngine(), FakeEngine()]
+    mesh = fake_mesh(engines, tmp_path, seconds=0.3, hang_seconds=60)
+    await serving(mesh)
+    mesh.replicas[1]._seconds = 60
+    await cancelled_groups(mesh, engines)
+    engines[0].steps.set()
+    stats = await asyncio.wait_for(mesh.pull(1), 5)
+    assert list(stats.engines) == ["generator0"]
+    (incident,) = mesh._policy.incidents.all  # type: ignore[union-attr]
+    assert incident.reason == "generator1 did not give back its samples within 0.3 s"
 
 
-def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
+async def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
     """Until it serves its first weights, its calls have the start-up deadline; then the deadline of a hang applies."""
 
-    async def body() -> None:
-        engines = [FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path, init_seconds=30, hang_seconds=0.1)
-        await mesh.start()
-        mesh.tend(lambda _: asyncio.sleep(0), lambda _: None)
-        engines[0].steps.clear()
-        await asyncio.sleep(0.5)
-        assert mesh.replicas[0].error is None
-        engines[0].steps.set()
-        await mesh.pull(0)
-        await asyncio.sleep(0.2)  # the call that was made before is answered
-        assert mesh.replicas[0].error is None
-        replica = mesh.replicas[0]
-        engines[0].steps.clear()
-        await asyncio.sleep(0.5)
-        assert "generator0[tp=0].take did not answer within" in str(replica.error)
-
-    asyncio.run(body())
+    engines = [FakeEngine()]
+    mesh = fake_mesh(engines, tmp_path, init_seconds=30, hang_seconds=0.1)
+    await mesh.start()
+    mesh.tend(lambda _: asyncio.sleep(0), lambda _: None)
+    engines[0].steps.clear()
+    await asyncio.sleep(0.5)
+    assert mesh.replicas[0].error is None
+    engines[0].steps.set()
+    await mesh.pull(0)
+    await asyncio.sleep(0.2)  # the call that was made before is answered
+    assert mesh.replicas[0].error is None
+    replica = mesh.replicas[0]
+    engines[0].steps.clear()
+    await asyncio.sleep(0.5)
+    assert "generator0[tp=0].take did not answer within" in str(replica.error)
 
 
-def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
+async def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
     class Importing(FakeEngine):
         async def do_switch(self, version: int, timeout: float) -> ReaderCost:
             await asyncio.sleep(0.3 if version == 0 else 0)
             return await super().do_switch(version, timeout)
 
-    async def body() -> None:
-        mesh = fake_mesh([Importing()], tmp_path, init_seconds=30, seconds=0.05)
-        await mesh.start()
-        for version in (0, 1):
-            assert list((await mesh.pull(version)).engines) == ["generator0"]
-
-    asyncio.run(body())
+    mesh = fake_mesh([Importing()], tmp_path, init_seconds=30, seconds=0.05)
+    await mesh.start()
+    for version in (0, 1):
+        assert list((await mesh.pull(version)).engines) == ["generator0"]
 
 
-def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None:
+async def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None:
     """It imports, compiles and allocates; so does the first one after a respawn."""
 
     class Importing(FakeEngine):
@@ -138,75 +107,24 @@ def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None
             await asyncio.sleep(1.5)
             return []
 
-    async def body() -> None:
-        config = c.Config(comm=c.CommSection(init_timeout_seconds=30, train_timeout_seconds=1))
-        mesh = ModelMesh(None, "trainer", config, TINY, {})  # type: ignore[arg-type]
-        mesh._ranks = {"trainer[dp=0 tp=0]": Importing()}
-        assert await mesh.shards() == [[]]
-        with pytest.raises(DeadlinePassed, match=r"shards did not answer within 1 s"):
-            await mesh.shards()
-
-    asyncio.run(body())
+    config = c.Config(comm=c.CommSection(init_timeout_seconds=30, train_timeout_seconds=1))
+    mesh = ModelMesh(None, "trainer", config, TINY, {})  # type: ignore[arg-type]
+    mesh._ranks = {"trainer[dp=0 tp=0]": Importing()}
+    assert await mesh.shards() == [[]]
+    with pytest.raises(DeadlinePassed, match=r"shards did not answer within 1 s"):
+        await mesh.shards()
 
 
-def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:
-    async def body() -> None:
-        engine = FakeEngine()
-        mesh = fake_mesh([engine], tmp_path)
-        await serving(mesh)
-        asked = [asyncio.create_task(mesh.generate(Request(id, [1], [1], Sampling(8)))) for id in ("long", "fine")]
-        await asyncio.sleep(0.02)
-        engine.done.put_nowait(Done("long", [], "69 tokens and 4 new ones exceed 32"))
-        with pytest.raises(RequestRefused, match="request long: 69 tokens and 4 new ones exceed 32"):
-            await asked[0]
-        engine.done.put_nowait(Done("fine", [Completion([1], [0.0], [0], "stop")]))
-        assert [completion.tokens for completion in await asked[1]] == [[1]]
-        assert mesh.replicas[0].error is None
-        assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()
-
-    asyncio.run(body())
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_single_rank_takes_weights_in_one_call_and_several_after_all_have_fetched(
-    tmp_path: Path, replicas: int
-) -> None:
-    called: list[str] = []
-
-    class Counting(FakeEngine):
-        def __getattr__(self, verb: str) -> Any:
-            endpoint = super().__getattr__(verb)
-            called.append(verb)
-            return endpoint
-
-    async def body() -> None:
-        mesh = fake_mesh([Counting() for _ in range(replicas)], tmp_path)
-        await mesh.start()
-        called.clear()
-        cost = await mesh.pull(3)
-        assert len(cost.engines) == replicas
-        pulling = [verb for verb in called if verb in ("fetch_weights", "switch", "take_weights")]
-        assert pulling == (["take_weights"] if replicas == 1 else ["fetch_weights"] * 2 + ["switch"] * 2)
-
-    asyncio.run(body())
-
-
-@pytest.mark.parametrize("within", [None, 0.25])
-def test_an_engine_reports_the_lengths_of_its_samples_only_where_stealing_needs_them(within: float | None) -> None:
-    """With a thousand sessions they are as many entries in each message."""
-    asked: list[bool] = []
-
-    class Reporting(FakeEngine):
-        async def do_take(self, within: float, lengths: bool) -> News:
-            asked.append(lengths)
-            return await super().do_take(within, lengths)
-
-    async def body() -> None:
-        replica = fake_replica(0, Reporting(), GeneratorPolicy(hang_seconds=5))
-        replica.serve(lambda _: None, lambda *_: None, lambda _: None, within)
-        while not asked:
-            await asyncio.sleep(0.01)
-        await replica.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
-    assert set(asked) == {within is not None}
+async def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    mesh = fake_mesh([engine], tmp_path)
+    await serving(mesh)
+    asked = [asyncio.create_task(mesh.generate(Request(id, [1], [1], Sampling(8)))) for id in ("long", "fine")]
+    await asyncio.sleep(0.02)
+    engine.done.put_nowait(Done("long", [], "69 tokens and 4 new ones exceed 32"))
+    with pytest.raises(RequestRefused, match="request long: 69 tokens and 4 new ones exceed 32"):
+        await asked[0]
+    engine.done.put_nowait(Done("fine", [Completion([1], [0.0], [0], "stop")]))
+    assert [completion.tokens for completion in await asked[1]] == [[1]]
+    assert mesh.replicas[0].error is None
+    assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()

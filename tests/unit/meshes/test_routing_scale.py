@@ -1,37 +1,21 @@
 """What routing does for a request or a report does not grow with the number of replicas, but for a logarithm.
 Instructions are counted, not seconds."""
 
-import asyncio
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 
-from support.fake_engines import FakeEngine, fake_mesh
 from support.operations import instructions
 from titan_rl.actors.vllm.engine import EngineReport
-from titan_rl.meshes import dispatch
-from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.least_loaded import SPARE, LeastLoaded
-from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.routing import Routing, Sent
-from titan_rl.meshes.stealing import SILENT_SECONDS
 from titan_rl.wire.types import Completion, Request, Sampling
 
 FEW, MANY = 32, 128
 MOST = 1.5  # times the instructions per replica, of 4 times the replicas
 FILES = ("meshes/routing.py", "meshes/stealing.py", "meshes/least_loaded.py")
-
-
-class FakeServed:
-    """A replica that only notes how often it is to report."""
-
-    def __init__(self) -> None:
-        self.within: list[float | None] = []
-
-    def serve(self, heard: object, gave: object, lost: object, within: float | None) -> None:
-        self.within.append(within)
 
 
 def request(number: int, samples: int = 4, expected: int = 0, affinity: tuple[str, ...] = ()) -> Request:
@@ -145,60 +129,6 @@ def test_a_decision_on_stealing_looks_at_each_replica_once(left: int) -> None:
 
     assert growth(prepared) < MOST
     assert moves == ({FEW: FEW // 2, MANY: MANY // 2} if left == 60 else {FEW: 0, MANY: 0})
-
-
-def test_many_reports_of_one_moment_decide_once_on_stealing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decided: list[float] = []
-
-    async def body() -> None:
-        engines = [FakeEngine(), FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path)
-        own = dispatch.Dispatch(mesh.replicas, 8)
-        monkeypatch.setattr(own._routing, "steal", lambda now: decided.append(now) or [])
-        monkeypatch.setattr(dispatch, "_now", lambda: 100.0)
-        for beat in range(50):
-            for replica in mesh.replicas.values():
-                own._heard(replica, report(beat, beat))
-        assert decided == [100.0]
-        monkeypatch.setattr(dispatch, "_now", lambda: 100.5)
-        while len(decided) < 2:
-            await asyncio.sleep(0.01)
-        assert decided == [100.0, 100.5]
-
-    asyncio.run(asyncio.wait_for(body(), 30))
-
-
-@pytest.mark.parametrize(("replicas", "within"), [(2, 0.25), (125, 0.25), (250, 0.5), (4096, 1.0)])
-def test_many_engines_report_less_often_but_before_they_count_as_silent(replicas: int, within: float) -> None:
-    engine = FakeServed()
-    every: Any = dict.fromkeys(range(replicas), engine)
-    dispatch.Dispatch(every, 8).serve(every[0], lambda _: None)
-    dispatch.Dispatch(every, None).serve(every[0], lambda _: None)
-    assert engine.within == [within, None]
-    assert within < SILENT_SECONDS
-
-
-def test_replicas_that_switch_together_settle_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    n, asked = 12, 0
-    delivered = Replica.delivered
-
-    async def counted(self: Replica) -> None:
-        nonlocal asked
-        asked += 1
-        await delivered(self)
-
-    async def body() -> None:
-        monkeypatch.setattr(Replica, "delivered", counted)
-        fakes = fake_mesh([FakeEngine() for _ in range(n)], tmp_path)
-        mesh = GeneratorMesh(fakes.replicas.values(), fakes._policy, slots=8)
-        await mesh.start()
-        for version in (1, 2):
-            stats = await mesh.pull(version)
-            assert len(stats.engines) == n
-            assert asked == version * n
-        await mesh.close()
-
-    asyncio.run(asyncio.wait_for(body(), 30))
 
 
 def test_the_least_loaded_is_found_whatever_changes() -> None:

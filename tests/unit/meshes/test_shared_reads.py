@@ -48,52 +48,46 @@ class Reader(FakeEngine):
         return ReaderCost(bytes=100, remote=100 * missing, blocks=1)
 
 
-def test_one_replica_of_each_host_reads_before_the_others_and_another_one_if_it_fails(tmp_path: Path) -> None:
-    async def body() -> None:
-        events, Reader.full, Reader.made = list[str](), set[int](), 0
-        engines = [Reader(place, events, name) for place, name in zip("xxxy", "abcd", strict=True)]
-        came: list[Replica] = []
+async def test_one_replica_of_each_host_reads_before_the_others_and_another_one_if_it_fails(tmp_path: Path) -> None:
+    events, Reader.full, Reader.made = list[str](), set[int](), 0
+    engines = [Reader(place, events, name) for place, name in zip("xxxy", "abcd", strict=True)]
+    came: list[Replica] = []
 
-        async def make(index: int, _: bool) -> Replica:
-            came.append(fake_replica(index, Reader("x", events, "e"), mesh._policy))
-            return came[0]
+    async def make(index: int, _: bool) -> Replica:
+        came.append(fake_replica(index, Reader("x", events, "e"), mesh._policy))
+        return came[0]
 
-        mesh = fake_mesh(engines, tmp_path, make=make, max_restarts=1)
-        await mesh.start()
-        mesh.tend(lambda replica: mesh.connect_late(replica, [[]], SYNC, 5), lambda name: None)
-        assert await mesh.connect([[]], SYNC) == ["a link"] * 4
-        assert (Reader.made, sorted(mesh.sharers)) == (2, [1, 3])
-        cost = await mesh.pull(1, [[]])
-        assert (cost.bytes, cost.into_host) == (400, 100)
-        assert max(map(events.index, ("a ends", "d begins"))) < min(map(events.index, ("b begins", "c begins")))
+    mesh = fake_mesh(engines, tmp_path, make=make, max_restarts=1)
+    await mesh.start()
+    mesh.tend(lambda replica: mesh.connect_late(replica, [[]], SYNC, 5), lambda name: None)
+    assert await mesh.connect([[]], SYNC) == ["a link"] * 4
+    assert (Reader.made, sorted(mesh.sharers)) == (2, [1, 3])
+    cost = await mesh.pull(1, [[]])
+    assert (cost.bytes, cost.into_host) == (400, 100)
+    assert max(map(events.index, ("a ends", "d begins"))) < min(map(events.index, ("b begins", "c begins")))
 
-        events.clear()
-        Reader.full = set()
-        engines[0].fails = True
-        cost = await mesh.pull(2, [[]])
-        assert cost.bytes == 300
-        assert events[0] == "a begins"
-        assert events.index("b begins") > 0
-        assert {"b ends", "c ends", "d ends"} < set(events)
+    events.clear()
+    Reader.full = set()
+    engines[0].fails = True
+    cost = await mesh.pull(2, [[]])
+    assert cost.bytes == 300
+    assert events[0] == "a begins"
+    assert events.index("b begins") > 0
+    assert {"b ends", "c ends", "d ends"} < set(events)
 
-        while mesh.coming:
-            await asyncio.sleep(0.01)
-        assert mesh.replicas[0] is came[0]
-        assert came[0].memory == mesh.replicas[1].memory
-        assert Reader.made == 2
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    while mesh.coming:
+        await asyncio.sleep(0.01)
+    assert mesh.replicas[0] is came[0]
+    assert came[0].memory == mesh.replicas[1].memory
+    assert Reader.made == 2
 
 
-def test_workers_on_one_machine_share_reads_unless_links_between_them_are_pretended(tmp_path: Path) -> None:
-    async def body() -> None:
-        ways = {1: WeightSyncSection(), 2: WeightSyncSection(transport="rdma")}
-        for memories, sync in ways.items():
-            Reader.full, Reader.made = set[int](), 0
-            mesh = fake_mesh([Reader("x", [], name) for name in "ab"], tmp_path)
-            for index, replica in mesh.replicas.items():
-                replica.host = f"host{index}"
-            await mesh.connect([[]], sync)
-            assert len(mesh.sharers) == memories
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+async def test_workers_on_one_machine_share_reads_unless_links_between_them_are_pretended(tmp_path: Path) -> None:
+    ways = {1: WeightSyncSection(), 2: WeightSyncSection(transport="rdma")}
+    for memories, sync in ways.items():
+        Reader.full, Reader.made = set[int](), 0
+        mesh = fake_mesh([Reader("x", [], name) for name in "ab"], tmp_path)
+        for index, replica in mesh.replicas.items():
+            replica.host = f"host{index}"
+        await mesh.connect([[]], sync)
+        assert len(mesh.sharers) == memories

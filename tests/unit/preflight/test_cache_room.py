@@ -9,7 +9,7 @@ from support.checked_configs import config
 from support.shapes import QWEN_600M
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import find, load, shipped
+from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems, warnings
 from titan_rl.preflight.checks.cache_room import cache_room, cache_warning, check_cache_room
 from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, on_gpus
@@ -89,8 +89,3 @@ def test_a_gpu_without_room_for_four_sequences_is_refused_with_the_length_that_f
     mended = replace(long, generator=replace(long.generator, max_model_len=int(length.split(",")[0])))
     assert list(check_cache_room(on_device(mended, "cuda"), QWEN_600M, 12 * GIB)) == []
     assert len(list(cache_warning(on_device(mended, "cuda"), QWEN_600M, 12 * GIB))) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in shipped() if load(find(name)).hosts.gpu_memory_gb == 0])
-def test_no_shipped_config_for_cpus_is_warned_about(name: str) -> None:
-    assert [text for text in warnings(load(find(name))) if "KV cache" in text] == []

@@ -8,12 +8,15 @@ import pytest
 
 from support.folders import write_header, write_hf, write_models
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
+from titan_rl.config.auto import on_device
 from titan_rl.config.sections import ModelSection
 from titan_rl.config.toml import find, load, shipped, to_toml
+from titan_rl.preflight import sharding
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.sharded_model import ShardedModel
 
 FETCHED = ("grpo_smollm2", "grpo_smollm2_mixed")  # their model needs a network the first time
 GPU_CONFIGS = {
@@ -55,10 +58,20 @@ def assets(folder: Path, shape: ModelShape) -> list[str]:
     return ["--model.hf_assets_path", str(folder)]
 
 
+@pytest.fixture(scope="module")
+def cuts() -> dict[str, ShardedModel]:
+    """How TorchTitan cuts the models of all GPU configs, by "config mesh". It is imported once for all of them."""
+    configs = {name: on_device(load(find(name)), "cuda") for name in GPU_CONFIGS}
+    asked = {name: sharding.questions(config, GPU_CONFIGS[name][0]) for name, config in configs.items()}
+    return sharding.ask_titan({f"{name} {mesh}": each for name in asked for mesh, each in asked[name].items()})
+
+
 @pytest.mark.parametrize("name", GPU_CONFIGS)
 def test_a_gpu_config_is_checked_whole_without_a_gpu(
-    name: str, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name: str, data: list[str], cuts: dict[str, ShardedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sharding, "ask_titan", lambda asked: {mesh: cuts[f"{name} {mesh}"] for mesh in asked})
     shape, expected = GPU_CONFIGS[name][0], [*GPU_CONFIGS[name][1]]
     dump = tmp_path / "dump"
     flags = [*data, *assets(tmp_path / "model", shape), "--job.dump_folder", str(dump)]
@@ -73,24 +86,25 @@ def test_a_gpu_config_is_checked_whole_without_a_gpu(
     assert not dump.exists()
     assert "batch-invariant" not in out
 
-    with pytest.raises(SystemExit) as stop:
-        main(["--config", name, "--dry-run", *flags, "--hosts.gpu_memory_gb", "10"])
-    assert stop.value.code == 2
-    assert "[parallelism]: expected a trainer that fits 10.0 GiB" in capsys.readouterr().err
 
-
-def test_deterministic_engines_are_announced(
+def test_deterministic_engines_are_announced_and_too_small_a_gpu_is_refused(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*data, *assets(tmp_path / "model", QWEN_600M), "--job.dump_folder", str(tmp_path / "dump")]
     run = ["--config", "grpo_qwen3_0_6b_1gpu", "--dry-run", *flags]
     assert main([*run, "--debug.deterministic", "true"]) == 0
     assert "batch-invariant kernels" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    with pytest.raises(SystemExit) as stop:
+        main([*run, "--hosts.gpu_memory_gb", "10"])
+    assert stop.value.code == 2
+    assert "[parallelism]: expected a trainer that fits 10.0 GiB" in capsys.readouterr().err
 
 
 def test_snapshots_that_exceed_a_hosts_memory_are_refused(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    data: list[str], cuts: dict[str, ShardedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sharding, "ask_titan", lambda asked: {mesh: cuts[f"grpo_llama3_70b {mesh}"] for mesh in asked})
     flags = [*data, *assets(tmp_path / "model", LLAMA_70B), "--job.dump_folder", str(tmp_path / "dump")]
     run = ["--config", "grpo_llama3_70b", "--dry-run", *flags, "--hosts.memory_gb", "256"]
     with pytest.raises(SystemExit) as stop:

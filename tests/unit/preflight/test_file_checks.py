@@ -1,54 +1,20 @@
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from support.checked_configs import config, edit, rows
-from support.folders import write_hf
-from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems
-from titan_rl.preflight.shapes import shape_of
 
 
 def test_a_whole_hugging_face_folder(tmp_path: Path, folder: Path) -> None:
     assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"')) == []
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (lambda f: (f / "config.json").unlink(), "model.hf_assets_path: expected a usable"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json, found Expecting property name"),
-        (lambda f: edit(f / "config.json", model_type="gpt2"), 'qwen2, qwen3, qwen3_moe or mistral, found "gpt2"'),
-        (
-            lambda f: write_hf(f, replace(shape_of(ModelSection()), vocab_size=40)),
-            "a vocab_size of at least the tokenizer's 52",
-        ),
-        (lambda f: (f / "model.safetensors").unlink(), "expected *.safetensors"),
-        (lambda f: (f / "tokenizer.json").unlink(), "model.hf_assets_path: expected a tokenizer"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "model.hf_assets_path: expected a tokenizer"),
-        (lambda f: edit(f / "tokenizer_config.json", chat_template=None), 'task.template: expected "plain"'),
-        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "expected a weight_map in"),
-        (
-            lambda f: (f / "model.safetensors.index.json").write_text(
-                '{"weight_map": {"a": "a-1.safetensors", "b": "b-2.safetensors"}}'
-            ),
-            "model.safetensors.index.json, found no a-1.safetensors, b-2.safetensors",
-        ),
-    ],
-)
-def test_an_incomplete_hugging_face_folder(tmp_path: Path, folder: Path, broken: Any, message: str) -> None:
-    broken(folder)
-    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"'
-    (problem,) = problems(config(tmp_path, toml))
-    assert message in problem
-
-
 def test_a_chat_template_of_its_own_file(tmp_path: Path, folder: Path) -> None:
+    toml = f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"'
     edit(folder / "tokenizer_config.json", chat_template=None)
+    (problem,) = problems(config(tmp_path, toml))
+    assert problem.startswith('task.template: expected "plain"')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert problems(config(tmp_path, f'[model]\nhf_assets_path = "{folder}"\n[task]\ntemplate = "chat"')) == []
+    assert problems(config(tmp_path, toml)) == []
 
 
 def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
@@ -58,39 +24,6 @@ def test_a_flavor_and_a_folder(tmp_path: Path, folder: Path) -> None:
 
 GOOD = {"question": "1+1=", "answer": "2"}
 CHAT = {"question": [{"role": "user", "content": "1+1="}], "answer": "2"}
-
-
-@pytest.mark.parametrize(
-    ("lines", "toml", "message"),
-    [
-        ([GOOD, "{"], "", "train.jsonl:2: expected a JSON object, found"),
-        (
-            [GOOD, {"question": "2", "reply": "3"}],
-            "",
-            "train.jsonl:2: expected task.answer_key = 'answer', found the col",
-        ),
-        ([{"text": "2", "answer": "3"}], "", "['answer', 'text']"),
-        ([], "", "task.path: expected at least one row"),
-        ([CHAT], "", 'task.template: expected "chat" for the messages in {}/train.jsonl:1, found "plain"'),
-        (
-            [GOOD, GOOD | {"answer": " "}],
-            "[cold_start]\nsteps = 3",
-            "cold_start.steps: expected 0, because {}/train.jsonl:2 has no answer",
-        ),
-        (
-            [GOOD | {"answer": "two"}],
-            'reward = "last_number"',
-            'task.reward: expected a number in the answer of {}/train.jsonl:1, found "two"',
-        ),
-        ([GOOD, "", *[GOOD] * 100, "the last one"], "", "train.jsonl:103: expected a JSON object, found"),
-    ],
-)
-def test_rows(tmp_path: Path, lines: list[Any], toml: str, message: str) -> None:
-    train = rows(tmp_path / "train.jsonl", *lines)
-    heldout = rows(tmp_path / "test.jsonl", GOOD)
-    text = f'[task]\nname = "jsonl"\npath = "{train}"\neval_path = "{heldout}"\n{toml}'
-    (problem,) = problems(config(tmp_path, text))
-    assert message.replace("{}", str(tmp_path)) in problem
 
 
 def test_good_rows(tmp_path: Path) -> None:
@@ -120,13 +53,6 @@ def test_pairs_are_read_by_their_own_columns(tmp_path: Path) -> None:
         assert problems(config(tmp_path, good)) == []
         (problem,) = problems(config(tmp_path, text + f'"{rows(tmp_path / "bad.jsonl", pair, GOOD)}"'))
         assert "bad.jsonl:2: expected task.chosen_key = 'chosen', found the columns" in problem
-
-
-def test_a_reward_that_does_not_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_reward.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(tmp_path)
-    (problem,) = problems(config(tmp_path, '[task]\nreward = "broken_reward:f"'))
-    assert problem.endswith('expected "broken_reward:f" to import, found ZeroDivisionError: division by zero')
 
 
 def test_the_reward_of_the_held_out_answers_decides_what_they_must_be(tmp_path: Path) -> None:

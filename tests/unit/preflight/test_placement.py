@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.config.toml import find, load
-from titan_rl.preflight import placement
 from titan_rl.preflight.checks import problems
 from titan_rl.preflight.host_loss import ROOM, after_loss
 from titan_rl.preflight.host_view import host_rows
@@ -89,18 +88,6 @@ def test_hosts_that_are_alike_are_one_row() -> None:
         ("host1", "trainer 0-1", "2 of 16"),
         ("host2", "generator1, generator3, generator5", "3 of 16"),
     ]
-
-
-def test_the_most_replicas_are_found_in_few_placements(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = config(hosts__count=128, hosts__slots=8), list[int]()
-
-    def counted(config: Config, slots: int, replicas: int = 0) -> dict[str, list[Share]]:
-        asked.append(replicas)
-        return place(config, slots, replicas)
-
-    monkeypatch.setattr(placement, "place", counted)
-    assert most_replicas(run, 8) == 1024 - 2
-    assert len(asked) <= 13
 
 
 def test_colocated_generators_have_the_slots_of_the_trainer() -> None:

@@ -29,30 +29,6 @@ def test_a_role_of_the_policys_shape_and_tokenizer_fits(tmp_path: Path, role: st
     assert problems(config(tmp_path, ROLES[role].format(role_folder(tmp_path, role)))) == []
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            'credit = "turn"',
-            'algorithm.credit: expected "outcome", because algorithm.advantage = "teacher" uses no rewards, found',
-        ),
-        (
-            'kl_coef = 0.1\nkl_in = "reward"',
-            'algorithm.kl_in: expected "loss", because algorithm.advantage = "teacher" ',
-        ),
-        (
-            "overlong_buffer = 4",
-            'algorithm.overlong_buffer: expected 0, because algorithm.advantage = "teacher" uses no',
-        ),
-    ],
-)
-def test_distillation_refuses_what_only_rewards_can_carry(tmp_path: Path, keys: str, message: str) -> None:
-    toml = ROLES["teacher"].format(role_folder(tmp_path, "teacher"))
-    (problem,) = problems(config(tmp_path, toml.replace('name = "opd"', f'name = "opd"\n{keys}')))
-    assert problem.startswith(message)
-    assert problems(config(tmp_path, toml.replace('name = "opd"', 'name = "opd"\nkl_coef = 0.1'))) == []
-
-
 def test_a_critic_may_start_from_a_reward_model(tmp_path: Path) -> None:
     folder = role_folder(tmp_path, "reward_model")
     assert problems(config(tmp_path, ROLES["critic"].format(folder))) == []

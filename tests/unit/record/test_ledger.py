@@ -162,8 +162,6 @@ def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Pat
     ("what", "said"),
     [
         ([("failed", {"attempt": 2, "error": "e"})], "failed at attempt 2, expected 1"),
-        ([("dropped", {"reason": "failed: e", "tokens": 2})], "is dropped as failed, but no attempt failed"),
-        ([("dropped", {"reason": "flat", "tokens": 2})], "is dropped (flat) before it is scored"),
         (
             [
                 ("failed", {"attempt": 1, "error": "e"}),
@@ -176,7 +174,6 @@ def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Pat
             [("scored", {"rewards": [1.0]}), ("failed", {"attempt": 1, "error": "e"})],
             "failed after its outcome was known, or before it was sampled",
         ),
-        ([("admitted", {"turn": 1, "attempt": 3})], "is attempt 3, expected 2"),
     ],
 )
 def test_an_audit_names_what_contradicts_itself(

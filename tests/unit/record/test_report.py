@@ -48,7 +48,7 @@ def written_to(folder: Path) -> list[int]:
     return [checksum([line.rstrip(b"\n") for line in whole_lines(folder / name)]) for name in FILES]
 
 
-def test_the_loop_goes_on_while_a_step_is_written(
+async def test_the_loop_goes_on_while_a_step_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[Group]
 ) -> None:
     began, may_write, append = threading.Event(), threading.Event(), LineFile.append
@@ -58,55 +58,46 @@ def test_the_loop_goes_on_while_a_step_is_written(
         assert may_write.wait(60)
         append(self, lines, **how)
 
-    async def body() -> None:
-        with RunLog(tmp_path, "tiny", CONFIG) as log, report_of(tmp_path, log) as report:
-            monkeypatch.setattr(LineFile, "append", slow)
-            say(report, 1, groups)
-            assert not began.is_set()  # calls that begin the next step are sent first
-            async with asyncio.timeout(60):
-                while not began.is_set():
-                    await asyncio.sleep(0.001)
-            assert not (tmp_path / "rollouts.jsonl").read_bytes()
-            may_write.set()
-            assert report.written() == (1, *written_to(tmp_path))
-            assert report.written() is None
-
-    asyncio.run(body())
+    with RunLog(tmp_path, "tiny", CONFIG) as log, report_of(tmp_path, log) as report:
+        monkeypatch.setattr(LineFile, "append", slow)
+        say(report, 1, groups)
+        assert not began.is_set()  # calls that begin the next step are sent first
+        async with asyncio.timeout(60):
+            while not began.is_set():
+                await asyncio.sleep(0.001)
+        assert not (tmp_path / "rollouts.jsonl").read_bytes()
+        may_write.set()
+        assert report.written() == (1, *written_to(tmp_path))
+        assert report.written() is None
 
 
 @pytest.mark.parametrize("end", [Report.to_disk, Report.close])
-def test_what_was_reported_is_written_before_a_checkpoint_and_at_the_end(
+async def test_what_was_reported_is_written_before_a_checkpoint_and_at_the_end(
     tmp_path: Path, end: Any, groups: list[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporting, "SOON", 3600)
 
-    async def body() -> None:
-        with RunLog(tmp_path, "tiny", CONFIG) as log, report_of(tmp_path, log) as report:
-            say(report, 1, groups)
-            assert not (tmp_path / "rollouts.jsonl").read_bytes()
-            end(report)
-            samples = sum(len(group.rollouts) for group in groups)
-            assert [len(list(whole_lines(tmp_path / name))) for name in FILES] == [1, samples]
-            assert report.written() == (1, *written_to(tmp_path))  # the ledger still hears of it
-
-    asyncio.run(body())
+    with RunLog(tmp_path, "tiny", CONFIG) as log, report_of(tmp_path, log) as report:
+        say(report, 1, groups)
+        assert not (tmp_path / "rollouts.jsonl").read_bytes()
+        end(report)
+        samples = sum(len(group.rollouts) for group in groups)
+        assert [len(list(whole_lines(tmp_path / name))) for name in FILES] == [1, samples]
+        assert report.written() == (1, *written_to(tmp_path))  # the ledger still hears of it
 
 
-def test_a_step_that_cannot_be_written_fails_the_next_call_by_name(
+async def test_a_step_that_cannot_be_written_fails_the_next_call_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: list[Group]
 ) -> None:
     def full(self: LineFile) -> None:
         raise Unwritable(self._path, OSError(28, "No space left on device"))
 
-    async def body() -> None:
-        log = RunLog(tmp_path, "tiny", CONFIG)
-        with report_of(tmp_path, log) as report, monkeypatch.context() as patch:
-            patch.setattr(LineFile, "flush", full)
-            say(report, 1, groups)
-            for call in (report.to_disk, report.written):
-                with pytest.raises(Unwritable, match=r"rollouts.jsonl cannot be written: No space left on device"):
-                    call()
-            say(report, 2, groups)
-            report.close()  # as at the end of a run that has failed: its own error is the one to tell
-
-    asyncio.run(body())
+    log = RunLog(tmp_path, "tiny", CONFIG)
+    with report_of(tmp_path, log) as report, monkeypatch.context() as patch:
+        patch.setattr(LineFile, "flush", full)
+        say(report, 1, groups)
+        for call in (report.to_disk, report.written):
+            with pytest.raises(Unwritable, match=r"rollouts.jsonl cannot be written: No space left on device"):
+                call()
+        say(report, 2, groups)
+        report.close()  # as at the end of a run that has failed: its own error is the one to tell

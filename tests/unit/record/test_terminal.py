@@ -198,7 +198,7 @@ def test_foreign_writes_and_the_status_line_leave_each_other_whole() -> None:
     assert [line.split()[:2] for line in lines[len(foreign) :]] == [["✓", "cold"], ["✓", "start"], []]
 
 
-def test_phases_run_side_by_side_and_nest() -> None:
+async def test_phases_run_side_by_side_and_nest() -> None:
     terminal, out, _ = plain()
 
     async def trainers(loaded: asyncio.Event) -> None:
@@ -212,11 +212,8 @@ def test_phases_run_side_by_side_and_nest() -> None:
             await loaded.wait()
             await asyncio.sleep(0)
 
-    async def both() -> None:
-        loaded = asyncio.Event()
-        await asyncio.gather(trainers(loaded), generators(loaded))
-
-    asyncio.run(both())
+    loaded = asyncio.Event()
+    await asyncio.gather(trainers(loaded), generators(loaded))
     lines = out.getvalue().splitlines()
     assert [line[: line.index("   ", 6)] for line in lines] == ["    ✓ load", "  ✓ trainers", "  ✓ generators"]
     assert len({len(line) for line in lines}) == 1

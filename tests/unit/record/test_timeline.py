@@ -119,41 +119,35 @@ class Mesh:
         return Recorded([Span("step", "main", time.time_ns(), 1000, {})])
 
 
-def test_spans_are_collected_while_a_run_lasts_and_when_it_ends(tmp_path: Path) -> None:
+async def test_spans_are_collected_while_a_run_lasts_and_when_it_ends(tmp_path: Path) -> None:
     path, recorder, meshes = tmp_path / "timeline.json", Recorder(), (Mesh("trainer"), Mesh("dead", "generator0"))
 
-    async def run() -> None:
-        async with timeline(path, meshes, print, every=0.01, controller=recorder):
-            deadline = time.monotonic() + 60
-            while len(lanes(read(path)) if path.exists() and path.read_text() else ()) < 2:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.01)
-            with recorder("the last"):
-                pass
-
-    asyncio.run(run())
+    async with timeline(path, meshes, print, every=0.01, controller=recorder):
+        deadline = time.monotonic() + 60
+        while len(lanes(read(path)) if path.exists() and path.read_text() else ()) < 2:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        with recorder("the last"):
+            pass
     found = lanes(json.loads(path.read_text()))
     assert found.keys() == {("controller", "main"), ("trainer", "main"), ("generator0", "main")}
     assert len(found["trainer", "main"]) == meshes[0].asked == meshes[1].asked
     assert [e["name"] for e in found["controller", "main"]] == ["the last"]
 
 
-def test_many_ranks_are_asked_rarely_and_the_controllers_spans_are_taken_all_the_same(tmp_path: Path) -> None:
+async def test_many_ranks_are_asked_rarely_and_the_controllers_spans_are_taken_all_the_same(tmp_path: Path) -> None:
     path, recorder = tmp_path / "timeline.json", Recorder(most=4)
     mesh = Mesh(*(f"generator{i}" for i in range(10_000)))
 
-    async def run() -> None:
-        async with timeline(path, [mesh], print, every=0.01, controller=recorder):
-            for number in range(12):
-                with recorder("step", number=number):
-                    pass
-                deadline = time.monotonic() + 60
-                while recorder._spans:
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.01)
-            assert mesh.asked == 1
-
-    asyncio.run(run())
+    async with timeline(path, [mesh], print, every=0.01, controller=recorder):
+        for number in range(12):
+            with recorder("step", number=number):
+                pass
+            deadline = time.monotonic() + 60
+            while recorder._spans:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+        assert mesh.asked == 1
     found = lanes(json.loads(path.read_text()))
     assert [e["args"]["number"] for e in found["controller", "main"]] == [*range(12)]
     assert mesh.asked == 2
@@ -188,14 +182,11 @@ def test_nobody_is_asked_after_a_failure_but_the_controller_tells(tmp_path: Path
     assert [e["name"] for e in lanes(json.loads(path.read_text()))["controller", "main"]] == ["train"]
 
 
-def test_a_file_that_cannot_be_written_is_told_and_is_no_failure(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_written_is_told_and_is_no_failure(tmp_path: Path) -> None:
     notes: list[str] = []
 
-    async def run() -> None:
-        async with timeline(tmp_path / "missing" / "timeline.json", [Mesh("trainer")], notes.append):
-            await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+    async with timeline(tmp_path / "missing" / "timeline.json", [Mesh("trainer")], notes.append):
+        await asyncio.sleep(0.01)
     assert len(notes) == 1
     assert "missing" in notes[0]
 

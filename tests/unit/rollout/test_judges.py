@@ -20,12 +20,13 @@ from titan_rl.wire.types import Batch, Branch, Completion, Judgement, Prompt, Ro
 PAD = 99
 
 
-def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
-    async def judged() -> Sequence[float | Judgement]:
-        judge = by_rule(lambda prompt, text, messages: float(text == prompt.answer))
-        return await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])
-
-    assert asyncio.run(judged()) == [0.0, 1.0, 0.0]
+async def test_a_rule_judges_each_text_by_its_own_prompt() -> None:
+    judge = by_rule(lambda prompt, text, messages: float(text == prompt.answer))
+    assert (await judge(Prompt(0, "", [1], "b"), [Rollout([], text, math.nan) for text in ("a", "b", "B")])) == [
+        0.0,
+        1.0,
+        0.0,
+    ]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=24), st.integers(1, 4), st.integers(31, 64), st.integers(1, 3))

@@ -68,16 +68,13 @@ def test_messages_that_no_file_can_hold_cost_nothing_but_themselves() -> None:
     assert rollout.status == "completed"
 
 
-def test_the_first_failure_of_each_kind_is_said() -> None:
+async def test_the_first_failure_of_each_kind_is_said() -> None:
     said: list[str] = []
     engine = Answering()
 
-    async def body() -> None:
-        made = player(By(lambda session: one_turn_then(session, ValueError("no such tool"))), engine, warn=said.append)
-        for k in range(3):
-            await made.play(Play(id=f"p{k}", prompt=PROMPT, sampling=SAMPLING))
-
-    asyncio.run(body())
+    made = player(By(lambda session: one_turn_then(session, ValueError("no such tool"))), engine, warn=said.append)
+    for k in range(3):
+        await made.play(Play(id=f"p{k}", prompt=PROMPT, sampling=SAMPLING))
     assert said == ["p0 ended as error: ValueError: no such tool. The metrics stop/* count these"]
 
 
@@ -144,15 +141,12 @@ def test_an_evaluation_is_greedy_and_has_the_same_turns_every_time() -> None:
     assert (requests, completion) == again
 
 
-def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
-    async def body() -> list[Request]:
-        engine = Answering()
-        play = player(Conversation(lambda seed: 3), engine).alone
-        await play(PROMPT, SAMPLING)
-        await play(replace(PROMPT, id=PROMPT.id + 1), SAMPLING)
-        return engine.requests
-
-    assert len({tuple(request.seeds) for request in asyncio.run(body())}) == 6
+async def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
+    engine = Answering()
+    play = player(Conversation(lambda seed: 3), engine).alone
+    await play(PROMPT, SAMPLING)
+    await play(replace(PROMPT, id=PROMPT.id + 1), SAMPLING)
+    assert len({tuple(request.seeds) for request in engine.requests}) == 6
 
 
 def test_a_rollout_without_a_driver_is_that_of_one_that_samples_a_single_turn() -> None:

@@ -35,23 +35,20 @@ def refusing(*prompts: int) -> Refusing:
 
 
 @pytest.mark.parametrize("size", [0, 2])
-def test_a_refused_prompt_is_replaced_and_counted(tokenizer: TextTokenizer, tmp_path: Path, size: int) -> None:
-    async def body() -> None:
-        rollouts = stream(refusing(1, 2), source(tokenizer), tokenizer, folder=tmp_path)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            if size:
-                groups = [group async for part in rollouts.parts(4, 1, size) for group in part]
-            else:
-                groups = await rollouts.take(4, 1)
-            assert sorted(ids(groups)) == [0, 3, 4, 5]
-            assert sorted(ids(rollouts.dropped)) == [1, 2]
-            rollouts.trained(1, groups)
-        stats, clock = StepStats(0.0, 0.0, 0.0, 1, 1.0), Clock()
-        metrics = step_metrics(1, groups, stats, SyncStats(1), step_times(clock.lap()), dropped=rollouts.dropped)
-        assert (metrics["dropped/failed"], metrics["dropped/groups"], metrics["dropped/tokens"]) == (2, 0, 0)
-
-    asyncio.run(body())
+async def test_a_refused_prompt_is_replaced_and_counted(tokenizer: TextTokenizer, tmp_path: Path, size: int) -> None:
+    rollouts = stream(refusing(1, 2), source(tokenizer), tokenizer, folder=tmp_path)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        if size:
+            groups = [group async for part in rollouts.parts(4, 1, size) for group in part]
+        else:
+            groups = await rollouts.take(4, 1)
+        assert sorted(ids(groups)) == [0, 3, 4, 5]
+        assert sorted(ids(rollouts.dropped)) == [1, 2]
+        rollouts.trained(1, groups)
+    stats, clock = StepStats(0.0, 0.0, 0.0, 1, 1.0), Clock()
+    metrics = step_metrics(1, groups, stats, SyncStats(1), step_times(clock.lap()), dropped=rollouts.dropped)
+    assert (metrics["dropped/failed"], metrics["dropped/groups"], metrics["dropped/tokens"]) == (2, 0, 0)
     reasons = {line[0]: line[1] for line in told(tmp_path, "dropped")}
     assert reasons == {i: f"failed: request prompt-{i}: 69 tokens and 4 new ones exceed 32" for i in (1, 2)}
 

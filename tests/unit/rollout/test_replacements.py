@@ -9,110 +9,89 @@ from support.rollout_streams import Echo, Failing, ids, source, stream, told
 from titan_rl.text.tokenizer import TextTokenizer
 
 
-def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> None:
+async def test_flat_groups_are_replaced_round_by_round(tokenizer: TextTokenizer) -> None:
     """Of 0 1 2 3 are 0 and 3 flat; of their replacements 4 5 is 4; its own, 6, has a signal."""
 
-    async def body() -> None:
-        echo = Echo([2, 0, 1], flat={0, 3, 4}.__contains__)
-        rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, dynamic_sampling=True)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            groups = await rollouts.take(4, 1)
-        assert ids(groups) == [1, 2, 5, 6]
-        assert ids(rollouts.dropped) == [0, 3, 4]
-        assert not any(group.flat for group in groups)
-        assert len(echo.requests) == 7  # replacements come on top of what the run admits
-
-    asyncio.run(body())
+    echo = Echo([2, 0, 1], flat={0, 3, 4}.__contains__)
+    rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, dynamic_sampling=True)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        groups = await rollouts.take(4, 1)
+    assert ids(groups) == [1, 2, 5, 6]
+    assert ids(rollouts.dropped) == [0, 3, 4]
+    assert not any(group.flat for group in groups)
+    assert len(echo.requests) == 7  # replacements come on top of what the run admits
 
 
-def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([0], flat=lambda id: id < 2), source(tokenizer), tokenizer, 4, dynamic_sampling=True)
-        async with aclosing(rollouts):
-            rollouts.admit(2)
-            first = await rollouts.take(2, 1)
-            rollouts.admit(2)
-            second = await rollouts.take(2, 1)
-        assert (ids(first), ids(second)) == ([2, 3], [4, 5])
-        assert rollouts.dropped == []  # of the last take only
-
-    asyncio.run(body())
+async def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextTokenizer) -> None:
+    rollouts = stream(Echo([0], flat=lambda id: id < 2), source(tokenizer), tokenizer, 4, dynamic_sampling=True)
+    async with aclosing(rollouts):
+        rollouts.admit(2)
+        first = await rollouts.take(2, 1)
+        rollouts.admit(2)
+        second = await rollouts.take(2, 1)
+    assert (ids(first), ids(second)) == ([2, 3], [4, 5])
+    assert rollouts.dropped == []  # of the last take only
 
 
-def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -> None:
+async def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -> None:
     """All of a round are at the generators before the first of it is answered: the same batches in every run."""
 
-    async def body() -> None:
-        echo = Echo([5], flat=lambda id: id < 6)
-        rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True)
-        async with aclosing(rollouts):
-            rollouts.admit(6)
-            taking = asyncio.create_task(rollouts.take(6, 1))
-            seen = set()
-            while not taking.done():
-                seen.add((len(echo.requests), echo.running))
-                await asyncio.sleep(0)
-            assert {requests for requests, _ in seen} <= {0, 6, 12}
-            assert (12, 6) in seen
-            assert ids(await taking) == list(range(6, 12))
-
-    asyncio.run(body())
+    echo = Echo([5], flat=lambda id: id < 6)
+    rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True)
+    async with aclosing(rollouts):
+        rollouts.admit(6)
+        taking = asyncio.create_task(rollouts.take(6, 1))
+        seen = set()
+        while not taking.done():
+            seen.add((len(echo.requests), echo.running))
+            await asyncio.sleep(0)
+        assert {requests for requests, _ in seen} <= {0, 6, 12}
+        assert (12, 6) in seen
+        assert ids(await taking) == list(range(6, 12))
 
 
-def test_a_step_goes_on_with_flat_groups_after_max_refills_rounds(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        echo = Echo([0], flat=lambda id: id != 1)
-        rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True, max_refills=3)
-        async with aclosing(rollouts):
-            rollouts.admit(3)
-            groups = await rollouts.take(3, 1)
-        assert ids(groups) == [1, 7, 8]
-        assert ids(rollouts.dropped) == [0, 2, 3, 4, 5, 6]
-        assert len(echo.requests) == 3 + 3 * 2
-
-    asyncio.run(body())
+async def test_a_step_goes_on_with_flat_groups_after_max_refills_rounds(tokenizer: TextTokenizer) -> None:
+    echo = Echo([0], flat=lambda id: id != 1)
+    rollouts = stream(echo, source(tokenizer), tokenizer, dynamic_sampling=True, max_refills=3)
+    async with aclosing(rollouts):
+        rollouts.admit(3)
+        groups = await rollouts.take(3, 1)
+    assert ids(groups) == [1, 7, 8]
+    assert ids(rollouts.dropped) == [0, 2, 3, 4, 5, 6]
+    assert len(echo.requests) == 3 + 3 * 2
 
 
-def test_without_dynamic_sampling_flat_groups_stay(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([0], flat=lambda id: True), source(tokenizer), tokenizer)
-        async with aclosing(rollouts):
-            rollouts.admit(2)
-            assert ids(await rollouts.take(2, 1)) == [0, 1]
-        assert rollouts.dropped == []
-
-    asyncio.run(body())
+async def test_without_dynamic_sampling_flat_groups_stay(tokenizer: TextTokenizer) -> None:
+    rollouts = stream(Echo([0], flat=lambda id: True), source(tokenizer), tokenizer)
+    async with aclosing(rollouts):
+        rollouts.admit(2)
+        assert ids(await rollouts.take(2, 1)) == [0, 1]
+    assert rollouts.dropped == []
 
 
-def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([1, 0], flat={1, 2}.__contains__), source(tokenizer), tokenizer, dynamic_sampling=True)
-        async with aclosing(rollouts):
-            rollouts.admit(2)
-            assert ids(await rollouts.take(2, 1)) == [0, 3]
-            resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cut())
-        assert resumed.next().id == 4
-
-    asyncio.run(body())
+async def test_the_cursor_is_behind_the_replacements(tokenizer: TextTokenizer) -> None:
+    rollouts = stream(Echo([1, 0], flat={1, 2}.__contains__), source(tokenizer), tokenizer, dynamic_sampling=True)
+    async with aclosing(rollouts):
+        rollouts.admit(2)
+        assert ids(await rollouts.take(2, 1)) == [0, 3]
+        resumed = source(tokenizer)
+        resumed.load_state_dict(rollouts.cut())
+    assert resumed.next().id == 4
 
 
-def test_a_group_whose_judge_fails_is_dropped_and_another_prompt_takes_its_place(
+async def test_a_group_whose_judge_fails_is_dropped_and_another_prompt_takes_its_place(
     tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        judge = Failing({1: 2, 2: 1, 4: 2})
-        rollouts = stream(Echo([2, 0, 1]), source(tokenizer), tokenizer, groups=4, judge=judge, folder=tmp_path)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            groups = await rollouts.take(4, 1)
-            assert ids(groups) == [0, 2, 3, 5]
-            assert ids(rollouts.dropped) == [1, 4]
-            assert all(group.rewards == [1.0, 0.0, 1.0] for group in groups)
-            rollouts.trained(1, groups)
-
-    asyncio.run(body())
+    judge = Failing({1: 2, 2: 1, 4: 2})
+    rollouts = stream(Echo([2, 0, 1]), source(tokenizer), tokenizer, groups=4, judge=judge, folder=tmp_path)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        groups = await rollouts.take(4, 1)
+        assert ids(groups) == [0, 2, 3, 5]
+        assert ids(rollouts.dropped) == [1, 4]
+        assert all(group.rewards == [1.0, 0.0, 1.0] for group in groups)
+        rollouts.trained(1, groups)
     reason = "ZeroDivisionError: no such thing as"
     assert sorted(told(tmp_path, "failed")) == [
         (id, attempt, f"{reason} {id}") for id, attempt in [(1, 1), (1, 2), (2, 1), (4, 1), (4, 2)]
@@ -122,36 +101,32 @@ def test_a_group_whose_judge_fails_is_dropped_and_another_prompt_takes_its_place
     assert {line[0] for line in told(tmp_path, "scored")} == {0, 2, 3, 5}
 
 
-def test_flat_and_failed_groups_are_replaced_together_but_failures_use_up_no_round(tokenizer: TextTokenizer) -> None:
+async def test_flat_and_failed_groups_are_replaced_together_but_failures_use_up_no_round(
+    tokenizer: TextTokenizer,
+) -> None:
     """0 is flat and 1 fails; of 4 and 5 the second fails; 6 is flat, and the one round for such is over."""
 
-    async def body() -> None:
-        judge = Failing({1: 1, 5: 1})
-        echo = Echo([0], flat={0, 6}.__contains__)
-        how: dict[str, Any] = {"dynamic_sampling": True, "max_refills": 1, "reward_attempts": 1}
-        rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, judge=judge, **how)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            assert ids(await rollouts.take(4, 1)) == [2, 3, 4, 6]
-            assert ids(rollouts.dropped) == [0, 1, 5]
-
-    asyncio.run(body())
+    judge = Failing({1: 1, 5: 1})
+    echo = Echo([0], flat={0, 6}.__contains__)
+    how: dict[str, Any] = {"dynamic_sampling": True, "max_refills": 1, "reward_attempts": 1}
+    rollouts = stream(echo, source(tokenizer), tokenizer, groups=4, judge=judge, **how)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        assert ids(await rollouts.take(4, 1)) == [2, 3, 4, 6]
+        assert ids(rollouts.dropped) == [0, 1, 5]
 
 
-def test_a_streamed_step_replaces_them_too(tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    async def body() -> None:
-        judge = Failing({1: 2, 6: 2})
-        rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer, judge=judge, folder=tmp_path)
-        async with aclosing(rollouts):
-            rollouts.admit(6)  # 1 3 5 7 9 1 turns
-            parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
-            assert sorted(id for part in parts for id in part) == [0, 2, 3, 4, 5]
-            assert [len(part) for part in parts] == [2, 2, 1]
-            assert ids(rollouts.dropped) == [1]
-            assert rollouts.backlog.inflight == 1
-            parts = [ids(part) async for part in rollouts.parts(1, 1, 4)]
-            assert parts == [[7]]
-            assert ids(rollouts.dropped) == [6]
-
-    asyncio.run(body())
+async def test_a_streamed_step_replaces_them_too(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    judge = Failing({1: 2, 6: 2})
+    rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer, judge=judge, folder=tmp_path)
+    async with aclosing(rollouts):
+        rollouts.admit(6)  # 1 3 5 7 9 1 turns
+        parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
+        assert sorted(id for part in parts for id in part) == [0, 2, 3, 4, 5]
+        assert [len(part) for part in parts] == [2, 2, 1]
+        assert ids(rollouts.dropped) == [1]
+        assert rollouts.backlog.inflight == 1
+        parts = [ids(part) async for part in rollouts.parts(1, 1, 4)]
+        assert parts == [[7]]
+        assert ids(rollouts.dropped) == [6]
     assert [id for id, *_ in told(tmp_path, "dropped")] == [1, 6]

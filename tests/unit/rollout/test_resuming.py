@@ -46,34 +46,31 @@ class Straggling(Echo):
         return await super().generate(request)
 
 
-def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+async def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     """The newest issued prompts are trained on, while older ones are in flight and nothing new is admitted."""
     rollout = RolloutSection(groups_per_step=2, group_size=3, lag=1, window=1)
 
-    async def body() -> list[int]:
-        first = stream(Stuck(0, 1), source(tokenizer), tokenizer, 12, rollout=rollout, folder=tmp_path)
-        begin(first, 0, {})
-        async with aclosing(first):
-            first.admit(4)
-            groups = await asyncio.wait_for(first.take(2, 1), 5)
-            first.trained(1, groups)
-            cut = json.loads(json.dumps(first.saved(1)))
-        trained, prompts, echo = ids(groups), source(tokenizer), Echo([0])
-        echo.version = 1
-        prompts.load_state_dict(cut)
-        second = stream(echo, prompts, tokenizer, 10, rollout=rollout, first=2, folder=tmp_path)
-        begin(second, 1, cut)
-        async with aclosing(second):
-            second.admit(4)
-            for step in range(2, 7):
-                groups = await second.take(2, step)
-                second.trained(step, groups)
-                trained += ids(groups)
-                echo.version = step
-                second.admit(2)
-        return trained
-
-    assert asyncio.run(body()) == [2, 3, 0, 1, *range(4, 12)]
+    first = stream(Stuck(0, 1), source(tokenizer), tokenizer, 12, rollout=rollout, folder=tmp_path)
+    begin(first, 0, {})
+    async with aclosing(first):
+        first.admit(4)
+        groups = await asyncio.wait_for(first.take(2, 1), 5)
+        first.trained(1, groups)
+        cut = json.loads(json.dumps(first.saved(1)))
+    trained, prompts, echo = ids(groups), source(tokenizer), Echo([0])
+    echo.version = 1
+    prompts.load_state_dict(cut)
+    second = stream(echo, prompts, tokenizer, 10, rollout=rollout, first=2, folder=tmp_path)
+    begin(second, 1, cut)
+    async with aclosing(second):
+        second.admit(4)
+        for step in range(2, 7):
+            groups = await second.take(2, step)
+            second.trained(step, groups)
+            trained += ids(groups)
+            echo.version = step
+            second.admit(2)
+    assert trained == [2, 3, 0, 1, *range(4, 12)]
     replayed(tmp_path)
 
 

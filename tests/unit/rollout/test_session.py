@@ -109,22 +109,19 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
     assert message.startswith(f"p: a branch begins with turn 2, because only {len(begun) + 1} of its {len(begun) + 2}")
 
 
-def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() -> None:
+async def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() -> None:
     async def ask(request: TurnRequest) -> Completion:
         return Completion([10, 11], [-0.5] * 2, [0] * 2, "length" if request.index == 0 else "stop")
 
-    async def body() -> list[int]:
-        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-        await session.sample(PROMPT.tokens)
-        await session.sample([*PROMPT.tokens, 10, 11, EOS, TOOL])
-        (branch,) = session.branches()
-        assert branch.tokens == [*PROMPT.tokens, 10, 11, EOS, TOOL, 10, 11]
-        return branch.mask
-
-    assert asyncio.run(body()) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+    await session.sample(PROMPT.tokens)
+    await session.sample([*PROMPT.tokens, 10, 11, EOS, TOOL])
+    (branch,) = session.branches()
+    assert branch.tokens == [*PROMPT.tokens, 10, 11, EOS, TOOL, 10, 11]
+    assert branch.mask == [0, 0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_of_several_branches_the_longest_continues() -> None:
+async def test_of_several_branches_the_longest_continues() -> None:
     """The second answer to a prompt begins with the first one, so what extends it extends both."""
     answers = [[10], [10, 11], [12]]
 
@@ -132,13 +129,13 @@ def test_of_several_branches_the_longest_continues() -> None:
         said = answers[request.index]
         return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
 
-    async def body() -> list[list[list[int]]]:
-        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-        for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
-            await session.sample(context)
-        return [[turn.context for turn in branch.turns] for branch in session.branches()]
-
-    assert asyncio.run(body()) == [[PROMPT.tokens], [PROMPT.tokens, [TOOL]]]
+    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+    for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
+        await session.sample(context)
+    assert [[turn.context for turn in branch.turns] for branch in session.branches()] == [
+        [PROMPT.tokens],
+        [PROMPT.tokens, [TOOL]],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,26 +173,23 @@ def test_a_limit_lowers_the_last_turns_and_then_ends_the_rollout_by_name(
     assert rollout.sampled <= limits.tokens
 
 
-def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
-    async def body() -> None:
-        may_answer = asyncio.Event()
+async def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
+    may_answer = asyncio.Event()
 
-        async def ask(request: TurnRequest) -> Completion:
-            await may_answer.wait()
-            return Completion([10], [-0.5], [0], "stop")
+    async def ask(request: TurnRequest) -> Completion:
+        await may_answer.wait()
+        return Completion([10], [-0.5], [0], "stop")
 
-        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-        asking = asyncio.create_task(session.sample(PROMPT.tokens))
-        await asyncio.sleep(0)
-        session.end()
-        may_answer.set()
-        with pytest.raises(SessionOver):
-            await asking
-        with pytest.raises(SessionOver):
-            await session.sample(PROMPT.tokens)
-        assert session.branches() == []
-
-    asyncio.run(body())
+    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+    asking = asyncio.create_task(session.sample(PROMPT.tokens))
+    await asyncio.sleep(0)
+    session.end()
+    may_answer.set()
+    with pytest.raises(SessionOver):
+        await asking
+    with pytest.raises(SessionOver):
+        await session.sample(PROMPT.tokens)
+    assert session.branches() == []
 
 
 def test_every_turn_has_its_own_seed_and_the_first_has_that_of_a_single_answer() -> None:

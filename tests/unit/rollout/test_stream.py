@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.operations import instructions
 from support.rollout_streams import Echo, ids, source, stream
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.ledger import events
 from titan_rl.record.metrics import ages_of
+from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.seeds import derive, sample_seed
 from titan_rl.wire.types import Completion, Request
@@ -142,105 +146,87 @@ def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) 
     assert inflight == 10
 
 
-def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer)  # 1 3 5 7 9 turns
-        async with aclosing(rollouts):
-            rollouts.admit(6)
-            parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
-            assert parts == [[0, 1], [2, 3], [4]]
-            assert rollouts.backlog.inflight == 1
-            assert [ids(part) async for part in rollouts.parts(1, 1, 4)] == [[5]]
-
-    asyncio.run(body())
+async def test_a_step_is_given_part_by_part_in_the_order_of_finishing(tokenizer: TextTokenizer) -> None:
+    rollouts = stream(Echo([9, 1, 3, 5, 7]), source(tokenizer), tokenizer)  # 1 3 5 7 9 turns
+    async with aclosing(rollouts):
+        rollouts.admit(6)
+        parts = [ids(part) async for part in rollouts.parts(5, 1, 2)]
+        assert parts == [[0, 1], [2, 3], [4]]
+        assert rollouts.backlog.inflight == 1
+        assert [ids(part) async for part in rollouts.parts(1, 1, 4)] == [[5]]
 
 
-def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer) -> None:
+async def test_a_run_resumes_without_the_groups_that_overtook(tokenizer: TextTokenizer) -> None:
     """Also one that resumes twice before the straggler is trained on."""
 
-    async def body() -> None:
-        rollout = RolloutSection(groups_per_step=1, group_size=3, lag=2, window=4, pace=False)
-        prompts = source(tokenizer)
-        seen: list[int] = []
-        for life in range(3):
-            echo = Echo([50, 0, 0, 0, 0])  # by count: the fifth request of a life is slow
-            echo.requests = [None] * 4  # type: ignore[list-item]
-            rollouts = stream(echo, prompts, tokenizer, 20, rollout=rollout, first=life + 1)
-            async with aclosing(rollouts):
-                rollouts.admit(3)
-                echo.version = life
-                await asyncio.sleep(0)
-                groups = await rollouts.take(1, life + 1)
-                seen += ids(groups)
-                cursor = rollouts.cut()
-            prompts = source(tokenizer)
-            prompts.load_state_dict(json.loads(json.dumps(cursor)))
-        assert seen == [1, 2, 3]
-        assert [prompts.next().id for _ in range(2)] == [0, 4]
-
-    asyncio.run(body())
-
-
-def test_a_run_never_admits_what_it_will_not_train(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        echo = Echo([0])
-        rollouts = stream(echo, source(tokenizer), tokenizer, groups=5)
+    rollout = RolloutSection(groups_per_step=1, group_size=3, lag=2, window=4, pace=False)
+    prompts = source(tokenizer)
+    seen: list[int] = []
+    for life in range(3):
+        echo = Echo([50, 0, 0, 0, 0])  # by count: the fifth request of a life is slow
+        echo.requests = [None] * 4  # type: ignore[list-item]
+        rollouts = stream(echo, prompts, tokenizer, 20, rollout=rollout, first=life + 1)
         async with aclosing(rollouts):
-            rollouts.admit(4)
-            await rollouts.take(4, 1)
-            rollouts.admit(4)
-            await rollouts.take(1, 1)
-        assert len(echo.requests) == 5
+            rollouts.admit(3)
+            echo.version = life
+            await asyncio.sleep(0)
+            groups = await rollouts.take(1, life + 1)
+            seen += ids(groups)
+            cursor = rollouts.cut()
+        prompts = source(tokenizer)
+        prompts.load_state_dict(json.loads(json.dumps(cursor)))
+    assert seen == [1, 2, 3]
+    assert [prompts.next().id for _ in range(2)] == [0, 4]
 
-    asyncio.run(body())
+
+async def test_a_run_never_admits_what_it_will_not_train(tokenizer: TextTokenizer) -> None:
+    echo = Echo([0])
+    rollouts = stream(echo, source(tokenizer), tokenizer, groups=5)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        await rollouts.take(4, 1)
+        rollouts.admit(4)
+        await rollouts.take(1, 1)
+    assert len(echo.requests) == 5
 
 
-def test_the_cursor_is_behind_what_is_in_flight(tokenizer: TextTokenizer) -> None:
+async def test_the_cursor_is_behind_what_is_in_flight(tokenizer: TextTokenizer) -> None:
     """Resuming from it samples the admitted, untrained groups again: none lost, none twice."""
 
-    async def body() -> None:
-        rollouts = stream(Echo([3, 0, 5]), source(tokenizer), tokenizer)
-        async with aclosing(rollouts):
-            rollouts.admit(6)
-            taken = [g.prompt.id for g in await rollouts.take(2, 1)]
-            resumed = source(tokenizer)
-            resumed.load_state_dict(rollouts.cut())
-        assert taken == [0, 1]
-        assert resumed.next().id == 2
-
-    asyncio.run(body())
+    rollouts = stream(Echo([3, 0, 5]), source(tokenizer), tokenizer)
+    async with aclosing(rollouts):
+        rollouts.admit(6)
+        taken = [g.prompt.id for g in await rollouts.take(2, 1)]
+        resumed = source(tokenizer)
+        resumed.load_state_dict(rollouts.cut())
+    assert taken == [0, 1]
+    assert resumed.next().id == 2
 
 
-def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([0]), source(tokenizer), tokenizer)
-        async with aclosing(rollouts):
-            rollouts.admit(1)
-            (group,) = await rollouts.take(1, 1)
-        (rollout, *_) = group.rollouts
-        assert rollout.branches[0].tokens == [*group.prompt.tokens, 8]
-        assert rollout.branches[0].mask == [0] * len(group.prompt.tokens) + [1]
-        assert rollout.text == "1"
-        assert rollout.reward == 1.0
-
-    asyncio.run(body())
+async def test_rewards_and_turns(tokenizer: TextTokenizer) -> None:
+    rollouts = stream(Echo([0]), source(tokenizer), tokenizer)
+    async with aclosing(rollouts):
+        rollouts.admit(1)
+        (group,) = await rollouts.take(1, 1)
+    (rollout, *_) = group.rollouts
+    assert rollout.branches[0].tokens == [*group.prompt.tokens, 8]
+    assert rollout.branches[0].mask == [0] * len(group.prompt.tokens) + [1]
+    assert rollout.text == "1"
+    assert rollout.reward == 1.0
 
 
-def test_a_snapshots_cut_writes_nothing_and_a_checkpoints_is_preceded_by_its_events(
+async def test_a_snapshots_cut_writes_nothing_and_a_checkpoints_is_preceded_by_its_events(
     tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
-    async def body() -> None:
-        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, folder=tmp_path)
-        async with aclosing(rollouts):
-            rollouts.admit(6)
-            await rollouts.take(4, 1)
-            before = rollouts._ledger._lines
-            cut = rollouts.cut()
-            assert rollouts._ledger._lines == before
-            assert rollouts.saved(1) == cut
-            assert list(events(tmp_path))[-1] == {"n": before, "event": "saved", "step": 1}
-
-    asyncio.run(body())
+    rollouts = stream(Echo([0]), source(tokenizer), tokenizer, folder=tmp_path)
+    async with aclosing(rollouts):
+        rollouts.admit(6)
+        await rollouts.take(4, 1)
+        before = rollouts._ledger._lines
+        cut = rollouts.cut()
+        assert rollouts._ledger._lines == before
+        assert rollouts.saved(1) == cut
+        assert list(events(tmp_path))[-1] == {"n": before, "event": "saved", "step": 1}
 
 
 def test_a_later_stream_of_a_process_asks_under_other_names(tokenizer: TextTokenizer) -> None:
@@ -262,3 +248,34 @@ def test_seeds_depend_on_what_they_name_and_nothing_else() -> None:
     assert len(seeds) == 3 * 40 * 8
     assert all(0 <= s < 2**31 for s in seeds)
     assert derive(1, "a", 2) != derive(1, "a2")
+
+
+FEW, MANY = 24, 96
+
+
+async def take_all(rollouts: RolloutStream, n: int) -> None:
+    assert len(await rollouts.take(n, 1)) == n
+
+
+async def take_one_by_one(rollouts: RolloutStream, n: int) -> None:
+    assert [len(part) async for part in rollouts.parts(n, 1, 1)] == [1] * n
+
+
+@pytest.mark.parametrize("take", [take_all, take_one_by_one])
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_group_costs_the_same_in_a_large_step(
+    tokenizer: TextTokenizer, take: Callable[[RolloutStream, int], Awaitable[None]], window: int
+) -> None:
+    def step(n: int) -> Callable[[], None]:
+        async def body() -> None:
+            rollout = RolloutSection(groups_per_step=n, group_size=2, lag=1, window=window)
+            rollouts = stream(Echo([*range(17)]), source(tokenizer), tokenizer, 4 * n, rollout=rollout)
+            async with aclosing(rollouts):
+                rollouts.admit(2 * n)
+                await take(rollouts, n)
+                assert rollouts.cut()["open"]
+
+        return lambda: asyncio.run(body())
+
+    few, many = (instructions(step(n), "rollout/stream.py") / n for n in (FEW, MANY))
+    assert many < 1.5 * few

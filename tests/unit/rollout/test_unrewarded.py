@@ -94,15 +94,12 @@ def test_the_audit_names_a_missing_reward_that_no_judge_failed_on(tokenizer: Tex
     assert "prompt 1, sample 1 has the reward None, though it ended as completed" in problems[0]
 
 
-def test_a_reward_that_fails_on_every_answer_ends_the_run(tokenizer: TextTokenizer) -> None:
+async def test_a_reward_that_fails_on_every_answer_ends_the_run(tokenizer: TextTokenizer) -> None:
     async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         return [LOST] * len(rollouts)
 
-    async def body() -> None:
-        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            with pytest.raises(RewardFailed, match="3 of 3 answers have no reward; the first: my:f did not return"):
-                await rollouts.take(4, 1)
-
-    asyncio.run(body())
+    rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        with pytest.raises(RewardFailed, match="3 of 3 answers have no reward; the first: my:f did not return"):
+            await rollouts.take(4, 1)

@@ -100,32 +100,26 @@ def test_without_packages_there_are_none(sandbox: LocalSandbox) -> None:
     assert "No module named 'numpy'" in sandbox.run_here("import numpy").stderr
 
 
-def test_several_at_a_time() -> None:
-    async def run() -> None:
-        sandbox: Sandbox = (own := LocalSandbox(SECTION))
-        await own.warm()
-        began = time.monotonic()
-        found = await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.5); print({n})") for n in range(4)))
-        assert [each.stdout for each in found] == [f"{n}\n" for n in range(4)]
-        assert sum(each.seconds for each in found) > 1.5 * (time.monotonic() - began)  # two at a time
-        own.close()
-
-    asyncio.run(run())
+async def test_several_at_a_time() -> None:
+    sandbox: Sandbox = (own := LocalSandbox(SECTION))
+    await own.warm()
+    began = time.monotonic()
+    found = await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.5); print({n})") for n in range(4)))
+    assert [each.stdout for each in found] == [f"{n}\n" for n in range(4)]
+    assert sum(each.seconds for each in found) > 1.5 * (time.monotonic() - began)  # two at a time
+    own.close()
 
 
-def test_a_cancelled_execution_ends_and_its_server_is_replaced(sandbox: LocalSandbox) -> None:
-    async def run() -> None:
-        began = time.monotonic()
-        task = asyncio.create_task(sandbox.run("import time; time.sleep(25)"))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        found = await asyncio.gather(*(sandbox.run("print(1)") for _ in range(4)))
-        assert [each.stdout for each in found] == ["1\n"] * 4
-        assert time.monotonic() - began < 20
-
-    asyncio.run(run())
+async def test_a_cancelled_execution_ends_and_its_server_is_replaced(sandbox: LocalSandbox) -> None:
+    began = time.monotonic()
+    task = asyncio.create_task(sandbox.run("import time; time.sleep(25)"))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    found = await asyncio.gather(*(sandbox.run("print(1)") for _ in range(4)))
+    assert [each.stdout for each in found] == ["1\n"] * 4
+    assert time.monotonic() - began < 20
 
 
 def test_a_server_that_dies_is_named_and_replaced(sandbox: LocalSandbox) -> None:
@@ -184,11 +178,8 @@ def test_a_closed_sandbox_runs_nothing() -> None:
         sandbox.run_here("print(1)")
 
 
-def test_limits_of_one_call(sandbox: LocalSandbox) -> None:
-    async def run() -> Execution:
-        return await sandbox.run("import time; time.sleep(9)", limits=replace(sandbox.limits, wall_seconds=0.3))
-
-    found = asyncio.run(run())
+async def test_limits_of_one_call(sandbox: LocalSandbox) -> None:
+    found = await sandbox.run("import time; time.sleep(9)", limits=replace(sandbox.limits, wall_seconds=0.3))
     assert (found.status, found.detail) == ("timeout", "more than 0.3 s")
     assert 0.3 <= found.seconds < 9
 

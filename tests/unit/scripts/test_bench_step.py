@@ -1,10 +1,8 @@
 """What bench_step.py computes from its measurements, and the plot of it."""
 
-import asyncio
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as xml
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from bench.rows import append_rows, csv_rows
 from bench.step_ours import requests_of
 from bench.step_shapes import SHAPES, TOOL_SAYS, Tool, chats
 from bench.step_torch import padded
-from bench.step_waterfall import floor, layers, of_one_commit, plot, ratios, steps_of
+from bench.step_waterfall import floor, layers, of_one_commit, ratios, steps_of
 from bench.step_ways import LAG, OURS, PARTS, PEAK, PROMPTS_FILE, TORCH, TRL, VLLM, medians, run_keys
 from titan_rl.agents.episodes import Reply
 from titan_rl.wire.types import Request, Sampling
@@ -112,19 +110,6 @@ def test_the_layers_lead_from_zero_over_the_floor_to_the_step() -> None:
     assert found[3].end < found[3].start  # generation took less than bare vLLM
 
 
-def test_the_plot_has_a_bar_per_layer_and_way_and_stays_in_its_frame() -> None:
-    root = xml.fromstring(plot({shape: steps_of(ROWS, shape) for shape in SHAPES}))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    bars = [element.attrib for element in root if element.tag.endswith("rect")]
-    assert len(bars) == len(SHAPES) * (len(layers(STEPS)) + 2)
-    for bar in bars:
-        x, y, wide, high = (float(bar[key]) for key in ("x", "y", "width", "height"))
-        assert 0 < x < x + wide <= width
-        assert 0 < y <= y + high < height
-    dashed = [element for element in root if "stroke-dasharray" in element.attrib]
-    assert len(dashed) == len(SHAPES)  # TRL's line
-
-
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.read])
 def test_every_step_of_a_shape_has_the_same_tokens_and_each_sample_one_seed(name: str) -> None:
     shape = SHAPES[name]
@@ -187,10 +172,10 @@ def test_bare_torch_trains_on_the_sampled_tokens_of_both_turns() -> None:
     assert sum(int(mask.sum()) for _, _, mask in chunks) == SHAPES["20M"].sampled
 
 
-def test_the_tool_answers_once() -> None:
-    async def played() -> list[tuple[str, float, bool, dict[str, float]]]:
-        tool = Tool()
-        await tool.reset()
-        return [await tool.step(Reply(said, [], "length")) for said in ("?347*862", "29x")]
-
-    assert asyncio.run(played()) == [(TOOL_SAYS, 0.0, False, {}), ("", pytest.approx(2 / 3), True, {})]
+async def test_the_tool_answers_once() -> None:
+    tool = Tool()
+    await tool.reset()
+    assert [await tool.step(Reply(said, [], "length")) for said in ("?347*862", "29x")] == [
+        (TOOL_SAYS, 0.0, False, {}),
+        ("", pytest.approx(2 / 3), True, {}),
+    ]

@@ -19,19 +19,11 @@ from titan_rl.tasks.curriculum import Curriculum
 from titan_rl.tasks.examples import Example
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task
-from titan_rl.text import tokenizer
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.types import Prompt, Rollout
 
 BOTH = CurriculumSection(solved_visits=2, hopeless_wait=3)
 SOLVED, HOPELESS, SOME = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.build(folder)
-    return TextTokenizer.load(folder)
 
 
 def source(
@@ -233,31 +225,28 @@ def test_a_cut_run_trains_every_prompt_once_and_each_on_its_own_example(
         assert resumed == run(folders[1], [])
 
 
-def test_what_is_trained_on_is_a_visit(text: TextTokenizer) -> None:
+async def test_what_is_trained_on_is_a_visit(text: TextTokenizer) -> None:
     prompts = source(text, 9, replace(BOTH, solved_visits=1))
 
     async def alike(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
         return [float(prompt.id == 0)] * 3
 
-    async def body() -> None:
-        rollouts = stream(Echo([0]), prompts, text, 4, judge=alike)
-        async with aclosing(rollouts):
-            rollouts.admit(4)
-            groups = await rollouts.take(2, 1)
-            assert counts(dict(rollouts.backlog.curriculum)) == (9, 0, 0)
-            rollouts.trained(1, groups)
-            assert counts(dict(rollouts.backlog.curriculum)) == (7, 1, 1)
-            cut = rollouts.cut()
-        assert (cut["position"], cut["open"], cut["taken"]) == (4, [2, 3], [])
-        assert cut["curriculum"] == {
-            "solved": [(groups[0].prompt.row["i"], 1)],
-            "waits": [(groups[1].prompt.row["i"], 3)],
-        }
-
-    asyncio.run(body())
+    rollouts = stream(Echo([0]), prompts, text, 4, judge=alike)
+    async with aclosing(rollouts):
+        rollouts.admit(4)
+        groups = await rollouts.take(2, 1)
+        assert counts(dict(rollouts.backlog.curriculum)) == (9, 0, 0)
+        rollouts.trained(1, groups)
+        assert counts(dict(rollouts.backlog.curriculum)) == (7, 1, 1)
+        cut = rollouts.cut()
+    assert (cut["position"], cut["open"], cut["taken"]) == (4, [2, 3], [])
+    assert cut["curriculum"] == {
+        "solved": [(groups[0].prompt.row["i"], 1)],
+        "waits": [(groups[1].prompt.row["i"], 3)],
+    }
 
 
-def test_what_is_dropped_as_flat_is_a_visit_and_what_fails_is_none(text: TextTokenizer) -> None:
+async def test_what_is_dropped_as_flat_is_a_visit_and_what_fails_is_none(text: TextTokenizer) -> None:
     prompts = source(text, 9, replace(BOTH, solved_visits=1))
 
     async def fails_or_solves(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
@@ -265,11 +254,8 @@ def test_what_is_dropped_as_flat_is_a_visit_and_what_fails_is_none(text: TextTok
             raise ZeroDivisionError("no reward")
         return [1.0] * 3 if prompt.id == 1 else [1.0, 0.0, 1.0]
 
-    async def body() -> None:
-        rollouts = stream(Echo([0]), prompts, text, 2, judge=fails_or_solves, reward_attempts=1, dynamic_sampling=True)
-        async with aclosing(rollouts):
-            rollouts.admit(2)
-            assert ids(await rollouts.take(2, 1)) == [2, 3]
-            assert counts(dict(rollouts.backlog.curriculum)) == (8, 1, 0)
-
-    asyncio.run(body())
+    rollouts = stream(Echo([0]), prompts, text, 2, judge=fails_or_solves, reward_attempts=1, dynamic_sampling=True)
+    async with aclosing(rollouts):
+        rollouts.admit(2)
+        assert ids(await rollouts.take(2, 1)) == [2, 3]
+        assert counts(dict(rollouts.backlog.curriculum)) == (8, 1, 0)

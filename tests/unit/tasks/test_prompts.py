@@ -2,7 +2,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,24 +12,11 @@ from titan_rl.batch.packing import pack
 from titan_rl.config.sections import AlgorithmName, AlgorithmSection, TaskSection
 from titan_rl.tasks.prompts import SAMPLES, PromptSource, judged, preference, supervised
 from titan_rl.tasks.task import Example, Task, load_task
-from titan_rl.text import tokenizer
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
 
 TASK = Task([Example(f"{i}=", str(i), {"i": i}) for i in range(7)], [])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.build(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> TextTokenizer:
-    return TextTokenizer.load(folder)
 
 
 def take(source: PromptSource, n: int) -> list[Prompt]:
@@ -103,12 +89,14 @@ def test_the_order_never_changes(text: TextTokenizer) -> None:
     assert [prompt.row["i"] for prompt in prompts] == [3, 2, 4, 6, 0, 5, 1, 1, 0, 6, 4, 3, 2, 5]
 
 
-def test_another_process_resumes(folder: Path, text: TextTokenizer) -> None:
+def test_another_process_resumes(text: TextTokenizer) -> None:
     source = PromptSource(TASK, text, seed=5)
     take(source, 9)
     state = json.dumps(source.state_dict())
     assert len(state) < 1000
-    run = subprocess.run([sys.executable, "-c", RESUME, str(folder), state], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", RESUME, str(text.folder), state], capture_output=True, text=True, check=True
+    )
     assert json.loads(run.stdout) == [[p.id, p.text] for p in take(source, 20)]
 
 
@@ -195,38 +183,35 @@ def test_every_kind_but_rl_has_its_samples() -> None:
     assert set(SAMPLES) == kinds - {"rl"}
 
 
-def test_a_demonstration_trains_what_the_policy_says_and_never_what_it_reads(folder: Path) -> None:
+def test_a_demonstration_trains_what_the_policy_says_and_never_what_it_reads(text: TextTokenizer) -> None:
     """Planted: with tool output in the mask, the policy would learn to make the results up."""
-    characters = TextTokenizer.load(folder)
     shown = [("?347*862", "299114="), ("299114", "")]
-    prompt = Prompt(0, "347*862=", characters.encode("347*862="), "299114", demonstration=shown)
-    (sample,) = supervised(prompt, characters)
+    prompt = Prompt(0, "347*862=", text.encode("347*862="), "299114", demonstration=shown)
+    (sample,) = supervised(prompt, text)
     said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]
     read = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if not trained]
-    assert characters.decode(said, skip_special=False) == "?347*862</s>299114</s>"
-    assert characters.decode(read, skip_special=False) == "347*862=299114="
+    assert text.decode(said, skip_special=False) == "?347*862</s>299114</s>"
+    assert text.decode(read, skip_special=False) == "347*862=299114="
 
 
-def test_a_demonstration_in_messages_is_that_in_text_and_a_chat_renders_their_roles(folder: Path) -> None:
-    characters = TextTokenizer.load(folder)
+def test_a_demonstration_in_messages_is_that_in_text_and_a_chat_renders_their_roles(text: TextTokenizer) -> None:
     told = [{"role": "tool", "content": "299114="}]
-    prompt = Prompt(0, "347*862=", characters.encode("347*862="), "299114", demonstration=[("?347*862", told)])
-    text = replace(prompt, demonstration=[("?347*862", "299114=")])
-    assert supervised(prompt, characters) == supervised(text, characters)
+    prompt = Prompt(0, "347*862=", text.encode("347*862="), "299114", demonstration=[("?347*862", told)])
+    in_text = replace(prompt, demonstration=[("?347*862", "299114=")])
+    assert supervised(prompt, text) == supervised(in_text, text)
     asked = [{"role": "user", "content": "347*862="}]
-    tokens = characters.prompt(asked, "chat")
+    tokens = text.prompt(asked, "chat")
     chat = replace(prompt, tokens=tokens, messages=asked, demonstration=[("?347*862", told), ("299114", [])])
-    (sample,) = supervised(chat, characters)
-    assert characters.decode(sample.tokens[len(tokens) :], skip_special=False).startswith("?347*862</s>")
+    (sample,) = supervised(chat, text)
+    assert text.decode(sample.tokens[len(tokens) :], skip_special=False).startswith("?347*862</s>")
     said = [token for token, trained in zip(sample.tokens, sample.mask, strict=True) if trained]
-    assert characters.decode(said, skip_special=False) == "?347*862</s>299114</s>"
+    assert text.decode(said, skip_special=False) == "?347*862</s>299114</s>"
 
 
-def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(folder: Path) -> None:
-    characters = TextTokenizer.load(folder)
+def test_demonstrations_of_a_game_differ_each_time_but_not_between_runs(text: TextTokenizer) -> None:
     task = load_task(TaskSection(name="hunt"), seed=3, eval_size=20)
     assert (len(task.train), len(task.heldout)) == (580, 20)
     assert not {str(example.row) for example in task.train} & {str(example.row) for example in task.heldout}
-    first, second, again = (task.prompt(task.train[0], id, characters).demonstration for id in (1, 2, 1))
+    first, second, again = (task.prompt(task.train[0], id, text).demonstration for id in (1, 2, 1))
     assert first == again
     assert first != second

@@ -22,7 +22,6 @@ from titan_rl.tasks.examples import Example
 from titan_rl.tasks.orders import MixedOrder
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, TaskPart, load_task
-from titan_rl.text import tokenizer
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Prompt
@@ -33,13 +32,6 @@ TASK = Task(
     [Example(f"{i}=", str(i), {"i": i}, source=name) for name, n in SIZES.items() for i in range(n)], [], parts=PARTS
 )
 DRAWS = 2500  # two chunks and a half
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.build(folder)
-    return TextTokenizer.load(folder)
 
 
 @pytest.fixture(scope="module")

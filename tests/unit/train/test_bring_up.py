@@ -173,7 +173,7 @@ def test_deterministic_engines_on_gpus_are_batch_invariant(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 10), ("cuda", 60)])
-def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
+async def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
     monkeypatch: pytest.MonkeyPatch, device: str, seconds: float
 ) -> None:
     async def none_started(*_: Any) -> bring_up.Meshes:
@@ -186,11 +186,8 @@ def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
     nothing: Any = None
 
-    async def body() -> None:
-        async with bring_up.launch(setup, Terminal(), nothing):
-            assert deaths.kill_seconds == seconds
-
-    asyncio.run(body())
+    async with bring_up.launch(setup, Terminal(), nothing):
+        assert deaths.kill_seconds == seconds
 
 
 def test_what_outlives_a_kill_is_named_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection, TaskSection
 from titan_rl.preflight.setup import Policy, policy_of
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.lines import Unwritable
 from titan_rl.tasks.task import Example, Task
 from titan_rl.text import tokenizer as characters
 from titan_rl.train.export_proof import ProofFailed, compare_prompts
-from titan_rl.train.hf_folder import new_folder, write_assets
+from titan_rl.train.hf_folder import export_policy, new_folder, write_assets
+from titan_rl.wire.errors import RankFailed
 
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|turn|>assistant\n"
 CHATS = st.lists(
@@ -151,3 +154,19 @@ def test_a_folder_is_whole_or_absent_and_an_older_one_is_kept(tmp_path: Path) ->
         with new_folder(final) as partial:
             (partial / "file").write_text(content)
     assert ((final / "file").read_text(), (tmp_path / "hf.1" / "file").read_text()) == ("second", "first")
+
+
+FULL_DISK = "Traceback\nOSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize(("details", "kind"), [(FULL_DISK, Unwritable), ("Traceback\nValueError: no", RankFailed)])
+def test_a_full_disk_is_no_fault_of_a_rank(tmp_path: Path, details: str, kind: type[Exception]) -> None:
+    class Trainers:
+        async def export(self, folder: str) -> None:
+            Path(folder, "model.safetensors").write_bytes(b"half of it")
+            raise RankFailed("trainer[dp=0 tp=0] failed in export", details, rank="trainer[dp=0 tp=0]", kind="OSError")
+
+    trainers: Any = Trainers()
+    with pytest.raises(kind, match=f"^{tmp_path}/hf cannot be written: No space" if kind is Unwritable else "failed"):
+        asyncio.run(export_policy(trainers, trainers, tmp_path / "hf"))  # the setup is not reached
+    assert list(tmp_path.iterdir()) == [], "nothing half-written stays"

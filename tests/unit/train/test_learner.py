@@ -3,13 +3,13 @@
 import asyncio
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from support.learners import learner_of
 from titan_rl.batch.packing import UpTo
-from titan_rl.config.auto import on_device
+from titan_rl.config.auto import on_device, resolved
 from titan_rl.config.sections import (
     AlgorithmSection,
     CheckpointSection,
@@ -20,8 +20,33 @@ from titan_rl.config.sections import (
 )
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
+from titan_rl.train.learner import Learner
+from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.types import Batch, Sample
+
+
+def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = None) -> tuple[Learner, list[str]]:
+    """Return a learner, and what it notes."""
+    notes: list[str] = []
+    run: Any = SimpleNamespace(
+        config=config,
+        setup=SimpleNamespace(
+            config=config, resolved=resolved(config, "cpu"), folder=folder, tokenizer=SimpleNamespace(pad=0)
+        ),
+        meshes=SimpleNamespace(
+            trainers=trainers,
+            critic=critic,
+            reward_model=None,
+            reference=None,
+            teacher=None,
+        ),
+        clock=Clock(),
+        snapshots=SimpleNamespace(forget=lambda but: None),
+        incidents=SimpleNamespace(note=notes.append),
+    )
+    return Learner(run), notes
+
 
 PPO = AlgorithmSection(name="ppo", advantage="gae", normalize="batch")
 FULL = RankFailed(
@@ -68,7 +93,7 @@ def sample(trained: int) -> Sample:
 
 
 @pytest.mark.parametrize("stream_groups", [0, 1])
-def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stream_groups: int) -> None:
+async def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stream_groups: int) -> None:
     """A trainer dies between two parts of a streamed step. What it had accumulated is gone, and so are the counts."""
     config = on_device(
         Config(training=TrainingSection(stream_groups=stream_groups, seq_len=64, local_batch_size=1)), "cpu"
@@ -81,20 +106,17 @@ def test_a_step_made_again_has_the_counts_of_its_own_tokens(tmp_path: Path, stre
         made.extend(updates)
         return "stats"
 
-    async def body() -> None:
-        await learns.accumulate([sample(30)])
-        trainers.broken = RankDied("trainer[dp=0 tp=0]", "was killed")
-        if stream_groups:
-            with pytest.raises(RankDied):
-                await learns.accumulate([sample(10)])
-        trainers.broken = None
-        await learns.resume("rl", Resume(4, None))
-        learns.step = step  # type: ignore[method-assign, assignment]
-        await learns.accumulate([sample(20)])
-        await learns.accumulate([sample(10)])
-        await learns.update()
-
-    asyncio.run(body())
+    await learns.accumulate([sample(30)])
+    trainers.broken = RankDied("trainer[dp=0 tp=0]", "was killed")
+    if stream_groups:
+        with pytest.raises(RankDied):
+            await learns.accumulate([sample(10)])
+    trainers.broken = None
+    await learns.resume("rl", Resume(4, None))
+    learns.step = step  # type: ignore[method-assign, assignment]
+    await learns.accumulate([sample(20)])
+    await learns.accumulate([sample(10)])
+    await learns.update()
     assert trainers.updates == ([(30, 30)] if stream_groups else [])
     assert [len(samples) for samples in made] == ([] if stream_groups else [2])
 
@@ -127,47 +149,41 @@ def on_disk(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None:
+async def test_the_critic_keeps_every_step_that_the_policy_has(tmp_path: Path) -> None:
     """The policy's disk is full, the critic's is not: each retry writes another step of the critic."""
     config, policy = ppo(keep_latest_k=2), Mesh(tmp_path / "checkpoint")
     learns, notes = learner_of(tmp_path, config, policy, critic=Mesh(tmp_path / "checkpoint/critic"))
 
-    async def body() -> None:
-        for step in range(1, 4):
-            assert await learns.save(step, "{}")
+    for step in range(1, 4):
+        assert await learns.save(step, "{}")
+    assert Checkpoints.of(tmp_path, config).whole_steps() == [2, 3]
+    policy.broken = FULL
+    for step in range(4, 10):
+        assert not await learns.save(step, "{}")
         assert Checkpoints.of(tmp_path, config).whole_steps() == [2, 3]
-        policy.broken = FULL
-        for step in range(4, 10):
-            assert not await learns.save(step, "{}")
-            assert Checkpoints.of(tmp_path, config).whole_steps() == [2, 3]
-            assert on_disk(tmp_path / "checkpoint/critic") == on_disk(tmp_path / "checkpoint") == [2, 3], "no half step"
-        with pytest.raises(RunError, match="the checkpoint of step 10 cannot be written"):
-            await learns.save(10, "{}")
-        assert Resume.find(tmp_path, config).rl == 3
-        policy.broken = None
-        assert await learns.save(11, "{}")
-
-    asyncio.run(body())
+        assert on_disk(tmp_path / "checkpoint/critic") == on_disk(tmp_path / "checkpoint") == [2, 3], "no half step"
+    with pytest.raises(RunError, match="the checkpoint of step 10 cannot be written"):
+        await learns.save(10, "{}")
+    assert Resume.find(tmp_path, config).rl == 3
+    policy.broken = None
+    assert await learns.save(11, "{}")
     assert len(notes) == 6
     assert on_disk(tmp_path / "checkpoint") == on_disk(tmp_path / "checkpoint/critic") == [3, 11]
 
 
-def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) -> None:
+async def test_a_full_disk_is_named_by_the_checkpoints_folder(tmp_path: Path) -> None:
     policy = Mesh(tmp_path / "checkpoint")
     learns, notes = learner_of(tmp_path, on_device(Config(fault=FaultSection(max_failed_saves=1)), "cpu"), policy)
     why = "Traceback\nOSError: [Errno 28] No space left on device"
     policy.broken = RankFailed("trainer[dp=0 tp=0] failed in save", why, rank="trainer", kind="OSError")
 
-    async def body() -> None:
-        assert not await learns.save(1, "{}")
-        with pytest.raises(RunError) as error:
-            await learns.save(2, "{}")
-        where = re.escape(str(tmp_path / "checkpoint"))
-        full = r"cannot be written: No space left on device \([\d,]+ bytes free\)"
-        assert re.fullmatch(f"the checkpoint of step 2: {where} {full}", str(error.value))
-        assert "Traceback" not in error.value.details
-
-    asyncio.run(body())
+    assert not await learns.save(1, "{}")
+    with pytest.raises(RunError) as error:
+        await learns.save(2, "{}")
+    where = re.escape(str(tmp_path / "checkpoint"))
+    full = r"cannot be written: No space left on device \([\d,]+ bytes free\)"
+    assert re.fullmatch(f"the checkpoint of step 2: {where} {full}", str(error.value))
+    assert "Traceback" not in error.value.details
     assert re.search(r"step 1 failed, and is tried again .* No space left on device \([\d,]+ bytes free\)$", notes[0])
 
 
@@ -198,33 +214,27 @@ def test_the_step_being_written_counts_for_none_of_those_kept(tmp_path: Path) ->
     assert names == ["step-2", "step-3", "step-5", "step-by-step"]
 
 
-def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_path: Path) -> None:
+async def test_a_checkpoint_that_is_asked_for_is_waited_for_and_so_is_the_last(tmp_path: Path) -> None:
     policy, critic = Mesh(tmp_path / "checkpoint"), Mesh(tmp_path / "checkpoint/critic")
     learns, _ = learner_of(tmp_path, ppo(), policy, critic=critic)
 
-    async def body() -> None:
-        await learns.save(1, "{}")
-        await learns.save(2, "{}", on_disk=True)
-        await learns.save(3, "{}", last=True)
-
-    asyncio.run(body())
+    await learns.save(1, "{}")
+    await learns.save(2, "{}", on_disk=True)
+    await learns.save(3, "{}", last=True)
     assert policy.waited == critic.waited == [False, True, True]
 
 
-def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
+async def test_all_checkpoints_are_kept_if_none_may_go(tmp_path: Path) -> None:
     learns, _ = learner_of(
         tmp_path, on_device(Config(checkpoint=CheckpointSection(keep_latest_k=0)), "cpu"), Mesh(tmp_path / "checkpoint")
     )
 
-    async def body() -> None:
-        for step in range(1, 6):
-            assert await learns.save(step, "{}")
-
-    asyncio.run(body())
+    for step in range(1, 6):
+        assert await learns.save(step, "{}")
     assert on_disk(tmp_path / "checkpoint") == [1, 2, 3, 4, 5]
 
 
-def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
+async def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
     config = ppo(keep_latest_k=2)
     learns, _ = learner_of(
         tmp_path,
@@ -233,11 +243,8 @@ def test_the_cold_starts_checkpoints_are_its_own(tmp_path: Path) -> None:
         critic=Mesh(tmp_path / "checkpoint/critic"),
     )
 
-    async def body() -> None:
-        await learns.resume("cold_start", Resume(None, None))
-        for step in range(1, 5):
-            assert await learns.save(step, "{}")
-
-    asyncio.run(body())
+    await learns.resume("cold_start", Resume(None, None))
+    for step in range(1, 5):
+        assert await learns.save(step, "{}")
     assert on_disk(tmp_path / "checkpoint/cold_start") == [3, 4]
     assert Resume.find(tmp_path, config) == Resume(None, 4)

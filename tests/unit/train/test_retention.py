@@ -29,7 +29,7 @@ CALLS = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync")
 
 
 RUNNER = asyncio.Runner()
-MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the folders: 1,000 runs in seconds
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # for the folders: hundreds of runs in seconds
 
 
 class Killed(BaseException):
@@ -198,7 +198,7 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=1000, derandomize=True, deadline=None, database=None)
+@settings(max_examples=4 * settings().max_examples, derandomize=True, deadline=None, database=None)
 @given(
     keep=st.integers(0, 4),
     critic=st.booleans(),

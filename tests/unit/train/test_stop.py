@@ -275,19 +275,16 @@ def test_what_begins_after_the_grace_is_given_up_at_once_and_a_death_is_no_stop(
     Loop(steps=2, seconds=0.3, grace=0).beside(asks)
 
 
-def test_a_loop_that_fails_can_be_begun_again() -> None:
-    async def run() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        stop = Stop(task, Clock(), Terminal())
+async def test_a_loop_that_fails_can_be_begun_again() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    stop = Stop(task, Clock(), Terminal())
 
-        def fails() -> None:
-            for step in stop.steps(1, 10):
-                assert step < 3, "a rank died"
+    def fails() -> None:
+        for step in stop.steps(1, 10):
+            assert step < 3, "a rank died"
 
-        with pytest.raises(AssertionError, match="a rank died"):
-            fails()
-        assert stop.status()["state"] == "finishing"
-        assert list(stop.steps(2, 4)) == [2, 3, 4]
-
-    asyncio.run(run())
+    with pytest.raises(AssertionError, match="a rank died"):
+        fails()
+    assert stop.status()["state"] == "finishing"
+    assert list(stop.steps(2, 4)) == [2, 3, 4]

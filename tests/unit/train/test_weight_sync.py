@@ -73,28 +73,25 @@ async def back(mesh: GeneratorMesh) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_replica_that_comes_back_before_the_trainers_costs_one_restart(tmp_path: Path, known: bool) -> None:
+async def test_a_replica_that_comes_back_before_the_trainers_costs_one_restart(tmp_path: Path, known: bool) -> None:
     """Whether the loss of the trainers is known when the replica connects, or only afterwards."""
 
-    async def body() -> None:
-        trainers = FakeTrainers()
-        mesh, weights, made = await running(trainers, tmp_path)
-        trainers.alive = 0
-        if known:
-            await weights.abandon(trainers_lost=True)
-        made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
-        await asyncio.sleep(0.1)
+    trainers = FakeTrainers()
+    mesh, weights, made = await running(trainers, tmp_path)
+    trainers.alive = 0
+    if known:
         await weights.abandon(trainers_lost=True)
-        await asyncio.wait_for(back(mesh), 5)
-        trainers.alive = 2
-        await weights.connect(c.Config(), TINY)
-        await weights.sync(0)
-        assert mesh._policy.incidents is not None
-        assert [incident.outcome for incident in mesh._policy.incidents.all] == ["back"]
-        assert len(made) == 2
-        assert [source.offer for source in made[1].connected[-1]] == [2]
-
-    asyncio.run(body())
+    made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
+    await asyncio.sleep(0.1)
+    await weights.abandon(trainers_lost=True)
+    await asyncio.wait_for(back(mesh), 5)
+    trainers.alive = 2
+    await weights.connect(c.Config(), TINY)
+    await weights.sync(0)
+    assert mesh._policy.incidents is not None
+    assert [incident.outcome for incident in mesh._policy.incidents.all] == ["back"]
+    assert len(made) == 2
+    assert [source.offer for source in made[1].connected[-1]] == [2]
 
 
 @pytest.mark.parametrize(
@@ -105,31 +102,25 @@ def test_a_replica_that_comes_back_before_the_trainers_costs_one_restart(tmp_pat
         (c.HostsSection(kind="attach", count=2), c.WeightSyncSection(transport="shm"), ["here"]),
     ],
 )
-def test_trainers_can_be_read_from_hosts_that_have_no_replica_yet(
+async def test_trainers_can_be_read_from_hosts_that_have_no_replica_yet(
     tmp_path: Path, hosts: c.HostsSection, sync: c.WeightSyncSection, places: list[str]
 ) -> None:
-    async def body() -> None:
-        trainers = FakeTrainers()
-        _, weights, _ = await running(trainers, tmp_path)
-        await weights.connect(c.Config(hosts=hosts, weight_sync=sync), TINY)
-        assert trainers.places == places
-
-    asyncio.run(body())
+    trainers = FakeTrainers()
+    _, weights, _ = await running(trainers, tmp_path)
+    await weights.connect(c.Config(hosts=hosts, weight_sync=sync), TINY)
+    assert trainers.places == places
 
 
-def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(
+async def test_a_replica_that_cannot_connect_to_live_trainers_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titan_rl.train.weight_sync.LOSS_SECONDS", 0.05)
 
-    async def body() -> None:
-        trainers = FakeTrainers()
-        mesh, _, made = await running(trainers, tmp_path)
-        trainers.alive = 3  # its memory is not the one that was announced
-        made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
-        await asyncio.sleep(0.02)
-        await asyncio.wait_for(back(mesh), 5)
-        assert mesh._policy.incidents is not None
-        assert [incident.outcome for incident in mesh._policy.incidents.all] == ["given up"]
-
-    asyncio.run(body())
+    trainers = FakeTrainers()
+    mesh, _, made = await running(trainers, tmp_path)
+    trainers.alive = 3  # its memory is not the one that was announced
+    made[0].dead.set_exception(RankDied("generator0[tp=0]", "was killed by signal 9"))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(back(mesh), 5)
+    assert mesh._policy.incidents is not None
+    assert [incident.outcome for incident in mesh._policy.incidents.all] == ["given up"]
