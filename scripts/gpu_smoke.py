@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_rl.config.toml import load
-from titan_rl.preflight.checks.gpu_memory import needs, on_gpus, role_shapes
-from titan_rl.preflight.shapes import shape_of
+from titan_rl.preflight.memory import needs, on_gpus
+from titan_rl.preflight.shapes import role_shapes, shape_of
 from titan_rl.record.provenance import git_commit, versions
 from titan_rl.record.summary import known_lines
 from titan_rl.wire.gpus import Gpus, found_gpus

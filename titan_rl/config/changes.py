@@ -1,10 +1,11 @@
 """Reads and changes keys of a Config by their dotted names, such as "training.steps"."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from titan_rl.config.sections import Config
+from titan_rl.config.toml import schema
 
 
 def valued(config: Config, key: str) -> Any:
@@ -18,3 +19,10 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
         section, _, name = key.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
+
+
+def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that have another value in two configs, with both values."""
+    for key in (f"{section}.{name}" for section, names in schema().items() for name in names):
+        if (before := valued(one, key)) != (after := valued(other, key)):
+            yield key, before, after

@@ -10,7 +10,7 @@ from bench.gpu.measured import ON_CPU, kernel_times, say, say_within, seconds_of
 from bench.gpu.trainer_rank import config_of, gpu_bytes, model_of, samples
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack
-from titan_rl.preflight.checks.gpu_memory import needs
+from titan_rl.preflight.memory import needs
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch
 

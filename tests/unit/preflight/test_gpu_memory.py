@@ -9,9 +9,8 @@ import pytest
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B_A3B, QWEN_32B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, needs, on_gpus
-from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, cache_bytes_per_token
-from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.checks.machine import check_gpu_memory
+from titan_rl.preflight.memory import CONTEXT, GIB, GRAPHS, cache_bytes_per_token, needs, on_gpus
 from titan_rl.wire.model_shape import ModelShape
 
 EIGHT, ONE = "grpo_llama3_8b", "grpo_qwen3_0_6b_1gpu"

@@ -7,9 +7,7 @@ import pytest
 from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.sections import Config, ModelSection, TrainingSection
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks.gpu_memory import needs, on_gpus
-from titan_rl.preflight.microbatches import on_cpu
-from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.memory import GIB, needs, on_cpu, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
 

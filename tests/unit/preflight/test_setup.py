@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan_rl.config.sections import ColdStartSection, Config, DebugSection
-from titan_rl.preflight.setup import prepare
+from titan_rl.preflight.plan import prepare
 
 
 def test_the_cold_start_is_measured_on_a_random_sample_of_the_training_problems(tmp_path: Path) -> None:

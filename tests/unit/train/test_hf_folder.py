@@ -10,7 +10,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection, TaskSection
-from titan_rl.preflight.setup import Policy, policy_of
+from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.task import Example, Task
 from titan_rl.text import tokenizer as characters
