@@ -3,9 +3,10 @@ its GPU, each host of its memory, and a weight sync of the network."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from titan_rl.config.sections import BYTES, Config
-from titan_rl.preflight.memory import Cut, HostLoad, Need, cache_bytes_per_token, count, gib, host_loads, needs, size
+from titan_rl.preflight.memory import Cut, HostLoad, cache_bytes_per_token, count, gib, host_loads, needs, size
 from titan_rl.preflight.placement import Placement, Unplaceable, environment_host, place_again, slots_of
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.shapes import role_shapes
@@ -157,34 +158,22 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
     config, shape, nbytes = setup.resolved, setup.shape, setup.gpus.nbytes
     if setup.device != "cuda" or not nbytes:
         return []
-    found = needs(config, shape, nbytes, role_shapes(config, shape), sharded)
-    tables = [PartTable(f"{name}, each rank", mesh_rows(need), fullness(need)) for name, need in found.items()]
-    if "generator" in found:
-        cache = found["generator"].own.kept["KV cache"].nbytes
-        tables[list(found).index("generator")].rows.append(concurrency(config, shape, cache))
-    loads = host_loads(config, shape, sharded, setup.gpus.count)
-    if loads:
+    tables = list[PartTable]()
+    for name, need in needs(config, shape, nbytes, role_shapes(config, shape), sharded).items():
+        overhead = need.own.overhead
+        rows = [(part, f"{gib(own.nbytes)} GiB", own.formula) for part, own in need.own.parts.items()]
+        rows += [(other, f"{gib(taken)} GiB", "on the same GPU") for other, taken in need.others.items()]
+        rows.append(("CUDA, fragmentation", f"{gib(overhead.nbytes)} GiB", overhead.formula))
+        if name == "generator":
+            g, cache = config.generator, need.own.kept["KV cache"].nbytes
+            longest = g.max_model_len or config.training.seq_len
+            fits = f"sequences of {longest:,} tokens fit the KV cache; max_num_seqs {g.max_num_seqs}"
+            rows.append(("concurrency", str(cache // cache_bytes_per_token(config, shape) // longest), fits))
+        full = f"{gib(need.nbytes)} of {gib(need.limit)} GiB by estimate"
+        tables.append(PartTable(f"{name}, each rank", rows, full))
+    if loads := host_loads(config, shape, sharded, setup.gpus.count):
         tables += [hosts_table(config, loads), sync_table(config, shape, loads)]
     return tables
-
-
-def mesh_rows(need: Need) -> list[Row]:
-    rows = [(name, f"{gib(part.nbytes)} GiB", part.formula) for name, part in need.own.parts.items()]
-    rows += [(name, f"{gib(nbytes)} GiB", "on the same GPU") for name, nbytes in need.others.items()]
-    overhead = need.own.overhead
-    return [*rows, ("CUDA, fragmentation", f"{gib(overhead.nbytes)} GiB", overhead.formula)]
-
-
-def fullness(need: Need) -> str:
-    return f"{gib(need.nbytes)} of {gib(need.limit)} GiB by estimate"
-
-
-def concurrency(config: Config, shape: ModelShape, cache: int) -> Row:
-    """Return how many sequences of full length the KV cache of a generator holds."""
-    g = config.generator
-    longest = g.max_model_len or config.training.seq_len
-    whole = cache // cache_bytes_per_token(config, shape) // longest
-    return "concurrency", str(whole), f"sequences of {longest:,} tokens fit the KV cache; max_num_seqs {g.max_num_seqs}"
 
 
 def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
@@ -211,12 +200,7 @@ def hosts_table(config: Config, loads: list[HostLoad]) -> PartTable:
 
 def named(hosts: Sequence[int]) -> str:
     """Write consecutive numbers as ranges: "0-3,5"."""
-    runs: list[list[int]] = []
-    for host in hosts:
-        if runs and host == runs[-1][-1] + 1:
-            runs[-1].append(host)
-        else:
-            runs.append([host])
+    runs = [[host for _, host in run] for _, run in groupby(enumerate(hosts), lambda each: each[1] - each[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 

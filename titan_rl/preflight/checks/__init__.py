@@ -9,38 +9,7 @@ from dataclasses import replace
 
 from titan_rl.config.auto import device_of, on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks.algorithm import (
-    algorithm_warnings,
-    check_algorithm,
-    check_sampling,
-    check_steps,
-    check_titan_keys,
-)
-from titan_rl.preflight.checks.folders import check_folders, check_resume
-from titan_rl.preflight.checks.hosts import attach_warnings, check_hosts, check_launch
-from titan_rl.preflight.checks.machine import (
-    cache_warning,
-    check_cache_room,
-    check_driver,
-    check_gpu_memory,
-    check_placement,
-    snapshot_warning,
-)
-from titan_rl.preflight.checks.model import (
-    check_assets,
-    check_dimensions,
-    check_lengths,
-    check_parallelism,
-    check_roles,
-)
-from titan_rl.preflight.checks.rollouts import check_environment, check_evaluation, check_sandbox
-from titan_rl.preflight.checks.task import (
-    chat_warnings,
-    check_chat,
-    check_row_lengths,
-    check_task,
-    check_template_keys,
-)
+from titan_rl.preflight.checks import algorithm, folders, hosts, machine, model, rollouts, task
 from titan_rl.preflight.load import Invocation, load
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.refusal import refuse, refusing
@@ -48,10 +17,10 @@ from titan_rl.preflight.shapes import usable_shape
 from titan_rl.wire.gpus import NO_GPUS, Gpus
 
 OF_CONFIG = (
-    *(check_steps, check_titan_keys, check_algorithm, check_environment, check_evaluation, check_sandbox),
-    check_launch,
+    *(algorithm.check_steps, algorithm.check_titan_keys, algorithm.check_algorithm),
+    *(rollouts.check_environment, rollouts.check_evaluation, rollouts.check_sandbox, hosts.check_launch),
 )
-OF_SHAPE = (check_dimensions, check_parallelism, check_sampling, check_roles)
+OF_SHAPE = (model.check_dimensions, model.check_parallelism, algorithm.check_sampling, model.check_roles)
 
 
 @refusing
@@ -86,37 +55,41 @@ def _problems(config: Config, gpus: Gpus) -> Iterator[str]:
     on_gpus = device_of(config, gpus.count) == "cuda"
     gpu_bytes = gpus.nbytes if on_gpus else 0
     shape, unusable = usable_shape(config)
-    readable = [*unusable, *check_assets(config, shape), *check_task(config), *check_template_keys(config)]
-    readable += check_lengths(config, shape) if shape else ()
+    readable = [
+        *unusable,
+        *model.check_assets(config, shape),
+        *task.check_task(config),
+        *task.check_template_keys(config),
+    ]
+    readable += model.check_lengths(config, shape) if shape else ()
     yield from readable
     if not readable:  # rows and chats are measured with these assets, against these lengths
-        unfit = list(check_row_lengths(config))
-        yield from unfit or check_chat(config)
+        unfit = list(task.check_row_lengths(config))
+        yield from unfit or task.check_chat(config)
     for check in OF_CONFIG:
         yield from check(config)
-    yield from check_hosts(config, gpus.count if on_gpus else 0)
-    folders = list(check_folders(config))
-    yield from folders or check_resume(config, shape)
+    yield from hosts.check_hosts(config, gpus.count if on_gpus else 0)
+    yield from list(folders.check_folders(config)) or folders.check_resume(config, shape)
     if shape:
         for check in OF_SHAPE:
             yield from check(config, shape)
         if gpu_bytes:
-            yield from check_gpu_memory(config, shape, gpu_bytes, most=gpus_of_hosts(config, gpus.count))
-        yield from check_cache_room(config, shape, gpu_bytes)
+            yield from machine.check_gpu_memory(config, shape, gpu_bytes, most=gpus_of_hosts(config, gpus.count))
+        yield from machine.check_cache_room(config, shape, gpu_bytes)
     yield from host_problems(config, gpus=gpus)
 
 
 def host_problems(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return those problems that a host with other GPUs would not have."""
     config = on_device(config, device_of(config, gpus.count))
-    return [*check_driver(config, gpus), *check_placement(config, usable_shape(config)[0], gpus.count)]
+    return [*machine.check_driver(config, gpus), *machine.check_placement(config, usable_shape(config)[0], gpus.count)]
 
 
 def warnings(config: Config, *, gpus: Gpus = NO_GPUS) -> list[str]:
     """Return the settings that run, but are probably not intended."""
     config = on_device(config, device := device_of(config, gpus.count))
-    found = [*algorithm_warnings(config), *attach_warnings(config), *chat_warnings(config)]
+    found = [*algorithm.algorithm_warnings(config), *hosts.attach_warnings(config), *task.chat_warnings(config)]
     shape = usable_shape(config)[0]
     if shape:
-        found += cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
-    return [*found, *(snapshot_warning(config, shape) if gpus.here else ())]
+        found += machine.cache_warning(config, shape, gpus.nbytes if device == "cuda" else 0)
+    return [*found, *(machine.snapshot_warning(config, shape) if gpus.here else ())]
