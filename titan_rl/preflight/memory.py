@@ -307,11 +307,8 @@ class Need:
         return self.nbytes <= self.limit
 
 
-def needs(
-    config: Config, shape: ModelShape, gpu_bytes: int, roles: Mapping[str, ModelShape], sharded: Cut = UNKNOWN
-) -> dict[str, Need]:
-    """Return what each mesh needs, by its name. `roles` has the shapes of those that are not the policy's, `sharded`
-    how TorchTitan cuts the models, where that is known."""
+def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKNOWN) -> dict[str, Need]:
+    """Return what each mesh needs, by its name. `sharded`: how TorchTitan cuts the models, where that is known."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
     trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
     asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
@@ -319,9 +316,10 @@ def needs(
     found = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
     if config.samples_rollouts:
         found["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
+    shapes = role_shapes(config, shape)
     for name, role in config.roles.items():
         estimate = trained if name == "critic" else frozen
-        own = estimate(config, roles.get(name, shape), role.parallelism, sharded.get(name))
+        own = estimate(config, shapes[name], role.parallelism, sharded.get(name))
         found[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
     return found
 
@@ -353,10 +351,9 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
     the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
     after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
-    roles = role_shapes(config, shape)
 
     def fits(tried: Config, nbytes: float, *others: str) -> bool:
-        found = needs(tried, shape, int(nbytes), roles)
+        found = needs(tried, shape, int(nbytes))
         return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
 
     spared = (1 - SPARE) * gpu_bytes
@@ -368,7 +365,7 @@ def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
     final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
     if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
         return final
-    cache = needs(final, shape, gpu_bytes, roles)["generator"].own.kept["KV cache"].nbytes
+    cache = needs(final, shape, gpu_bytes)["generator"].own.kept["KV cache"].nbytes
     return resolved(final, "cuda", cache_mb=cache >> 20)
 
 
@@ -427,7 +424,7 @@ def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom |
     nbytes = g.kv_cache_memory_mb << 20
     if not nbytes and gpu_bytes:
         found = on_gpus(config, shape, gpu_bytes)
-        need = needs(found, shape, gpu_bytes, role_shapes(config, shape))["generator"]
+        need = needs(found, shape, gpu_bytes)["generator"]
         nbytes = need.own.kept["KV cache"].nbytes if need.fits else 0
     if not nbytes:
         return None

@@ -9,7 +9,6 @@ from titan_rl.config.sections import BYTES, Config
 from titan_rl.preflight.memory import Cut, HostLoad, cache_bytes_per_token, count, gib, host_loads, needs, size
 from titan_rl.preflight.placement import Placement, Unplaceable, environment_host, place_again, slots_of
 from titan_rl.preflight.plan import Setup
-from titan_rl.preflight.shapes import role_shapes
 from titan_rl.record.plan_view import PartTable
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import KEPT, TENSORS
@@ -159,7 +158,7 @@ def memory_tables(setup: Setup, sharded: Cut) -> list[PartTable]:
     if setup.device != "cuda" or not nbytes:
         return []
     tables = list[PartTable]()
-    for name, need in needs(config, shape, nbytes, role_shapes(config, shape), sharded).items():
+    for name, need in needs(config, shape, nbytes, sharded).items():
         overhead = need.own.overhead
         rows = [(part, f"{gib(own.nbytes)} GiB", own.formula) for part, own in need.own.parts.items()]
         rows += [(other, f"{gib(taken)} GiB", "on the same GPU") for other, taken in need.others.items()]

@@ -91,7 +91,7 @@ def say_graphs(rows: int) -> None:
 def say_memory(model: RoleModel, shape: ModelShape, rows: int, hardware: Mapping[str, float]) -> None:
     """Compare what the last step took with the preflight's estimate for these rows."""
     gib = 2**30
-    own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes(), {})["trainer"].own
+    own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes())["trainer"].own
     peak, reserved = hardware["memory/max_active_gib"], hardware["memory/max_reserved_gib"]
     parts = sum(part.nbytes for part in own.parts.values()) / gib
     say_within(f"rows {rows}: peak allocated, GiB", peak, parts, f"estimate, allowances apart: {own}")

@@ -47,9 +47,9 @@ def test_a_microbatch_on_a_gpu_is_the_largest_that_fits_by_estimate(name: str, s
     assert rows in {2**n for n in range(8)}
     twice = replace(found, training=replace(found.training, local_batch_size=2 * rows))
     if rows > 1:
-        assert needs(found, shape, gib * GIB, {})["trainer"].fits
+        assert needs(found, shape, gib * GIB)["trainer"].fits
     if rows < most:
-        assert not needs(twice, shape, int(0.9 * gib * GIB), {})["trainer"].fits
+        assert not needs(twice, shape, int(0.9 * gib * GIB))["trainer"].fits
     assert rows <= most
 
 

@@ -75,7 +75,7 @@ def test_a_rank_that_holds_more_than_its_share_counts() -> None:
     resolved = on_gpus(config, LLAMA_8B, 79 * GIB)
     twice = by_formula(LLAMA_8B, config.parallelism)
     uneven = replace(twice, held=2 * twice.held)
-    before, after = (needs(resolved, LLAMA_8B, 79 * GIB, {}, cut)["trainer"] for cut in ({}, {"trainer": uneven}))
+    before, after = (needs(resolved, LLAMA_8B, 79 * GIB, cut)["trainer"] for cut in ({}, {"trainer": uneven}))
     assert after.nbytes - before.nbytes == pytest.approx((1 + FRAGMENTED) * 16 * twice.held)
     assert not after.fits
 

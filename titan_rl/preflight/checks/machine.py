@@ -2,7 +2,7 @@
 vLLM supports on a CPU."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,6 @@ from titan_rl.preflight.memory import (
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
-from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
@@ -156,23 +155,20 @@ def check_gpu_memory(
     """Check that every rank fits its GPU by estimate, and name the nearest setting with which it does. `most`: how many
     GPUs there are."""
     config = on_device(config, "cuda")
-    roles = role_shapes(config, shape)
-    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, roles, sharded).items():
+    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, sharded).items():
         if not need.fits:
-            nearest = _nearest(config, shape, gpu_bytes, roles, name, most)
+            nearest = _nearest(config, shape, gpu_bytes, name, most)
             room = f"{gib(need.limit)} GiB of a GPU's {gib(gpu_bytes)}"
             found = f"{gib(need.nbytes)} GiB by estimate ({need.parts})"
             yield f"[{need.key}]: expected {need.what} that fits {room}, found {found}; {nearest}"
 
 
-def _nearest(
-    config: Config, shape: ModelShape, gpu_bytes: int, roles: Mapping[str, ModelShape], name: str, most: int
-) -> str:
+def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most: int) -> str:
     """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
     changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
     for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
         other = changed(config, keys)
-        need = needs(on_gpus(other, shape, gpu_bytes), shape, gpu_bytes, roles)[name]
+        need = needs(on_gpus(other, shape, gpu_bytes), shape, gpu_bytes)[name]
         if need.fits and gpus_needed(other) <= most:
             settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
             return f"{settings} needs {gib(need.nbytes)} GiB"

@@ -123,13 +123,10 @@ def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"])
 def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:
     """Yield what is wrong with a row that is otherwise well formed."""
     steps = config.cold_start.steps
-    named = {name: set_by for set_by, name in rewards_of(config.task)}
+    unused = "eval_reward" if key == "path" else "grader"
+    named = {name: set_by for set_by, name in rewards_of(config.task) if set_by != unused}
     if key == "eval_path" and config.task.eval_reward:
         named = {config.task.eval_reward: "eval_reward"}
-    elif key == "path":
-        named = {name: set_by for name, set_by in named.items() if set_by != "eval_reward"}
-    else:
-        named = {name: set_by for name, set_by in named.items() if set_by != "grader"}
     numeric = next((named[name] for name in ("last_number", "number") if name in named), "")
     for example in announced(examples, f"checking task.{key}", len(examples)):
         if config.task.template == "plain" and not isinstance(example.prompt, str):
