@@ -76,7 +76,7 @@ def _compared_with_own(tokenizer: TextTokenizer) -> Iterator[Finding]:
     own = TextTokenizer.load(tokenizer.folder, replace(tokenizer.chat_settings, template=""))
     try:
         expected, found = (each.chat.prompt(SAMPLE) for each in (own, tokenizer))
-    except Exception:  # a template may raise whatever it likes; inspect_template says so
+    except Exception:  # a template may raise anything; inspect_template reports it
         return
     changed = difference(tokenizer, expected, found)
     yield Finding("task.chat_template", f"differs from the one of {tokenizer.folder}: {changed}" if changed else "")

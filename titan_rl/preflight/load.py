@@ -71,10 +71,10 @@ class Invocation:
     config: Config
     dry_run: bool
     gpus: Gpus = NO_GPUS
-    problems: tuple[str, ...] = ()  # of the command line itself
+    problems: tuple[str, ...] = ()  # found in the command line
     warnings: tuple[str, ...] = ()
     scaled: tuple[str, ...] = ()  # keys that --scale changed, and how
-    given_name: str = field(default="", compare=False)  # of the config, as it was typed
+    given_name: str = field(default="", compare=False)  # the config, as it was typed
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

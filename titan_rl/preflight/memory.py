@@ -29,7 +29,7 @@ GRAPHS = GIB  # CUDA graphs of one engine
 FRAGMENTED = 0.08  # share of a process's allocations that the caching allocator takes in addition
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
-GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
+GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
 SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
 FEWEST = 4  # whole sequences in a cache: with fewer, an engine computes hardly anything at a time
 # Tokens x hidden_dim. Measured on cores with 1 MiB of L2 and 32 MiB of L3: at hidden_dim 384 the fastest microbatch has
@@ -308,7 +308,7 @@ class Need:
 
 
 def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKNOWN) -> dict[str, Need]:
-    """Return what each mesh needs, by its name. `sharded`: how TorchTitan cuts the models, where that is known."""
+    """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
     colocated = config.placement.kind == "colocated" and config.samples_rollouts
     trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
     asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
@@ -378,7 +378,7 @@ def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
 
 
 def in_flight(config: Config) -> int:
-    """Return how many rollouts are sampled at the same time: at most those that environment processes drive."""
+    """Return how many rollouts are sampled at the same time. Environment processes drive a limited number."""
     r, e = config.rollout, config.environment
     samples = r.groups_per_step * r.group_size * (1 + r.lag)
     return min(samples, e.processes * e.concurrency) if config.rollout_code else samples

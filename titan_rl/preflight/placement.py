@@ -194,5 +194,5 @@ def gpus_needed(config: Config) -> int:
 
 
 def gpus_of_hosts(config: Config, gpus: int) -> int:
-    """Return how many GPUs the hosts have together, from those of one host; `processes` share those of this machine."""
+    """Return the GPUs of all hosts, from the number on one host; `processes` share the GPUs of this machine."""
     return gpus if config.hosts.kind == "processes" else gpus * config.hosts.number

@@ -1,4 +1,4 @@
-"""Plans a checked run: builds what it consists of from its config, before any process is spawned."""
+"""Plans a checked run: builds its task, tokenizer, shapes and resume decision before any process is spawned."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -157,8 +157,8 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
 
 
 def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
-    """Return the task with the rows that fit, and notes about those that are left out. Training rows keep their places
-    in the order of prompts, so that a run may resume with or without them."""
+    """Return the task with the rows that fit, and notes about the others. Training rows keep their places in the order
+    of prompts, so that a run may resume with or without the others."""
     pairs = config.algorithm.kind in ("preference", "reward")
     task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
     task, notes = replace(task, curriculum=config.curriculum), [*task.notes]

@@ -1,4 +1,4 @@
-"""Describes what is wrong with a config, and refuses a run: one line per problem, exit code 2, no traceback."""
+"""Describes problems of a config, and refuses a run: one line per problem, exit code 2, no traceback."""
 
 import functools
 import traceback

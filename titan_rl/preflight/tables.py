@@ -1,5 +1,4 @@
-"""Tables of the plan: where the ranks of a run are and what the loss of a host does to them, what each rank needs of
-its GPU, each host of its memory, and a weight sync of the network."""
+"""Tables of the plan: ranks by host, the effect of losing a host, memory of ranks and hosts, bytes of a weight sync."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import KEPT, TENSORS
 from titan_rl.wire.weight_source import SLOTS
 
-MOST_ROWS = 2  # of neighbouring hosts that are alike; more of them are one row, so that a hundred stay readable
+MOST_ROWS = 2  # for neighbouring hosts that are alike; more hosts share one row, so that a hundred stay readable
 NAMED = 2  # hosts whose loss has one outcome
 ROOM = "what any host has fits on the others"
 FITS = "what it has fits on the others"
@@ -69,7 +68,7 @@ def host_rows(config: Config, placed: Placement, slots: int) -> list[tuple[str, 
 
 
 def _parts(config: Config, placed: Placement) -> list[list[_Part]]:
-    """Return what each host has."""
+    """Return the parts of each host."""
     found: list[list[_Part]] = [[] for _ in range(config.hosts.number)]
     for mesh, shares in placed.items():
         first, total = 0, sum(len(share.slots) for share in shares)
@@ -87,7 +86,7 @@ def _parts(config: Config, placed: Placement) -> list[list[_Part]]:
 
 
 def _append(here: list[_Part], part: _Part, *, anywhere: bool = False) -> None:
-    """Add a part to those of a host, or to the last one if it continues that: `anywhere`, with any number."""
+    """Add a part to a host, merged into its last part if it has the next number; `anywhere`: or any number."""
     last = here[-1] if here else None
     if last and last.role == part.role and (anywhere or last.first + last.count == part.first):
         last.count += 1
@@ -104,8 +103,8 @@ def _continues(before: Sequence[_Part], here: Sequence[_Part]) -> bool:
 
 
 def after_loss(config: Config, placed: Placement, slots: int) -> str:
-    """Return what the loss of each kind of host comes to. Hosts with as many ranks of the same roles are of one kind,
-    and the first of them is looked at."""
+    """Describe the effect of losing one host of each kind. Hosts with equal numbers of ranks of the same roles are of
+    one kind."""
     if not config.fault.max_restarts:
         return "the run ends, resumable: fault.max_restarts = 0"
     kinds, outcomes = dict[tuple[tuple[str, int], ...], int](), dict[str, list[str]]()

@@ -1,6 +1,6 @@
 """Every check of a run before anything is spawned: keys against each other, against files, and against this machine.
 
-toml.py checks each key by itself. Every problem is a line that names the key to change, what was expected, and what was
+toml.py checks each key by itself. Every problem is one line with the key to change, the expected value and the value
 found.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of what is trained: [algorithm], [curriculum], [cold_start], [rollout] and [training] against each other."""
+"""Checks of training: [algorithm], [curriculum], [cold_start], [rollout] and [training] against each other."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Checks of [hosts], [placement] and [launch]: hosts of a run, what is placed on them, the job that starts it."""
+"""Checks of [hosts], [placement] and [launch]: hosts, room on them for the ranks, and the job that starts a run."""
 
 import re
 import shlex

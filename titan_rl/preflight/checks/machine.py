@@ -177,7 +177,7 @@ def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most:
 
 
 def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterator[dict[str, Any]]:
-    """Yield the settings that need less memory, those that cost the least time first."""
+    """Yield settings that need less memory, the cheapest in time first."""
     if name == "generator":
         g = config.generator
         if g.kv_cache_memory_mb:

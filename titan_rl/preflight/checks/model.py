@@ -118,7 +118,7 @@ def check_assets(config: Config, shape: ModelShape | None) -> Iterator[str]:
     if shape is None:
         yield from check_weights(folder, key)
         return  # the tokenizer needs the same config.json
-    trains_head = config.algorithm.kind == "reward"  # a new one, whatever the folder has
+    trains_head = config.algorithm.kind == "reward"  # a new one, even if the folder has one
     unusable = shape.head == "value" and not trains_head
     if unusable:
         yield f"{key}: expected a language model (*ForCausalLM), found a reward model in {folder}"
@@ -238,7 +238,7 @@ def check_weights(folder: Path, key: str, shape: ModelShape | None = None, *, he
             return
     tensors: dict[str, Header] = {}
     unreadable = False
-    for path in paths:  # all of the folder's, as they are loaded whatever the index says
+    for path in paths:  # all files of the folder are loaded, listed in the index or not
         found = _headers(path)
         unreadable |= isinstance(found, str)
         if isinstance(found, str):
@@ -281,7 +281,7 @@ def _file(tensors: Mapping[str, Header], name: str) -> str:
 
 
 def _listed(index: Path) -> dict[str, str] | str:
-    """Return an index's weight_map (tensor -> file), or what is there instead."""
+    """Return an index's weight_map (tensor -> file), or the text found in its place."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:

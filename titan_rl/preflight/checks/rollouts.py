@@ -68,7 +68,7 @@ def check_environment(config: Config) -> Iterator[str]:
 
 
 def _check_server(config: Config, *, usable: bool) -> Iterator[str]:
-    """Yield what is wrong with the server of an OpenEnv environment: it is not reached, or takes too few sessions."""
+    """Check that the server of an OpenEnv environment is reached and takes enough sessions."""
     prefix, _, url = config.environment.name.partition(":")
     if prefix != "openenv":
         return
@@ -103,7 +103,7 @@ def check_sandbox(config: Config) -> Iterator[str]:
 
 
 def used_by(config: Config) -> str:
-    """Return the key whose code uses the sandbox, as far as its module's text says. Empty: none."""
+    """Return the key whose code uses the sandbox, judged by the text of its module. Empty: none."""
     named = [("environment.name", config.environment.name), ("task.agent", config.task.agent)]
     named += [(f"task.{key}", name) for key, name in rewards_of(config.task)]
     named += [("eval.sets", name) for name in rewards_of_sets(config)]

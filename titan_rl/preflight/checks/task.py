@@ -30,17 +30,17 @@ from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Prompt
 
-ADDITION_HELD_OUT = 2000  # of the 10,000 sums; the others are training examples
+ADDITION_HELD_OUT = 2000  # sums out of 10,000; the others are training examples
 MANY_DIGITS = re.compile(r"\d{1000}")  # comparing such numbers takes seconds
 MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
 """Verifiers that run in processes only."""
 HEAVY = ("math",)
-"""Verifiers whose package takes long to import, so that a process of its own does."""
+"""Verifiers whose package takes long to import, so that another process does."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 PAIRS = ("preference", "reward")  # kinds of algorithms that read them
 
 Rows = tuple[list[Example], list[str]]
-"""The rows that a run trains on, or is evaluated on, and what is wrong with them."""
+"""Rows to train on or to evaluate on, and their problems."""
 
 
 def check_task(config: Config) -> Iterator[str]:
@@ -121,7 +121,7 @@ def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"])
 
 
 def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:
-    """Yield what is wrong with a row that is otherwise well formed."""
+    """Check well-formed rows against the config."""
     steps = config.cold_start.steps
     unused = "eval_reward" if key == "path" else "grader"
     named = {name: set_by for set_by, name in rewards_of(config.task) if set_by != unused}
@@ -229,7 +229,7 @@ def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection
 
 
 def check_template_keys(config: Config) -> Iterator[str]:
-    """Check the keys of [task], and those of its sources that differ."""
+    """Check the chat template's keys in [task], and in each source that renders chats in another way."""
     task = config.task
     own = source_of(task, task.path, "task.path")
     yield from _template_keys(own, task.template)
@@ -296,7 +296,7 @@ def check_chat(config: Config) -> Iterator[str]:
 
 
 def chat_warnings(config: Config) -> list[str]:
-    """Return what is likely not intended: prompts that change from day to day, and turns that sampling does not end."""
+    """Warn about prompts that change from day to day, and turns that sampling does not end."""
     tokenizer = policy_tokenizer(config) if config.task.template == "chat" else None
     found = inspect_template(tokenizer) if tokenizer else []
     keys = {DATE: "task.chat_template_kwargs", END: "rollout.stop_token_ids"}
