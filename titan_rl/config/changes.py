@@ -23,6 +23,8 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
 
 def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys that have another value in two configs, with both values."""
-    for key in (f"{section}.{name}" for section, names in schema().items() for name in names):
-        if (before := valued(one, key)) != (after := valued(other, key)):
-            yield key, before, after
+    for section, names in schema().items():
+        before, after = getattr(one, section), getattr(other, section)
+        for name in names:
+            if (values := (getattr(before, name), getattr(after, name)))[0] != values[1]:
+                yield f"{section}.{name}", *values
