@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_rl.config.toml import load
-from titan_rl.preflight.checks.gpu_memory import needs, on_gpus, role_shapes
+from titan_rl.preflight.memory import needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.provenance import git_commit, versions
 from titan_rl.record.summary import known_lines
@@ -224,7 +224,7 @@ def estimate(folder: Path, gpus: Gpus) -> str:
     with suppress(Exception):  # the run did not come so far, or has no GPU
         config = load(folder / "config.toml")
         shape = shape_of(config.model)
-        found = needs(on_gpus(config, shape, gpus.nbytes), shape, gpus.nbytes, role_shapes(config, shape))
+        found = needs(on_gpus(config, shape, gpus.nbytes), shape, gpus.nbytes)
         return f"{found['trainer'].nbytes / 2**30:.1f}"
     return "-"
 

@@ -27,7 +27,7 @@ from titan_rl.wire.program import DONE, FAILED, enter
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from titan_rl.preflight.setup import Setup
+    from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
     from titan_rl.wire.types import Rollout
 
@@ -118,7 +118,7 @@ def config_of(options: argparse.Namespace, overrides: Sequence[tuple[str, str]])
 
 
 def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
-    from titan_rl.preflight.checks.environment import check_environment
+    from titan_rl.preflight.checks.rollouts import check_environment
     from titan_rl.record.terminal import Terminal, open_console
 
     if not config.rollout_code:
@@ -145,7 +145,7 @@ def check(config: Config, options: argparse.Namespace, scratch: Path) -> int:
 
 def setup_of(config: Config, scratch: Path) -> "Setup":
     from titan_rl.config.model_sections import ColdStartSection
-    from titan_rl.preflight.setup import prepare
+    from titan_rl.preflight.plan import prepare
 
     config = replace(
         config,
@@ -202,7 +202,7 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
 
 async def sessions(config: Config) -> int | None:
     """Return how many sessions a server opens at the same time, at most as many as the config needs."""
-    from titan_rl.preflight.checks.environment import in_flight
+    from titan_rl.preflight.memory import in_flight
 
     prefix, _, url = config.environment.name.partition(":")
     if prefix != "openenv":
@@ -244,7 +244,7 @@ def table(rollouts: Sequence["Rollout"]) -> "Table":
 
 def facts(setup: "Setup", found: Rehearsal) -> Iterator[str]:
     """Yield what else was found, and what is wrong, one line each."""
-    from titan_rl.preflight.checks.environment import in_flight
+    from titan_rl.preflight.memory import in_flight
 
     config, rollouts = setup.config, found.rollouts
     e, wanted = config.environment, in_flight(config)

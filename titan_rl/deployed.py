@@ -26,7 +26,7 @@ from titan_rl.meshes.fork_servers import serving
 from titan_rl.wire.program import FAILED, STOPPED, USAGE
 
 if TYPE_CHECKING:  # imported when this process has its own network
-    from titan_rl.preflight.setup import Setup
+    from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
 
 NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
@@ -137,7 +137,7 @@ def exported(chosen: Chosen, scratch: Path) -> Path:
 
 def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
     """Resolve what a deployment consists of. Only what it needs is checked: sets, their rewards, GPUs."""
-    from titan_rl.preflight.setup import prepare
+    from titan_rl.preflight.plan import prepare
     from titan_rl.wire.gpus import NO_GPUS, found_gpus
 
     try:
@@ -158,7 +158,7 @@ def setup_of(config: Config, folder: Path, scratch: Path) -> "Setup":
 
 
 def refuse_sets(config: Config) -> None:
-    from titan_rl.preflight.checks.evaluation import check_evaluation
+    from titan_rl.preflight.checks.rollouts import check_evaluation
 
     if problems := list(check_evaluation(config)):
         raise Refused("; ".join(problems))

@@ -19,7 +19,7 @@ from titan_rl.config import toml as config_file
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError
 from titan_rl.preflight.checks.folders import unwritable
-from titan_rl.preflight.setup import Policy, policy_of
+from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts

@@ -19,8 +19,8 @@ from titan_rl.wire.program import DONE, FAILED, STOPPED, enter
 
 if TYPE_CHECKING:  # imported while the fork servers import too
     from titan_rl.config.sections import Config, HostsSection
-    from titan_rl.preflight.cli import Invocation
-    from titan_rl.preflight.setup import Setup
+    from titan_rl.preflight.load import Invocation
+    from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
 
 OPTED_OUT = 'hosts.isolation is "off"'
@@ -79,13 +79,14 @@ def opted_out(hosts: "HostsSection") -> str:
 
 def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str = "") -> int:
     """`exposed`: why other users reach the sockets of this process. Without servers, it is a dry run."""
-    from titan_rl.preflight.checks import missing_addresses
-    from titan_rl.preflight.cli import parse, refuse
+    from titan_rl.preflight.checks import checked_run
+    from titan_rl.preflight.checks.hosts import missing_addresses
+    from titan_rl.preflight.refusal import refuse
     from titan_rl.record.run_folder import FolderRefused
     from titan_rl.record.terminal import Terminal
     from titan_rl.wire.errors import RunError
 
-    invocation, terminal = parse(argv), Terminal()
+    invocation, terminal = checked_run(argv), Terminal()
     hosts = invocation.config.hosts
     if servers is None:
         exposed = opted_out(hosts) or isolation.refusal()
@@ -111,7 +112,7 @@ def check_and_run(argv: Sequence[str], servers: ForkServers | None, exposed: str
 def check_folder_and_run(invocation: "Invocation", terminal: "Terminal", servers: ForkServers | None) -> int:
     """Check everything while this process alone uses the run's folder; move or write there only after that."""
     from titan_rl.preflight.describe import describe
-    from titan_rl.preflight.setup import prepare, settle
+    from titan_rl.preflight.plan import prepare, settle
     from titan_rl.preflight.sharding import checked_sharding
     from titan_rl.record.run_folder import check_folder
     from titan_rl.record.run_lock import RunLock

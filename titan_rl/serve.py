@@ -32,7 +32,7 @@ from titan_rl.deployed import (
 from titan_rl.wire.program import DONE, STOPPED, enter
 
 if TYPE_CHECKING:
-    from titan_rl.preflight.setup import Setup
+    from titan_rl.preflight.plan import Setup
     from titan_rl.record.terminal import Terminal
 
 PROG = "titan_rl.serve"

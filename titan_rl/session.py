@@ -8,7 +8,7 @@ from pathlib import Path
 from titan_rl.config.sections import BYTES
 from titan_rl.control.server import Control
 from titan_rl.controller import Controller
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.run_folder import Resume

@@ -21,7 +21,7 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.replica import Replica
 from titan_rl.meshes.spawn import spawn
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.types import Completion, Request, Sampling
 

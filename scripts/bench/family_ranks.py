@@ -77,7 +77,7 @@ def score_on_mesh(folder: Path, names: list[str], mesh: str) -> dict[str, Any]:
     from titan_rl.actors.titan.model import TitanModel
     from titan_rl.batch.packing import pack, unpack
     from titan_rl.config import sections as c
-    from titan_rl.preflight.checks.dimensions import check_parallelism
+    from titan_rl.preflight.checks.model import check_parallelism
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.types import Sample
 

@@ -23,7 +23,7 @@ from titan_rl.meshes.faults import Watch, label
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.bring_up import Meshes, generator_policy

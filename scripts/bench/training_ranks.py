@@ -83,7 +83,7 @@ def titan(settings: Settings) -> Step:
     from titan_rl.actors.titan.role_model import RoleModel
     from titan_rl.batch.packing import UpTo, pack
     from titan_rl.config import sections as c
-    from titan_rl.preflight.microbatches import on_cpu
+    from titan_rl.preflight.memory import on_cpu
     from titan_rl.preflight.shapes import shape_of
     from titan_rl.wire.cores import host_memory
     from titan_rl.wire.types import Sample

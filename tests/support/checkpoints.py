@@ -20,7 +20,7 @@ from titan_rl.actors.titan.model import local
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
 from titan_rl.config.toml import to_toml
-from titan_rl.preflight.setup import policy_of
+from titan_rl.preflight.plan import policy_of
 from titan_rl.wire.checkpoint_sums import SUMS
 from titan_rl.wire.types import RoleName
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titan_rl.config.sections import Config, ModelSection
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
 

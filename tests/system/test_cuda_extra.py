@@ -99,7 +99,7 @@ def test_vllm_takes_the_presets(checkout: Path, tmp_path: Path) -> None:
 
 
 def check(facts: dict[str, object], shape: ModelShape) -> None:
-    from titan_rl.preflight.device_memory import PREFILL_TOKENS
+    from titan_rl.preflight.memory import PREFILL_TOKENS
 
     assert facts["attention"] == "FLASH_ATTN"
     assert facts["graphs"] == "FULL_AND_PIECEWISE"

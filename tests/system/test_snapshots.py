@@ -27,7 +27,7 @@ from titan_rl.config.sections import (
 from titan_rl.meshes import deaths
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.errors import RankFailed
 from titan_rl.wire.reports import StepStats

@@ -18,8 +18,8 @@ from titan_rl.config.sections import (
 )
 from titan_rl.config.toml import to_toml
 from titan_rl.deployed import Chosen, Refused, choose, overrides_of, setup_of
-from titan_rl.preflight.checks.evaluation import check_evaluation
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.checks.rollouts import check_evaluation
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.task import load_task
 from titan_rl.wire.seeds import derive

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titan_rl import run as program
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.run_lock import LOCK, RunLock
 
 

@@ -28,8 +28,9 @@ from titan_rl.chaos.schedule import CONTROLLER, DOCS, KINDS, VICTIMS, Fault, cas
 from titan_rl.chaos.subject import ChaosRun, RunEnded, RunStuck
 from titan_rl.chaos.table import Findings, show, write
 from titan_rl.chaos.verdict import audits, shared_memory, summary
-from titan_rl.preflight import cli
-from titan_rl.preflight.cli import Invocation
+from titan_rl.preflight.checks import checked_run
+from titan_rl.preflight.load import Invocation
+from titan_rl.preflight.refusal import refuse
 from titan_rl.record.provenance import git_commit
 from titan_rl.record.terminal import open_console
 from titan_rl.wire.failpoints import FaultOrder, give
@@ -52,7 +53,7 @@ LAST_LINES = 20  # of the run's output, shown if the run failed
 def main(argv: Sequence[str]) -> int:
     options, rest = parser().parse_known_args(argv)
     flags = [f"--{key}={value}" for key, value in {**DEFAULTS, "job.dump_folder": options.run}.items()]
-    invocation = cli.parse(["--config", options.config, *flags, *rest])
+    invocation = checked_run(["--config", options.config, *flags, *rest])
     console = open_console(sys.stdout)
     chaos = Chaos(options, ["--config", options.config, *flags, *rest], invocation, console)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals end the run
@@ -130,7 +131,7 @@ class Chaos:
         roles = ["trainer", *(["generator"] if config.samples_rollouts else []), *config.roles]
         roles += ["environment"] if config.rollout_code else []
         if found := problems(options.kills, roles, self._config.training.steps, self._only):
-            cli.refuse("the command line", found)
+            refuse("the command line", found)
         self.findings = Findings(options.seed, options.kills)
 
     def run(self) -> int:

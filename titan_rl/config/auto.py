@@ -59,7 +59,7 @@ def chosen(value: Any, otherwise: Any) -> Any:
 
 def keeps(config: Config) -> bool:
     """Return whether unfinished requests may keep the keys and values of old weights: engines that sleep at an update
-    free them, and a ratio against the policy of one version needs a correction (checks/whole_run.py)."""
+    free them, and a ratio against the policy of one version needs a correction (preflight/checks/algorithm.py)."""
     a = config.algorithm
     corrected = (a.proximal, a.correction) != ("trainer", "none")
     return a.kind == "rl" and config.rollout.lag > 0 and config.placement.kind != "colocated" and corrected
@@ -102,7 +102,7 @@ def threads(config: Config, kind: Literal["model", "generator"], device: str, co
 
 def resolved(config: Config, device: str, *, gradients_fit: bool = True, rows: int = 1, cache_mb: int = 0) -> Config:
     """Return the config that the ranks on `device` work with. It has no "auto", and resolves to itself. Microbatches
-    that are sized by tokens (preflight/microbatches.py) have `rows`. A KV cache without a size has `cache_mb`; 0: what
+    that are sized by tokens (preflight/memory.py) have `rows`. A KV cache without a size has `cache_mb`; 0: what
     vLLM measures."""
     config = on_device(config, device)
     return replace(

@@ -1,10 +1,11 @@
 """Reads and changes keys of a Config by their dotted names, such as "training.steps"."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from titan_rl.config.sections import Config
+from titan_rl.config.toml import schema
 
 
 def valued(config: Config, key: str) -> Any:
@@ -18,3 +19,12 @@ def changed(config: Config, keys: Mapping[str, Any]) -> Config:
         section, _, name = key.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
+
+
+def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that have another value in two configs, with both values."""
+    for section, names in schema().items():
+        before, after = getattr(one, section), getattr(other, section)
+        for name in names:
+            if (values := (getattr(before, name), getattr(after, name)))[0] != values[1]:
+                yield f"{section}.{name}", *values

@@ -25,9 +25,9 @@ from titan_rl.launch.job import Job
 from titan_rl.launch.kubernetes_job import KubernetesJob, live_kubernetes_job, submit_manifests
 from titan_rl.launch.manifests import as_yaml, manifests, tls_secret
 from titan_rl.launch.slurm_queue import SlurmJob, submit_script
-from titan_rl.preflight import cli
-from titan_rl.preflight.checks.launching import check_submission
-from titan_rl.preflight.cli import Invocation
+from titan_rl.launch.submission import check_submission
+from titan_rl.preflight.checks import checked_run
+from titan_rl.preflight.load import Arguments, Invocation, read
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import HOSTS
 from titan_rl.record.run_folder import FolderRefused, check_folder
@@ -93,10 +93,10 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     known yet: stand-ins are checked instead, and left out of what is returned."""
     argv, hosts = ["--config", options.config, *rest], HostsSection()
     with suppress(Exception):  # refused below
-        hosts = wanted_hosts(cli.read(argv), options.config)
+        hosts = wanted_hosts(read(argv), options.config)
     also = partial(check_submission, on=options.on, prints=options.print)
     argv += [*stand_ins(hosts.number), "--dry-run"]
-    invocation = cli.parse(argv, also, partial(only_in_pods, options.on), submits=not options.print)
+    invocation = checked_run(argv, also, partial(only_in_pods, options.on), submits=not options.print)
     try:
         check_folder(invocation.config.job)
     except FolderRefused as error:
@@ -109,7 +109,7 @@ def checked(options: argparse.Namespace, rest: Sequence[str]) -> Invocation:
     return replace(invocation, config=config, warnings=tuple(warnings), scaled=tuple(scaled))
 
 
-def wanted_hosts(arguments: cli.Arguments, config: str) -> HostsSection:
+def wanted_hosts(arguments: Arguments, config: str) -> HostsSection:
     """Return where the run is to be. --scale makes several nodes two, unless the command line gives their number."""
     hosts = config_file.load(config_file.find(config), arguments.overrides).hosts
     fixed = not arguments.scale or "hosts.count" in dict(arguments.overrides)

@@ -8,7 +8,8 @@ from pathlib import Path
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import as_toml, schema
-from titan_rl.preflight.checks.launching import gpus_of_node, stop_seconds
+from titan_rl.launch.submission import gpus_of_node
+from titan_rl.preflight.checks.hosts import stop_seconds
 
 FOLDER = "launch"  # in the run's folder: the script, its config, the logs of nodes
 

@@ -1,1 +1,1 @@
-"""Reads, resolves and checks a run before any process is spawned, and describes it."""
+"""What happens before any process is spawned: load a config, check it, plan the run, describe the plan."""

@@ -1,31 +1,26 @@
 """Describes a run's plan: what --dry-run prints, and what every run prints first."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from titan_rl.agents.games import GAMES
 from titan_rl.config.auto import on_device, threads
+from titan_rl.config.changes import differences
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.config.toml import ConfigError, as_text, as_toml, load, schema
-from titan_rl.preflight.host_loss import after_loss
-from titan_rl.preflight.host_view import host_rows
-from titan_rl.preflight.memory_tables import memory_tables
-from titan_rl.preflight.placement import slots_per_host
-from titan_rl.preflight.quantities import count, size
-from titan_rl.preflight.setup import Setup
+from titan_rl.config.toml import ConfigError, as_text, as_toml, load
+from titan_rl.preflight.memory import UNKNOWN, Cut, count, lent, size
+from titan_rl.preflight.placement import place, slots_per_host
+from titan_rl.preflight.plan import Setup
+from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
 from titan_rl.wire.snapshot import snapshot_bytes
 
 
-def describe(
-    setup: Setup, warnings: Sequence[str], sharded: Mapping[str, ShardedModel] = MappingProxyType({})
-) -> RunPlan:
+def describe(setup: Setup, warnings: Sequence[str], sharded: Cut = UNKNOWN) -> RunPlan:
     """`sharded`: how TorchTitan cuts the models, which only a dry run asks."""
     config, shape = setup.config, setup.shape
     model = (
@@ -36,7 +31,7 @@ def describe(
     facts = [("model", model), ("task", task(setup))]
     if config.task.template == "chat":
         facts.append(("chat", chat(setup)))
-    meshes = [trainers(setup)]
+    meshes = [model_row(setup, "trainer", config.parallelism, shape)]
     if config.curriculum.on:
         facts.append(("curriculum", curriculum(config)))
     if config.cold_start.steps:
@@ -60,12 +55,14 @@ def describe(
         facts.append(("resume", f"from {setup.resume}"))
         if changed := ", ".join(changed_keys(setup)):
             facts.append(("changed", changed))
-    meshes += roles(setup)
+    shapes = setup.role_shapes
+    meshes += [model_row(setup, name, role.parallelism, shapes.get(name, shape)) for name, role in config.roles.items()]
     hosts = ()
     if config.hosts.number > 1:
         slots = slots_per_host(config, setup.gpus.count if setup.device == "cuda" else 0)
-        hosts = host_rows(config, slots)
-        facts.append(("lost host", after_loss(config, slots)))
+        placed = place(config, slots)
+        hosts = host_rows(config, placed, slots)
+        facts.append(("lost host", after_loss(config, placed, slots)))
     remarks = [*warnings, *setup.dropped, *setup.resume_notes]
     tables = memory_tables(setup, sharded)
     return RunPlan(setup.name, config.job.description, meshes, facts, remarks, hosts, tables)
@@ -79,15 +76,6 @@ def changed_keys(setup: Setup) -> list[str]:
         return []
     both = differences(on_device(before, setup.device), setup.config)
     return [f"{key} = {as_toml(now)} (was {as_toml(was)})" for key, was, now in both if not key.startswith("job.")]
-
-
-def differences(one: Config, other: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys that have another value in two configs, with both values."""
-    for section, names in schema().items():
-        for name in names:
-            values = [getattr(getattr(config, section), name) for config in (one, other)]
-            if values[0] != values[1]:
-                yield f"{section}.{name}", *values
 
 
 def main_keys(config: Config) -> str:
@@ -110,47 +98,30 @@ def on_gpu(config: Config) -> str:
         "selective": "some activations are recomputed",
         "full": "all activations are recomputed",
     }
-    return ", ".join(
-        [
-            "attention in float32, by torch's SDPA" if exact else "FlashAttention in bfloat16",
-            "blocks compiled" if config.compile.enable else "blocks not compiled",
-            recomputed[config.activation_checkpoint.mode],
-            f"gradients reduced once per {config.training.gradient_sync}",
-        ]
-    )
+    attention = "attention in float32, by torch's SDPA" if exact else "FlashAttention in bfloat16"
+    blocks = "blocks compiled" if config.compile.enable else "blocks not compiled"
+    reduced = f"gradients reduced once per {config.training.gradient_sync}"
+    return ", ".join([attention, blocks, recomputed[config.activation_checkpoint.mode], reduced])
 
 
-def trainers(setup: Setup) -> MeshRow:
-    config = setup.config
-    lent = ["reference"] if config.algorithm.needs_reference and config.reference.mesh == "trainer" else []
-    lent += ["teacher"] if config.algorithm.needs_teacher and config.teacher.mesh == "trainer" else []
-    return trained("trainer", setup, config.parallelism, setup.shape, lent)
-
-
-def roles(setup: Setup) -> list[MeshRow]:
-    """Return a row for each model besides the policy that has its own mesh."""
-    return [
-        trained(name, setup, role.parallelism, setup.shape.with_value_head(), [])
-        if name == "critic"
-        else frozen(name, setup, role.parallelism, setup.role_shapes.get(name, setup.shape))
-        for name, role in setup.config.roles.items()
-    ]
-
-
-def trained(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape, lent: Sequence[str]) -> MeshRow:
-    # weights, gradients and Adam's two moments, sharded over all ranks of a replica
-    each = 4 * shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
-    holds = f"weights, gradients, {setup.config.optimizer.name}: {size(each)} per rank"
-    holds += "".join(f", {role} {size(each // 4)}" for role in lent)
-    if setup.config.fault.snapshot_interval:
-        kept = snapshot_bytes(shape.parameters, setup.config.training.dtype, p.data_parallel_replicate_degree)
+def model_row(setup: Setup, name: str, p: ParallelismSection, shape: ModelShape) -> MeshRow:
+    """Return the row of a mesh of TorchTitan's: of the trainer, or of a model besides the policy."""
+    config, training = setup.config, setup.config.training
+    if name == "critic":
+        shape = shape.with_value_head()
+    weights = shape.parameters * BYTES[training.dtype]
+    shards = p.data_parallel_shard_degree * p.tensor_parallel_degree
+    holds = f"frozen weights {size(weights // shards)} per rank"
+    if name in ("trainer", "critic"):  # Adam's two moments; all of it is sharded over the ranks of a replica
+        holds = f"weights, gradients, {config.optimizer.name}: {size(4 * weights // shards)} per rank"
+    if name == "trainer":
+        holds += "".join(f", {role} {size(weights // shards)}" for role in lent(config))
+    if name in ("trainer", "critic") and config.fault.snapshot_interval:
+        kept = snapshot_bytes(shape.parameters, training.dtype, p.data_parallel_replicate_degree)
         holds += f"; snapshots {size(kept)} of host memory"
-    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), holds)
-
-
-def frozen(name: str, setup: Setup, p: ParallelismSection, shape: ModelShape) -> MeshRow:
-    each = shape.parameters * BYTES[setup.config.training.dtype] // shards(p)
-    return MeshRow(name, p.world_size, layout(p), device(setup), dtype(setup), f"frozen weights {size(each)} per rank")
+    compute = training.mixed_precision_param
+    dtype = training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
+    return MeshRow(name, p.world_size, layout(p), device(setup), dtype, holds)
 
 
 def layout(p: ParallelismSection) -> str:
@@ -161,16 +132,6 @@ def layout(p: ParallelismSection) -> str:
         parts.append(f"TP {p.tensor_parallel_degree}")
     experts = f", experts over {p.expert_parallel_degree}" if p.expert_parallel_degree > 1 else ""
     return " x ".join(parts) + experts
-
-
-def shards(p: ParallelismSection) -> int:
-    return p.data_parallel_shard_degree * p.tensor_parallel_degree
-
-
-def dtype(setup: Setup) -> str:
-    training = setup.config.training
-    compute = training.mixed_precision_param
-    return training.dtype if compute == training.dtype else f"{training.dtype}, {compute} compute"
 
 
 def generators(setup: Setup) -> MeshRow:

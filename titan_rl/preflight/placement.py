@@ -183,3 +183,16 @@ def most_replicas(config: Config, slots: int) -> int:
         except Unplaceable:
             too_many = replicas
     return fits
+
+
+def gpus_needed(config: Config) -> int:
+    """Return how many GPUs the run takes: one for each process, which colocated trainers and generators share."""
+    g, trainers = config.generator, config.parallelism.world_size
+    generators = g.replicas * g.tensor_parallel_degree if config.samples_rollouts else 0
+    shared = min(trainers, generators) if config.placement.kind == "colocated" else 0
+    return trainers + generators - shared + sum(role.parallelism.world_size for role in config.roles.values())
+
+
+def gpus_of_hosts(config: Config, gpus: int) -> int:
+    """Return the GPUs of all hosts, from the number on one host; `processes` share the GPUs of this machine."""
+    return gpus if config.hosts.kind == "processes" else gpus * config.hosts.number

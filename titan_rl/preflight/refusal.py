@@ -1,14 +1,28 @@
-"""Refuses a run: one line per problem, exit code 2, no traceback."""
+"""Describes problems of a config, and refuses a run: one line per problem, exit code 2, no traceback."""
 
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from rich.console import Console
 
+from titan_rl.config.changes import valued
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import as_toml
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def problem(config: Config, key: str, expected: str) -> str:
+    """Return the line that refuses the value of a key."""
+    return f"{key}: expected {expected}, found {written(valued(config, key))}"
+
+
+def written(value: Any) -> str:
+    """Write a key's value as TOML has it, but 2.0 as 2."""
+    return f"{value:g}" if isinstance(value, float) else as_toml(value)
 
 
 def refuse(source: str, problems: Sequence[str]) -> NoReturn:

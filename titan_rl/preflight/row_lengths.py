@@ -35,7 +35,7 @@ class RowLimit:
     what: str
     most: int
     taken: Callable[[RowLength], int]
-    key: str
+    key: str = "training.seq_len"
 
     def refuses(self, row: RowLength) -> str:
         """Return why a row cannot be used, or ""."""
@@ -52,40 +52,23 @@ def limits_on(config: Config, *, heldout: bool) -> list[RowLimit]:
     cold = config.cold_start
     key = "generator.max_model_len" if config.generator.max_model_len else "training.seq_len"
     longest = config.generator.max_model_len or seq_len
-    sampled = RowLimit(
-        f"a prompt of at most {longest - new} tokens ({key} = {longest}, rollout.max_new_tokens = {new})",
-        longest - new,
-        lambda row: row.prompt,
-        f"{key} (or lower rollout.max_new_tokens)",
-    )
-    seq = f"(training.seq_len = {seq_len})"
-    answered = RowLimit(
-        f"at most {seq_len + 1} tokens of prompt, answer and EOS {seq}",
-        seq_len + 1,
-        lambda row: row.prompt + row.answer,
-        "training.seq_len",
-    )
+    prompt = f"a prompt of at most {longest - new} tokens ({key} = {longest}, rollout.max_new_tokens = {new})"
+    lower = f"{key} (or lower rollout.max_new_tokens)"
+    sampled = RowLimit(prompt, longest - new, lambda row: row.prompt, lower)
+    row_size = f"(training.seq_len = {seq_len})"
+    whole = f"tokens of prompt, answer and EOS {row_size}"
+    answered = RowLimit(f"at most {seq_len + 1} {whole}", seq_len + 1, lambda row: row.prompt + row.answer)
+    judged = RowLimit(f"at most {seq_len} {whole}", seq_len, lambda row: row.prompt + max(row.answer, row.rejected))
     extra = 2 if kind == "reward" else 0  # each answer of a pair is followed by padding, where its score is read
     pair = RowLimit(
-        f"a pair of at most {seq_len} tokens, as both answers share a packed row {seq}",
+        f"a pair of at most {seq_len} tokens, as both answers share a packed row {row_size}",
         seq_len,
         lambda row: 2 * row.prompt + row.answer + row.rejected - 2 + extra,
-        "training.seq_len",
-    )
-    judged = RowLimit(
-        f"at most {seq_len} tokens of prompt, answer and EOS {seq}",
-        seq_len,
-        lambda row: row.prompt + max(row.answer, row.rejected),
-        "training.seq_len",
     )
     if heldout:
         return [judged if kind == "reward" else sampled]
-    uses = {
-        "rl": [sampled, *([answered] if cold.steps else [])],
-        "supervised": [answered],
-        "preference": [pair],
-        "reward": [pair],
-    }[kind]
+    uses = {"supervised": [answered], "preference": [pair], "reward": [pair]}.get(kind, [sampled])
+    uses = [*uses, *([answered] if kind == "rl" and cold.steps else [])]
     return [*uses, *([sampled] if cold.steps and cold.stop_at and kind != "rl" else [])]
 
 
@@ -123,9 +106,8 @@ def lengths(
 def _demonstrated_length(example: Example, task: Task, tokenizer: TextTokenizer) -> RowLength | str:
     try:
         sample = demonstrated(task.prompt(example, 0, tokenizer), tokenizer)
-    except Exception as error:  # of a template
-        why = f"{type(error).__name__}: {error}"
-        return f"{example.where}: expected a demonstration that the chat template accepts, found {why}"
+    except Exception as error:
+        return _refused(example, "a demonstration", error)
     return RowLength(sample.prompt, len(sample.tokens) - sample.prompt)
 
 
@@ -135,9 +117,13 @@ def _chat_tokens(example: Example, task: Task, tokenizer: TextTokenizer, longest
         return characters // tokenizer.longest_token
     try:
         return len(task.read(example, tokenizer))
-    except Exception as error:  # a template may raise whatever it likes
-        why = f"{type(error).__name__}: {error}"
-        return f"{example.where}: expected a prompt that the chat template accepts, found {why}"
+    except Exception as error:
+        return _refused(example, "a prompt", error)
+
+
+def _refused(example: Example, what: str, error: Exception) -> str:
+    """Describe the error of a chat template, which may raise any."""
+    return f"{example.where}: expected {what} that the chat template accepts, found {type(error).__name__}: {error}"
 
 
 def unfit_rows(config: Config, task: Task, tokenizer: TextTokenizer) -> tuple[dict[int, str], dict[int, str]]:

@@ -1,6 +1,8 @@
-"""Finds the model's dimensions: in [model], in a TorchTitan flavor, or in a Hugging Face folder."""
+"""Finds the models' dimensions: in [model], in a TorchTitan flavor, or in a Hugging Face folder."""
 
-from titan_rl.config.sections import ModelSection
+from contextlib import suppress
+
+from titan_rl.config.sections import Config, ModelSection
 from titan_rl.wire.model_families import FAMILIES
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
 
@@ -36,3 +38,25 @@ def shape_of(model: ModelSection) -> ModelShape:
         experts_per_token=model.experts_per_token if routed else 0,
         norm_routes=routed,
     )
+
+
+def usable_shape(config: Config) -> tuple[ModelShape | None, list[str]]:
+    """Return the policy's shape, or None and the reason why there is none."""
+    try:
+        return shape_of(config.model), []
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def shape_of_role(config: Config, role: str) -> ModelShape | None:
+    """Return the shape of a role that may differ from the policy's; None for other roles and for unusable folders."""
+    if role not in ("teacher", "reward_model"):
+        return None
+    with suppress(ValueError):
+        return shape_of_folder(getattr(config, role).hf_assets_path, f"{role}.hf_assets_path")
+    return None
+
+
+def role_shapes(config: Config, shape: ModelShape) -> dict[str, ModelShape]:
+    own = {name: shape_of_role(config, name) or shape for name in config.roles}
+    return own | ({"critic": shape.with_value_head()} if "critic" in own else {})

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_rl.config.sections import Config
-from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, role_shapes
-from titan_rl.preflight.checks.host import gpus_of_hosts
-from titan_rl.preflight.memory_tables import check_host_memory
+from titan_rl.preflight.checks.machine import check_gpu_memory, check_host_memory
+from titan_rl.preflight.placement import gpus_of_hosts
+from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.refusal import refuse
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
 from titan_rl.wire.vllm_params import pieces

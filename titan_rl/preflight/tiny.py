@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from titan_rl.config.changes import changed, valued
+from titan_rl.config.changes import changed, differences, valued
 from titan_rl.config.sections import Config, ModelSection
 from titan_rl.config.toml import as_toml, schema
 from titan_rl.preflight.placement import Unplaceable, place
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.tasks.row_files import row_files
 from titan_rl.wire.model_shape import ModelShape, shape_of_folder
@@ -82,9 +82,7 @@ def shrunk(config: Config, given: Collection[str], stand_ins: Path) -> tuple[Con
     tiny = changed(config, kept(changes))
     tiny = changed(tiny, kept(_dependent(tiny)))
     tiny = changed(tiny, kept(dict(_roles(tiny, stand_ins))))
-    keys = [f"{section}.{name}" for section, names in schema().items() for name in names]
-    both = ((key, valued(config, key), valued(tiny, key)) for key in keys)
-    return tiny, [f"{key}: {as_toml(old)} -> {as_toml(new)}" for key, old, new in both if old != new]
+    return tiny, [f"{key}: {as_toml(old)} -> {as_toml(new)}" for key, old, new in differences(config, tiny)]
 
 
 def _model(config: Config) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,7 @@ from titan_rl.preflight.placement import (
     slots_of,
     slots_per_host,
 )
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
 from titan_rl.wire.dial import address_of, route_to, split_address

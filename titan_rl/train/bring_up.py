@@ -33,7 +33,7 @@ from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.berths import Berths, joined_hosts, resources

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_rl.config.sections import Config
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.types import Completion, Generates, Request, Sample, Sampling

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.preflight.setup import Policy, Setup
+from titan_rl.preflight.plan import Policy, Setup
 from titan_rl.record.lines import Unwritable, must_write
 from titan_rl.record.run_folder import aside
 from titan_rl.text.template import MORE_TEMPLATES

@@ -18,7 +18,7 @@ import numpy as np
 from titan_rl.batch.experience import minibatches
 from titan_rl.batch.packing import TOKEN_MEAN, UpTo, Weighting, divisor, pack, unpack
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.lines import Unwritable, no_room
 from titan_rl.record.run_folder import Resume

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from titan_rl.config.sections import Config
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.snapshot_store import Snapshots
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
 from titan_rl.record.terminal import Terminal

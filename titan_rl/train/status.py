@@ -8,7 +8,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import waits
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.preflight.placement import most_replicas, slots_per_host
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.bring_up import Meshes
 from titan_rl.train.stop import Stop

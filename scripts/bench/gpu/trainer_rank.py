@@ -13,7 +13,7 @@ from bench.gpu.measured import ON_CPU
 from titan_rl.actors.titan import private
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.config import sections as c
-from titan_rl.preflight.checks.gpu_memory import on_gpus
+from titan_rl.preflight.memory import on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Column, Sample

@@ -10,7 +10,7 @@ from bench.gpu.measured import ON_CPU, kernel_times, say, say_within, seconds_of
 from bench.gpu.trainer_rank import config_of, gpu_bytes, model_of, samples
 from titan_rl.actors.titan.role_model import RoleModel
 from titan_rl.batch.packing import pack
-from titan_rl.preflight.checks.gpu_memory import needs
+from titan_rl.preflight.memory import needs
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.types import Batch
 
@@ -91,7 +91,7 @@ def say_graphs(rows: int) -> None:
 def say_memory(model: RoleModel, shape: ModelShape, rows: int, hardware: Mapping[str, float]) -> None:
     """Compare what the last step took with the preflight's estimate for these rows."""
     gib = 2**30
-    own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes(), {})["trainer"].own
+    own = needs(config_of(LAYERS, SEQ_LEN, rows=rows), shape, gpu_bytes())["trainer"].own
     peak, reserved = hardware["memory/max_active_gib"], hardware["memory/max_reserved_gib"]
     parts = sum(part.nbytes for part in own.parts.values()) / gib
     say_within(f"rows {rows}: peak allocated, GiB", peak, parts, f"estimate, allowances apart: {own}")

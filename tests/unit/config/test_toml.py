@@ -318,7 +318,7 @@ def test_shipped_configs_load(name: str) -> None:
 
 
 def test_reading_a_config_imports_no_torch() -> None:
-    code = "import sys, titan_rl.preflight.cli; titan_rl.preflight.cli.schema(); sys.exit('torch' in sys.modules)"
+    code = "import sys, titan_rl.preflight.load; titan_rl.preflight.load.schema(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

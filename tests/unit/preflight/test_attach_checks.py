@@ -7,8 +7,8 @@ import pytest
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks import missing_addresses, problems, warnings
-from titan_rl.preflight.cli import parse
+from titan_rl.preflight.checks import checked_run, problems, warnings
+from titan_rl.preflight.checks.hosts import missing_addresses
 from titan_rl.run import check_and_run
 from titan_rl.wire.certificates import make_certificates
 
@@ -76,7 +76,7 @@ def test_what_is_not_encrypted_is_said() -> None:
 
 def test_a_dry_run_needs_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--config", "grpo_llama", "--hosts.kind", "attach", "--hosts.count", "2"]
-    assert parse([*argv, "--dry-run"]).config.hosts.number == 2
+    assert checked_run([*argv, "--dry-run"]).config.hosts.number == 2
     nothing: Any = object()  # fork servers, which a refused run does not use
     with pytest.raises(SystemExit):
         check_and_run(argv, nothing)

@@ -11,9 +11,8 @@ from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems, warnings
-from titan_rl.preflight.checks.cache_room import cache_room, cache_warning, check_cache_room
-from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, on_gpus
-from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.checks.machine import cache_warning, check_cache_room, check_gpu_memory
+from titan_rl.preflight.memory import GIB, cache_room, on_gpus
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,7 +14,7 @@ from support.folders import write_header
 from titan_rl import lint, run
 from titan_rl.config.sections import ModelSection
 from titan_rl.preflight.checks import problems, warnings
-from titan_rl.preflight.setup import policy_of
+from titan_rl.preflight.plan import policy_of
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.text.tokenizer import TextTokenizer
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.toml import find, load, schema
-from titan_rl.preflight.cli import Invocation, parse
+from titan_rl.preflight.checks import checked_run
+from titan_rl.preflight.load import Invocation
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     with pytest.raises(SystemExit) as left:
-        parse(argv)
+        checked_run(argv)
     out, err = capsys.readouterr()
     assert (left.value.code, out) == (2, "")
     return err.splitlines()
@@ -34,9 +35,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 
 def test_a_shipped_config_by_name() -> None:
     path = find("grpo_llama")
-    invocation = Invocation(config_name="grpo_llama", path=path, config=load(path), dry_run=False, warnings=())
-    assert parse(["--config", "grpo_llama"]) == parse(["--config=grpo_llama.toml"]) == invocation
-    assert parse(["--dry-run", "--config", "grpo_llama"]) == replace(invocation, dry_run=True)
+    invocation = Invocation(config_name="grpo_llama", config=load(path), dry_run=False)
+    assert checked_run(["--config", "grpo_llama"]) == checked_run(["--config=grpo_llama.toml"]) == invocation
+    assert checked_run(["--dry-run", "--config", "grpo_llama"]) == replace(invocation, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_a_shipped_config_by_name() -> None:
     ],
 )
 def test_overrides(argv: list[str], section: str, key: str, value: object) -> None:
-    config = parse(["--config", "grpo_llama", *argv]).config
+    config = checked_run(["--config", "grpo_llama", *argv]).config
     assert getattr(getattr(config, section), key) == value
 
 
@@ -142,14 +143,14 @@ def test_flags_of_other_projects_are_answered_with_our_key(capsys: pytest.Captur
 def test_what_another_host_could_run_is_a_dry_runs_warning(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--config", "grpo_llama", "--hosts.device", "cuda", "--parallelism.data_parallel_shard_degree", "64")
     assert len(refused(capsys, *argv)) == 3
-    device, slots = parse([*argv, "--dry-run"]).warnings
+    device, slots = checked_run([*argv, "--dry-run"]).warnings
     assert device.startswith("hosts.device: ")
     assert slots.startswith("hosts.slots: expected room for 65 processes")
 
 
 def test_what_no_host_could_run_on_a_cpu_is_refused_in_a_dry_run_too(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--config", "grpo_llama", "--dry-run", "--compile.enable", "--generator.block_size=16")
-    assert [warning.split(":")[0] for warning in parse(argv).warnings] == [
+    assert [warning.split(":")[0] for warning in checked_run(argv).warnings] == [
         "compile.enable",
         "generator.block_size",
     ]
@@ -159,7 +160,7 @@ def test_what_no_host_could_run_on_a_cpu_is_refused_in_a_dry_run_too(capsys: pyt
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse(["--config", "no such file", "-h"])
+        checked_run(["--config", "no such file", "-h"])
     assert left.value.code == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line != line.rstrip()] == []  # a pager would wrap the spaces
@@ -202,7 +203,7 @@ words = st.one_of(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_no_command_line_ends_in_a_traceback(argv: list[str]) -> None:
     try:
-        parse(["--config", "grpo_llama", *argv])
+        checked_run(["--config", "grpo_llama", *argv])
         code = 0
     except SystemExit as left:
         code = left.code

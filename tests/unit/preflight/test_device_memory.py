@@ -17,7 +17,7 @@ from support.shapes import LLAMA_8B, QWEN_30B_A3B, QWEN_600M
 from titan_rl.actors.titan import experts
 from titan_rl.actors.titan.spec import build_spec
 from titan_rl.config.sections import Config
-from titan_rl.preflight.device_memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
+from titan_rl.preflight.memory import block_parameters, gradients_per_token, head_parameters, kept_per_token
 from titan_rl.wire.model_shape import ModelShape
 
 TOKENS = 4096

@@ -115,7 +115,7 @@ def test_an_environment_that_hangs_when_it_is_imported_is_named(
 ) -> None:
     (tmp_path / "hanging_environment.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("titan_rl.preflight.reward_probe.PROBE_SECONDS", 1)
+    monkeypatch.setattr("titan_rl.preflight.probe.PROBE_SECONDS", 1)
     (problem,) = problems(config(tmp_path, '[environment]\nname = "hanging_environment:Thing"'))
     assert "environment.name: expected 'hanging_environment:Thing' to be imported within 1 s" in problem
     assert "hanging_environment.py:2" in problem

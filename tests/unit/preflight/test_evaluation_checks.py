@@ -9,8 +9,8 @@ import pytest
 
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks.evaluation import check_evaluation
-from titan_rl.preflight.setup import prepare
+from titan_rl.preflight.checks.rollouts import check_evaluation
+from titan_rl.preflight.plan import prepare
 
 BASE = load(find("grpo_llama"))
 

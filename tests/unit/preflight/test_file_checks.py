@@ -60,3 +60,14 @@ def test_the_reward_of_the_held_out_answers_decides_what_they_must_be(tmp_path: 
     text = f'[task]\nname = "jsonl"\npath = "{words}"\neval_path = "{words}"\neval_reward = "last_number"'
     (problem,) = problems(config(tmp_path, text))
     assert problem.startswith(f"task.eval_reward: expected a number in the answer of {words}:1, found")
+
+
+def test_training_rows_are_checked_if_evaluation_has_the_same_reward(tmp_path: Path) -> None:
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    train.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2", "answer": "two"}\n')
+    heldout.write_text('{"prompt": "1", "answer": "1"}\n')
+    text = (
+        f'[task]\nname = "jsonl"\npath = "{train}"\neval_path = "{heldout}"\nreward = "number"\neval_reward = "number"'
+    )
+    (found,) = problems(config(tmp_path, text))
+    assert found == f'task.reward: expected a number in the answer of {train}:2, found "two"'

@@ -9,9 +9,8 @@ import pytest
 from support.shapes import LLAMA_8B, LLAMA_70B, QWEN_600M
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks.gpu_memory import check_gpu_memory, needs, on_gpus
-from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, cache_bytes_per_token
-from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.checks.machine import check_gpu_memory
+from titan_rl.preflight.memory import CONTEXT, GIB, GRAPHS, cache_bytes_per_token, needs, on_gpus
 from titan_rl.wire.model_shape import ModelShape
 
 EIGHT, ONE = "grpo_llama3_8b", "grpo_qwen3_0_6b_1gpu"
@@ -47,7 +46,7 @@ def test_colocated_meshes_take_turns_on_a_gpu() -> None:
     """The engine samples next to the trainer's weights and optimizer; its KV cache is freed while the trainer works."""
     config = load(find(ONE), [("generator.kv_cache_memory_mb", "3072")])
     apart = replace(config, placement=replace(config.placement, kind="disaggregated"))
-    together, alone = (needs(on_gpus(c, QWEN_600M, 0), QWEN_600M, 15 * GIB, {}) for c in (config, apart))
+    together, alone = (needs(on_gpus(c, QWEN_600M, 0), QWEN_600M, 15 * GIB) for c in (config, apart))
     kept = 12 * QWEN_600M.parameters
     assert together["generator"].nbytes - alone["generator"].nbytes > kept
     assert together["trainer"].nbytes - alone["trainer"].nbytes == CONTEXT + GRAPHS
@@ -55,12 +54,12 @@ def test_colocated_meshes_take_turns_on_a_gpu() -> None:
 
 def test_a_cache_without_a_size_takes_what_is_left_but_holds_the_longest_sequence() -> None:
     config = load(find(EIGHT))
-    found = needs(on_gpus(config, LLAMA_8B, 0), LLAMA_8B, 79 * GIB, {})["generator"]
+    found = needs(on_gpus(config, LLAMA_8B, 0), LLAMA_8B, 79 * GIB)["generator"]
     assert found.fits
     assert 0.99 * found.limit < found.nbytes <= found.limit <= 0.9 * 79 * GIB
     long = replace(config, generator=replace(config.generator, max_model_len=2**20))
     assert cache_bytes_per_token(on_gpus(long, LLAMA_8B, 0), LLAMA_8B) == 2**17
-    assert not needs(on_gpus(long, LLAMA_8B, 0), LLAMA_8B, 79 * GIB, {})["generator"].fits
+    assert not needs(on_gpus(long, LLAMA_8B, 0), LLAMA_8B, 79 * GIB)["generator"].fits
 
 
 def test_gradients_stay_whole_where_they_fit() -> None:

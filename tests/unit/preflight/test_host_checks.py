@@ -5,8 +5,8 @@ import pytest
 
 from support.checked_configs import config
 from support.nvidia_smi import two_gpus
-from titan_rl.preflight.checks import host, host_problems, problems
-from titan_rl.preflight.checks.host import CPU_HEAD_DIMS
+from titan_rl.preflight.checks import host_problems, machine, problems
+from titan_rl.preflight.checks.machine import CPU_HEAD_DIMS
 from titan_rl.wire.gpus import Gpus, found_gpus, visible_gpus
 
 
@@ -110,7 +110,7 @@ def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, cuda: str, expected: str
 ) -> None:
     two_gpus(tmp_path, monkeypatch, cuda)
-    monkeypatch.setattr(host, "torch_cuda", lambda: torch)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: torch)
     found = host_problems(config(tmp_path, "[generator]\nblock_size = 16"), gpus=found_gpus())
     assert len(found) == bool(expected)
     assert all(expected in problem for problem in found)
@@ -118,7 +118,7 @@ def test_a_run_on_gpus_needs_a_torch_and_a_driver_that_use_them(
 
 
 def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "vllm_needs_gpu", lambda: True)
+    monkeypatch.setattr(machine, "vllm_needs_gpu", lambda: True)
     (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus(1))
     assert "expected a GPU, because vLLM's CUDA build is installed" in found
     assert host_problems(config(tmp_path, '[algorithm]\nname = "sft"\n[eval]\nsize = 0'), gpus=Gpus()) == []
@@ -128,7 +128,7 @@ def test_vllm_for_gpus_samples_on_no_cpu(tmp_path: Path, monkeypatch: pytest.Mon
 def test_media_packages_for_cuda_next_to_torchs_cpu_build_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "cuda_media", lambda: ("torchvision", "torchcodec"))
+    monkeypatch.setattr(machine, "cuda_media", lambda: ("torchvision", "torchcodec"))
     (found,) = host_problems(config(tmp_path, '[hosts]\ndevice = "cpu"'), gpus=Gpus())
     assert "found torchvision torchcodec, which vLLM and transformers fail to import" in found
     assert found.endswith("pip uninstall -y torchvision torchcodec")

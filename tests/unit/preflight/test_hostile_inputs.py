@@ -12,9 +12,9 @@ from support import hostile_files, hostile_keys
 from support.checked_configs import edit
 from support.folders import write_hf
 from titan_rl.config.sections import ModelSection
-from titan_rl.preflight import reward_probe
-from titan_rl.preflight.cli import parse
-from titan_rl.preflight.setup import prepare
+from titan_rl.preflight import probe
+from titan_rl.preflight.checks import checked_run
+from titan_rl.preflight.plan import prepare
 from titan_rl.preflight.shapes import shape_of
 
 JSONL = "--task.name jsonl --eval.size 0 --training.seq_len 256"
@@ -37,7 +37,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(*argv: str) -> None:
-    invocation = parse(["--config", "small.toml", "--dry-run", *argv])
+    invocation = checked_run(["--config", "small.toml", "--dry-run", *argv])
     prepare(invocation.config_name, invocation.config, device="cpu", scratch=Path("scratch"))
 
 
@@ -80,7 +80,7 @@ def test_a_data_set(refused: Any, world: Path, rows: bytes, flags: str, message:
 @pytest.mark.parametrize(("source", "message"), hostile_files.REWARDS)
 def test_a_reward(refused: Any, world: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str) -> None:
     if "within 2 s" in message:
-        monkeypatch.setattr(reward_probe, "PROBE_SECONDS", 2)
+        monkeypatch.setattr(probe, "PROBE_SECONDS", 2)
     (world / "judge.py").write_text(source)
     refused(message, "--task.reward=judge:f")
 

@@ -7,9 +7,7 @@ import pytest
 from support.shapes import LLAMA_8B, QWEN_600M
 from titan_rl.config.sections import Config, ModelSection, TrainingSection
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.checks.gpu_memory import needs, on_gpus
-from titan_rl.preflight.microbatches import on_cpu
-from titan_rl.preflight.quantities import GIB
+from titan_rl.preflight.memory import GIB, needs, on_cpu, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.model_shape import ModelShape
 
@@ -49,9 +47,9 @@ def test_a_microbatch_on_a_gpu_is_the_largest_that_fits_by_estimate(name: str, s
     assert rows in {2**n for n in range(8)}
     twice = replace(found, training=replace(found.training, local_batch_size=2 * rows))
     if rows > 1:
-        assert needs(found, shape, gib * GIB, {})["trainer"].fits
+        assert needs(found, shape, gib * GIB)["trainer"].fits
     if rows < most:
-        assert not needs(twice, shape, int(0.9 * gib * GIB), {})["trainer"].fits
+        assert not needs(twice, shape, int(0.9 * gib * GIB))["trainer"].fits
     assert rows <= most
 
 

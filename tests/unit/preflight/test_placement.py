@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.config.toml import find, load
 from titan_rl.preflight.checks import problems
-from titan_rl.preflight.host_loss import ROOM, after_loss
-from titan_rl.preflight.host_view import host_rows
 from titan_rl.preflight.placement import (
     Share,
     Unplaceable,
@@ -19,6 +17,7 @@ from titan_rl.preflight.placement import (
     place_again,
     slots_per_host,
 )
+from titan_rl.preflight.tables import ROOM, after_loss, host_rows
 from titan_rl.wire.gpus import Gpus
 
 
@@ -58,7 +57,7 @@ def test_roles_go_where_placement_hosts_says() -> None:
     found = dealt(run, slots_per_host(run, 0))
     assert found["trainer"] == [(2, 0), (2, 1), (3, 0), (3, 1)]
     assert [found[f"generator{i}"] for i in range(3)] == [[(0, 0)], [(1, 0)], [(3, 2)]]
-    assert host_rows(run, 16) == [
+    assert host_rows(run, place(run, 16), 16) == [
         ("host0", "generator0", "1 of 16"),
         ("host1", "generator1", "1 of 16"),
         ("host2", "trainer 0-1", "2 of 16"),
@@ -77,13 +76,13 @@ def test_hosts_that_are_alike_are_one_row() -> None:
         environment__name="calc",
         environment__processes=256,
     )
-    assert host_rows(run, 8) == [
+    assert host_rows(run, place(run, 8), 8) == [
         ("host0 to host63", "trainer 0-511, 8 on each; 2 environments", "8 of 8 each"),
         ("host64 to host123", "generators 0-119 of 4 ranks, 2 on each; 2 environments", "8 of 8 each"),
         ("host124 to host127", "2 environments", "0 of 8 each"),
     ]
     run = config(hosts__count=3, generator__replicas=6, placement__hosts='{trainer = "1", generator = "0,2"}')
-    assert host_rows(run, 16) == [
+    assert host_rows(run, place(run, 16), 16) == [
         ("host0", "generator0, generator2, generator4", "3 of 16"),
         ("host1", "trainer 0-1", "2 of 16"),
         ("host2", "generator1, generator3, generator5", "3 of 16"),
@@ -176,7 +175,7 @@ COLOCATED = {"hosts__slots": 1, "generator__replicas": 2, "placement__kind": "co
 )
 def test_the_plan_says_what_the_loss_of_a_host_comes_to(keys: dict[str, object], expected: str) -> None:
     run = config(**keys)
-    assert after_loss(run, slots_per_host(run, 0)) == expected
+    assert after_loss(run, place(run, slots := slots_per_host(run, 0)), slots) == expected
 
 
 def test_a_colocated_mesh_takes_slots_that_it_can_share_first() -> None:

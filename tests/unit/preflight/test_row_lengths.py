@@ -8,7 +8,7 @@ import pytest
 
 from support.checked_configs import config, edit, rows
 from titan_rl.preflight.checks import problems
-from titan_rl.preflight.setup import prepare
+from titan_rl.preflight.plan import prepare
 from titan_rl.run import main
 
 SHORT = {"question": "1+1=", "answer": "2", "chosen": "2", "rejected": "3"}  # 5 tokens with BOS, 2 of an answer

@@ -7,8 +7,8 @@ import pytest
 
 from support.checked_configs import config
 from titan_rl.config.toml import ConfigError
-from titan_rl.preflight.checks import problems, sandbox
-from titan_rl.preflight.checks.sandbox import check_sandbox, used_by
+from titan_rl.preflight.checks import problems, rollouts
+from titan_rl.preflight.checks.rollouts import check_sandbox, used_by
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_missing_layer_is_refused_where_code_uses_the_sandbox(
         asked.append(section)
         yield "seccomp: none"
 
-    monkeypatch.setattr(sandbox, "missing", missing)
+    monkeypatch.setattr(rollouts, "missing", missing)
     checked = config(tmp_path, toml)
     assert used_by(checked) == key
     refused = [f"sandbox.require: {key} runs code in the sandbox, which is refused here: seccomp: none"]

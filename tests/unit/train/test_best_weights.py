@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from titan_rl.config.toml import find, load
-from titan_rl.preflight.setup import prepare
+from titan_rl.preflight.plan import prepare
 from titan_rl.record.checkpoints import METADATA, Checkpoints
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.train.best_weights import MEASURED, BestWeights, kept_in

@@ -10,7 +10,7 @@ import pytest
 
 from titan_rl.config.auto import on_device
 from titan_rl.config.sections import Config
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.plan import Setup
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer

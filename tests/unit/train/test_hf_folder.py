@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from titan_rl.config.sections import AlgorithmSection, Config, ModelSection, RolloutSection, TaskSection
-from titan_rl.preflight.setup import Policy, policy_of
+from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.lines import Unwritable
 from titan_rl.tasks.task import Example, Task

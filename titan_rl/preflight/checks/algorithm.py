@@ -1,74 +1,175 @@
-"""Checks within [algorithm], and of [algorithm] against [rollout]."""
+"""Checks of training: [algorithm], [curriculum], [cold_start], [rollout] and [training] against each other."""
 
 from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
 
 from titan_rl.config.presets import algorithm_of
 from titan_rl.config.sections import AlgorithmSection, Config
 from titan_rl.config.toml import as_toml
+from titan_rl.preflight.checks.model import policy_tokenizer
+from titan_rl.preflight.probe import probe
+from titan_rl.preflight.refusal import problem
+from titan_rl.wire.model_shape import ModelShape
 
 CLIPS = ("clip", "clip_low", "clip_high", "dual_clip")
+MOST_SAMPLES = 2**20
+COLDEST, HOTTEST = 0.01, 2.0  # vLLM samples at 0.01 below it, and refuses higher ones
+SEEDS = 2**32  # vLLM seeds numpy, which takes 32 bits
+BATCHED_TOKENS = 2048  # vLLM's default of max_num_batched_tokens, unless a sequence is longer
 
 
 def check_algorithm(config: Config) -> Iterator[str]:
-    a, rollout, curriculum = config.algorithm, config.rollout, config.curriculum
+    wrong, a, rollout, curriculum = partial(problem, config), config.algorithm, config.rollout, config.curriculum
     if curriculum.on and a.kind != "rl":
         key = "solved_visits" if curriculum.solved_visits else "hopeless_wait"
-        why = f'because algorithm.name = "{a.name}" samples no answers'
-        yield f"curriculum.{key}: expected 0, {why}, found {getattr(curriculum, key)}"
+        yield wrong(f"curriculum.{key}", f'0, because algorithm.name = "{a.name}" samples no answers')
     if curriculum.hopeless_rate >= curriculum.solved_rate:
-        least = f"a value below curriculum.solved_rate = {curriculum.solved_rate:g}"
-        yield f"curriculum.hopeless_rate: expected {least}, found {curriculum.hopeless_rate:g}"
+        most = f"a value below curriculum.solved_rate = {curriculum.solved_rate:g}"
+        yield wrong("curriculum.hopeless_rate", most)
+    if a.kind == "reward" and config.cold_start.steps:
+        yield wrong("cold_start.steps", "0, because a reward model generates no answers")
     if a.kind != "rl":
-        if a.kind == "reward" and config.cold_start.steps:
-            why = "because a reward model generates no answers"
-            yield f"cold_start.steps: expected 0, {why}, found {config.cold_start.steps}"
         return
+    because = f'because algorithm.advantage = "{a.advantage}"'
     if a.advantage in ("group", "leave_one_out") and rollout.group_size < 2:
-        why = f'because algorithm.advantage = "{a.advantage}" compares the samples of a group'
-        yield f"rollout.group_size: expected at least 2, {why}, found {rollout.group_size}"
+        yield wrong("rollout.group_size", f"at least 2, {because} compares the samples of a group")
     if a.normalize == "group" and a.advantage != "group":
-        why = f'because algorithm.advantage = "{a.advantage}" is not relative to the group'
-        yield f'algorithm.normalize: expected "none" or "batch", {why}, found "group"'
+        yield wrong("algorithm.normalize", f'"none" or "batch", {because} is not relative to the group')
     if a.dynamic_sampling and rollout.group_size < 2:
-        why = f"because all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
-        yield f"algorithm.dynamic_sampling: expected false, {why}, found true"
+        equal = f"all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
+        yield wrong("algorithm.dynamic_sampling", f"false, because {equal}")
     if 0 < a.dual_clip <= 1 + a.clip_high:
-        least = f"above 1 + clip_high = {1 + a.clip_high:g}"
-        yield f"algorithm.dual_clip: expected a value {least}, or 0 for off, found {a.dual_clip:g}"
+        yield wrong("algorithm.dual_clip", f"a value above 1 + clip_high = {1 + a.clip_high:g}, or 0 for off")
     if a.dual_clip and a.clip != "ppo":
-        yield f'algorithm.dual_clip: expected 0, because algorithm.clip is "{a.clip}", found {a.dual_clip:g}'
+        yield wrong("algorithm.dual_clip", f'0, because algorithm.clip is "{a.clip}"')
     for key in ("correction", "rejection"):
-        low, high = getattr(a, f"{key}_low"), getattr(a, f"{key}_high")
-        if low >= high:
-            yield f"algorithm.{key}_low: expected a value below algorithm.{key}_high = {high:g}, found {low:g}"
+        if getattr(a, f"{key}_low") >= (high := getattr(a, f"{key}_high")):
+            yield wrong(f"algorithm.{key}_low", f"a value below algorithm.{key}_high = {high:g}")
     if a.correction != "none" and a.proximal == "generator":
-        why = f'because with algorithm.correction = "{a.correction}" the ratio would correct the same difference twice'
-        yield f'algorithm.proximal: expected "trainer", {why}, found "generator"'
+        twice = f'with algorithm.correction = "{a.correction}" the ratio would correct the same difference twice'
+        yield wrong("algorithm.proximal", f'"trainer", because {twice}')
     if rollout.groups_per_step % a.minibatches:
-        groups = f"rollout.groups_per_step = {rollout.groups_per_step}"
-        yield f"algorithm.minibatches: expected a divisor of {groups}, found {a.minibatches}"
+        yield wrong("algorithm.minibatches", f"a divisor of rollout.groups_per_step = {rollout.groups_per_step}")
     if a.advantage == "teacher":
-        why = 'because algorithm.advantage = "teacher" uses no rewards'
         if a.credit == "turn":
-            yield f'algorithm.credit: expected "outcome", {why}, found "turn"'
+            yield wrong("algorithm.credit", f'"outcome", {because} uses no rewards')
         if a.kl_coef and a.kl_in == "reward":
-            yield f'algorithm.kl_in: expected "loss", {why}, found "reward"'
+            yield wrong("algorithm.kl_in", f'"loss", {because} uses no rewards')
         if a.overlong_buffer and a.overlong_penalty:
-            yield f"algorithm.overlong_buffer: expected 0, {why}, found {a.overlong_buffer}"
+            yield wrong("algorithm.overlong_buffer", f"0, {because} uses no rewards")
     if a.overlong_buffer > rollout.max_new_tokens:
-        most = f"rollout.max_new_tokens = {rollout.max_new_tokens}"
-        yield f"algorithm.overlong_buffer: expected at most {most}, found {a.overlong_buffer}"
+        yield wrong("algorithm.overlong_buffer", f"at most rollout.max_new_tokens = {rollout.max_new_tokens}")
 
 
-def clip_warning(config: Config) -> Iterator[str]:
-    """Yield that no clip can act, if the file sets one, or changes the ratio of a preset that has one."""
-    a = config.algorithm
+def check_steps(config: Config) -> Iterator[str]:
+    """Check what concerns the run as a whole: steps, overlap of sampling and training, checkpoints."""
+    wrong, rollout, a = partial(problem, config), config.rollout, config.algorithm
+    if config.cold_start.stop_at and config.eval.size == 0:
+        yield wrong("cold_start.stop_at", "0, because eval.size = 0 leaves no problems to measure it on")
+    if config.training.steps == config.cold_start.steps == 0:
+        yield wrong("training.steps", "at least 1, because cold_start.steps is 0 too")
+    if (samples := rollout.groups_per_step * rollout.group_size) > MOST_SAMPLES:
+        most = f"at most {MOST_SAMPLES} samples per step (rollout.groups_per_step x rollout.group_size)"
+        yield f"rollout.group_size: expected {most}, found {samples}"
+    if rollout.window and rollout.lag == 0:
+        yield wrong("rollout.window", "0, because rollout.lag = 0 leaves nothing to overtake")
+    if rollout.window and a.dynamic_sampling:
+        why = "because replaced groups would exceed the window"
+        yield wrong("rollout.window", f"0 with algorithm.dynamic_sampling, {why}")
+    how, colocated = config.weight_sync.in_flight, config.placement.kind == "colocated"
+    if rollout.lag and how != "swap":  # without a lag no request is unfinished at a weight update
+        if colocated:
+            sleep = {"drain": "before their requests finish", "keep": "and free their keys and values"}[how]
+            why = f'because engines sleep {sleep} if placement.kind is "colocated" and rollout.lag > 0'
+            yield wrong("weight_sync.in_flight", f'"swap", {why}')
+        if how == "keep" and a.kind == "rl" and (a.proximal, a.correction) == ("trainer", "none"):
+            why = 'because weight_sync.in_flight = "keep" samples from a policy that no version of the weights has'
+            yield wrong("algorithm.correction", f'"token_tis" or another correction, {why}')
+    needs_whole_steps = {
+        'algorithm.normalize is "batch"': a.normalize == "batch",
+        "a step has several updates": a.updates > 1,
+        "algorithm.dynamic_sampling replaces groups": a.dynamic_sampling,
+        "a critic is trained": a.needs_critic,
+        "rollout.window lets groups overtake each other": rollout.window > 0,
+        'placement.kind is "colocated"': colocated,
+    }
+    if config.training.stream_groups and a.kind == "rl" and any(needs_whole_steps.values()):
+        why = " and ".join(reason for reason, holds in needs_whole_steps.items() if holds)
+        yield wrong("training.stream_groups", f"0, because {why}")
+    if config.checkpoint.keep_latest_k == 1:
+        yield wrong("checkpoint.keep_latest_k", "0 (all) or at least 2, as the newest may be half-written")
+
+
+def check_sampling(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Check what the engines would refuse: when they are built, or request by request."""
+    if not config.samples_rollouts:
+        return
+    wrong, rollout, g = partial(problem, config), config.rollout, config.generator
+    if config.algorithm.kind == "rl" and not COLDEST <= rollout.temperature <= HOTTEST:
+        yield wrong("rollout.temperature", f"a value in [{COLDEST:g}, {HOTTEST:g}]")
+    if config.algorithm.kind == "rl" and rollout.top_k == 1:
+        why = "because a token without an alternative teaches nothing"
+        yield wrong("rollout.top_k", f"0 or at least 2, {why}")
+    tokenizer, vocabulary = policy_tokenizer(config), f"the model's vocabulary, 0 to {shape.vocab_size - 1}"
+    if outside := [str(token) for token in rollout.stop_token_ids if not 0 <= token < shape.vocab_size]:
+        yield f"rollout.stop_token_ids: expected tokens of {vocabulary}, found {', '.join(outside)}"
+    eos_ids = tokenizer.eos_ids if tokenizer else ()
+    if outside := [str(token) for token in eos_ids if not 0 <= token < shape.vocab_size]:
+        found = f"found {', '.join(outside)} in {config.model.hf_assets_path}"
+        yield f"model.hf_assets_path: expected an eos_token_id of {vocabulary}, {found}"
+    if config.debug.seed >= SEEDS:
+        yield wrong("debug.seed", f"a value below 2^32 = {SEEDS}, because vLLM takes no other")
+    batch = g.max_num_batched_tokens or max(BATCHED_TOKENS, g.max_model_len or config.training.seq_len)
+    if g.max_num_seqs > batch:
+        yield wrong("generator.max_num_seqs", f"at most {batch}, vLLM's limit on the tokens of a step")
+
+
+def check_titan_keys(config: Config) -> Iterator[str]:
+    """Check the keys that are handed to TorchTitan, which would refuse them only on the ranks."""
+    least = config.profiling.profiler_warmup + config.profiling.profiler_active
+    if config.profiling.profile_freq < least:
+        yield problem(config, "profiling.profile_freq", f"at least profiler_warmup + profiler_active = {least}")
+    for number, target in enumerate(config.override.imports):
+        module = target.rpartition(".")[0]
+        try:
+            found = bool(module) and find_spec(module.partition(".")[0]) is not None
+        except (ImportError, ValueError):  # a relative name
+            found = False
+        if not found:
+            yield f'override.imports: expected "module.function" of a module that can be imported, found "{target}"'
+        elif target in config.override.imports[:number]:
+            yield f'override.imports: expected each override once, found "{target}" twice'
+        else:
+            yield from probe(target, None, "override.imports")
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """Yield settings of training that run, but are probably not intended."""
+    a, trainer, generator = config.algorithm, config.training.mixed_precision_param, config.generator.dtype
+    if trainer != generator:
+        yield (
+            f"generator.dtype is {generator}, training.mixed_precision_param is {trainer}: expect the log-probs of "
+            "trainer and generator to differ by about 4e-3 on average, compared with 3e-7 if both are float32"
+        )
+    if config.debug.deterministic and config.model.head_dtype == "float32" and generator == "bfloat16":
+        yield (
+            'model.head_dtype is "float32" with debug.deterministic: on a GPU vLLM\'s batch-invariant kernels do not '
+            'cover a float32 head, so the log-probs of a sample depend on its batch; "model" is covered'
+        )
+    if a.kl_coef and a.kl == "k1" and a.kl_in == "loss":
+        yield (
+            'algorithm.kl is "k1" in the loss: its gradient is zero on average and does not hold the policy near the '
+            'reference; use "k2" or "k3", or algorithm.kl_in = "reward"'
+        )
+    if a.name == "ipo" and a.label_smoothing:
+        yield f"algorithm.label_smoothing is {a.label_smoothing:g}: the loss of ipo does not use it"
     if a.kind != "rl" or a.proximal != "trainer" or a.updates > 1 or a.clip == "none":
         return
     preset = algorithm_of({"name": a.name}, config)
     usual = preset if preset.proximal == "trainer" else AlgorithmSection()
     keys = [key for key in CLIPS if getattr(a, key) != getattr(usual, key)]
-    if keys:
+    if keys:  # the file sets a clip, or changes the ratio of a preset that has one
         found = ", ".join(f"algorithm.{key} = {as_toml(getattr(a, key))}" for key in keys)
         remedy = "algorithm.minibatches or algorithm.epochs above 1"
         if config.rollout.lag:

@@ -1,13 +1,18 @@
-"""Checks of where a run writes: its dump folder, and the folders in it that keys name."""
+"""Checks of where a run writes: its dump folder, the folders in it that keys name, and a run there that it resumes."""
 
 import os
 import tempfile
 from collections.abc import Iterator
-from operator import attrgetter
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from titan_rl.config.changes import valued
 from titan_rl.config.sections import Config
-from titan_rl.config.toml import as_toml
+from titan_rl.config.toml import ConfigError, as_toml, load
+from titan_rl.preflight.refusal import problem
+from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.checkpoints import Checkpoints
+from titan_rl.wire.model_shape import ModelShape
 
 OWN_FILES = ("config.toml", "control.json", "faults.jsonl", "ledger.jsonl", "metrics.jsonl", "rollouts.jsonl")
 OWN_FILES += ("evaluations.jsonl", "summary.json", "timeline.json", ".lock")
@@ -32,7 +37,7 @@ def check_folders(config: Config) -> Iterator[str]:
         if found := unwritable(folder):
             yield f"job.dump_folder: expected a folder that can be written, found {found}"
             return
-        inner = [folder / attrgetter(key)(config) for key in INNER]
+        inner = [folder / valued(config, key) for key in INNER]
         if wrong := next((path for path in (folder / "hf", folder / "model", *inner) if _is_file(path)), None):
             yield f"job.dump_folder: expected a folder at {wrong}, found a file"
         if wrong := next((path for path in (folder / name for name in OWN_FILES) if path.is_dir()), None):
@@ -69,7 +74,7 @@ def _check_inner(config: Config) -> Iterator[str]:
     """Check that keys name folders of their own in the dump folder."""
     taken: dict[str, PurePosixPath] = {}
     for key in INNER:
-        name = attrgetter(key)(config)
+        name = valued(config, key)
         path = PurePosixPath(name)
         expected = "the name of a folder inside job.dump_folder"
         if not path.parts or not name.strip() or path.is_absolute() or ".." in path.parts:
@@ -83,3 +88,27 @@ def _check_inner(config: Config) -> Iterator[str]:
             yield f"{key}: expected {expected} apart from that of {other}, {found}"
         else:
             taken[key] = path
+
+
+def check_resume(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Refuse changes that a resumed run cannot make: the order of its prompts and the model in its checkpoint."""
+    folder = Path(config.job.dump_folder)
+    if config.job.fresh or not any((folder / config.checkpoint.folder).glob("**/.metadata")):
+        return
+    try:
+        before = load(folder / "config.toml")
+        had = shape_of(before.model)
+    except (ConfigError, OSError, ValueError):
+        return  # written by another version, or its model folder is gone: loading the checkpoint will tell
+    hint = f"as in the run in {folder} (or --job.fresh to start from scratch)"
+    if not config.checkpoint.enable:
+        yield problem(config, "checkpoint.enable", f"true, {hint}")
+    sums = config.task.name == before.task.name != "jsonl"  # eval.size decides which of them are training examples
+    for key in ("debug.seed", "task.name", *(["eval.size"] if sums else [])):
+        if (was := valued(before, key)) != valued(config, key):
+            yield problem(config, key, f"{as_toml(was)}, {hint}")
+    if shape is not None and replace(had, head=shape.head) != shape:
+        yield f"[model]: expected the same shape {hint}, found another"
+    policy, *others = Checkpoints.of(folder, config).folders
+    if others and Checkpoints((policy,)).whole_steps() and not Checkpoints.of(folder, config).whole_steps():
+        yield problem(config, "algorithm.name", f"an algorithm without a critic, {hint}")

@@ -1,27 +1,32 @@
-"""Checks of the hosts of a run, and of what is placed on them."""
+"""Checks of [hosts], [placement] and [launch]: hosts, room on them for the ranks, and the job that starts a run."""
 
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
+from titan_rl.preflight.refusal import problem
 from titan_rl.wire.certificates import CERT, certificate_problems
 from titan_rl.wire.dial import split_address
 from titan_rl.wire.front_door import port_range
 
+MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
 MOST_PROCESSES = 64  # hosts on one machine
+STOP_SECONDS = 30  # on top of fault.stop_grace_seconds: ranks end, and schedulers signal late
 HOSTS = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
 
 
 def check_hosts(config: Config, gpus: int) -> Iterator[str]:
     """`gpus`: of one host, or of this machine, which `processes` share."""
-    if (least := config.fault.min_trainers) > (rows := config.parallelism.dp):
-        yield f"fault.min_trainers: expected at most {rows}, the trainer's dp rows, found {least}"
+    if config.fault.min_trainers > (rows := config.parallelism.dp):
+        yield problem(config, "fault.min_trainers", f"at most {rows}, the trainer's dp rows")
     unusable = [*_check_kind(config), *_check_roles(config)]
     yield from unusable
     if unusable or config.hosts.number == 1:
@@ -33,20 +38,20 @@ def check_hosts(config: Config, gpus: int) -> Iterator[str]:
 
 
 def _check_kind(config: Config) -> Iterator[str]:
-    hosts = config.hosts
+    wrong, hosts = partial(problem, config), config.hosts
+    kind = f'with hosts.kind = "{hosts.kind}"'
     if not hosts.at_addresses and hosts.addresses:
-        why = f'with hosts.kind = "{hosts.kind}"'
-        yield f"hosts.addresses: expected none {why}, found {as_toml(hosts.addresses)}"
+        yield wrong("hosts.addresses", f"none {kind}")
     if not hosts.at_addresses and hosts.ports:
-        yield f'hosts.ports: expected "" with hosts.kind = "{hosts.kind}", found {as_toml(hosts.ports)}'
+        yield wrong("hosts.ports", f'"" {kind}')
     if hosts.at_addresses:
         yield from _check_addresses(hosts)
     if hosts.kind == "ssh":
         yield from _check_ssh(hosts)
     if hosts.kind == "local" and hosts.count > 1:
-        yield f'hosts.count: expected 1 with hosts.kind = "local", found {hosts.count}; "processes" has several here'
+        yield wrong("hosts.count", f"1 {kind}") + '; "processes" has several here'
     if hosts.kind == "processes" and hosts.count > MOST_PROCESSES:
-        yield f'hosts.count: expected at most {MOST_PROCESSES} with hosts.kind = "processes", found {hosts.count}'
+        yield wrong("hosts.count", f"at most {MOST_PROCESSES} {kind}")
 
 
 def _check_addresses(hosts: HostsSection) -> Iterator[str]:
@@ -129,3 +134,27 @@ def _check_roles(config: Config) -> Iterator[str]:
         elif not (found := numbers(str(given))) or max(found) >= config.hosts.number or len(set(found)) < len(found):
             most = config.hosts.number - 1
             yield f"placement.hosts: expected each of the hosts 0 to {most} once for {role}, found {as_toml(given)}"
+
+
+def stop_seconds(config: Config) -> int:
+    """Return how long before its end a job must hear of it, so that the run has saved by then."""
+    return int(config.fault.stop_grace_seconds) + STOP_SECONDS
+
+
+def check_launch(config: Config) -> Iterator[str]:
+    launch = config.launch
+    for key in fields(launch):
+        value = getattr(launch, key.name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and key.name != "setup" and not text.isprintable():
+                yield f"launch.{key.name}: expected one line of printable text, found {as_toml(text)}"
+    for mount in launch.mounts:
+        if not MOUNT.fullmatch(mount):
+            expected = '"/folder:/path", "pvc/claim:/path" or "secret/name:/path", each also with ":ro"'
+            yield f"launch.mounts: expected {expected}, found {as_toml(mount)}"
+    for argument in launch.extra_args:
+        if not argument.startswith("-"):
+            yield f"launch.extra_args: expected arguments of sbatch, such as --constraint=h100, found {argument!r}"
+    if launch.minutes and 60 * launch.minutes <= stop_seconds(config):
+        grace = f"fault.stop_grace_seconds = {config.fault.stop_grace_seconds:g}"
+        yield problem(config, "launch.minutes", f"at least {stop_seconds(config) // 60 + 1} with {grace}")

@@ -1,15 +1,14 @@
-"""Resolves what a run consists of from its config, before any process is spawned."""
+"""Plans a checked run: builds its task, tokenizer, shapes and resume decision before any process is spawned."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_rl.config.auto import on_device
 from titan_rl.config.eval_sets import EvalSet, eval_sets
 from titan_rl.config.sections import Config, RewardModelSection, TeacherSection
-from titan_rl.preflight.checks.gpu_memory import on_gpus
-from titan_rl.preflight.microbatches import on_cpu
+from titan_rl.preflight.memory import on_cpu, on_gpus
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
@@ -46,6 +45,7 @@ class Setup:
     name: str  # config name
     given: Config  # as it was read
     config: Config  # on the run's device: auto.on_device
+    resolved: Config  # that the ranks work with: without "auto"
     folder: Path  # the dump folder
     shape: ModelShape
     tokenizer: TextTokenizer
@@ -68,13 +68,6 @@ class Setup:
         return Policy(self.shape, self.model_folder, self.tokenizer, self.sampling)
 
     @property
-    def resolved(self) -> Config:
-        """Return the config that the ranks work with: without "auto"."""
-        if self.device == "cuda":
-            return on_gpus(self.config, self.shape, self.gpus.nbytes)
-        return on_cpu(self.config, self.shape, host_memory())
-
-    @property
     def finished(self) -> bool:
         """Return True if the run is trained to the last step and exported."""
         trained = (self.resume.rl or 0) >= self.config.training.steps and self.resume.over_cold_start(self.config)
@@ -82,29 +75,18 @@ class Setup:
 
 
 @refusing
-def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
-    """Resolve a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
-    given, config = config, on_device(config, device)
+def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus = NO_GPUS) -> Setup:
+    """Plan a checked config. Model files go to a `scratch` folder: the dump folder is not touched."""
+    config = on_device(given, device)
     check_folder(config.job)
     folder = Path(config.job.dump_folder).absolute()
-    seed = config.debug.seed
-    algorithm = config.algorithm
     policy = policy_of(config, scratch)
-    tokenizer = policy.tokenizer
-    pairs = algorithm.kind in ("preference", "reward")
-    task = load_task(config.task, seed=derive(seed, "task"), eval_size=config.eval.size, pairs=pairs)
-    task = replace(task, curriculum=config.curriculum)
-    dropped = [*task.notes]
-    if config.task.on_unfit_rows == "drop":
-        task = without_unfit(config, task, tokenizer, dropped)
-    if isinstance(task.train, EndlessProblems):
-        task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
+    shape, tokenizer = policy.shape, policy.tokenizer
+    task, dropped = task_of(config, tokenizer)
     judges, rubric = RewardJudges(config), evaluation_rubric(config.task)
     if rubric.names == ["model"]:
         rubric = Rubric((("exact", 1.0),))  # checks refuse an evaluation by a reward model
     judge = judges.judge(rubric)
-
-    resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
 
     def problems(examples: Sequence[Example]) -> Problems:
         prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
@@ -124,21 +106,25 @@ def prepare(name: str, config: Config, *, device: str, scratch: Path, gpus: Gpus
             samples=chosen.samples,
             temperature=chosen.temperature,
             correct_at=chosen.correct_at,
-            seed=derive(seed, "eval", chosen.name),
+            seed=derive(config.debug.seed, "eval", chosen.name),
         )
 
+    sets = tuple(map(problems_of, eval_sets(config.eval.sets)))
+    resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
+    on_gpu = device == "cuda"
     return Setup(
         name=name,
         given=given,
         config=config,
+        resolved=on_gpus(config, shape, gpus.nbytes) if on_gpu else on_cpu(config, shape, host_memory()),
         folder=folder,
-        shape=policy.shape,
+        shape=shape,
         tokenizer=tokenizer,
         model_folder=policy.folder,
         task=task,
         sampling=policy.sampling,
         heldout=heldout,
-        eval_sets=tuple(map(problems_of, eval_sets(config.eval.sets))),
+        eval_sets=sets,
         practice=problems(practice_examples(task, config)),
         device=device,
         gpus=gpus,
@@ -170,16 +156,20 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
     return replace(setup, model_folder=folder / "model", tokenizer=tokenizer)
 
 
-def without_unfit(config: Config, task: Task, tokenizer: TextTokenizer, dropped: list[str]) -> Task:
-    """Leave out the rows that do not fit, and append to `dropped` how many. Training rows keep their places in the
-    order of prompts, so that a run may resume with or without them."""
-    train, heldout = unfit_rows(config, task, tokenizer)
-    for name, examples, unfit in (("training", task.known, train), ("held-out", task.heldout, heldout)):
-        if unfit:
-            first = first_unfit(examples, unfit)
-            dropped.append(f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {name} rows are dropped; {first}")
-    kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
-    return replace(task, heldout=kept, unfit=frozenset(train))
+def task_of(config: Config, tokenizer: TextTokenizer) -> tuple[Task, list[str]]:
+    """Return the task with the rows that fit, and notes about the others. Training rows keep their places in the order
+    of prompts, so that a run may resume with or without the others."""
+    pairs = config.algorithm.kind in ("preference", "reward")
+    task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    task, notes = replace(task, curriculum=config.curriculum), [*task.notes]
+    if config.task.on_unfit_rows == "drop":
+        train, heldout = unfit_rows(config, task, tokenizer)
+        notes += _dropped("training rows", task.known, train) + _dropped("held-out rows", task.heldout, heldout)
+        kept = [example for i, example in enumerate(task.heldout) if i not in heldout]
+        task = replace(task, heldout=kept, unfit=frozenset(train))
+    if isinstance(task.train, EndlessProblems):
+        task = replace(task, unfit=Unfit(task.train, task.heldout, fits(config, task, tokenizer)))
+    return task, notes
 
 
 def fitting(
@@ -193,11 +183,15 @@ def fitting(
         return examples
     files = replace(config, task=replace(config.task, name="jsonl"))
     _, unfit = unfit_rows(files, replace(task, train=(), heldout=examples), tokenizer)
-    if unfit:
-        first = first_unfit(examples, unfit)
-        of = f"{len(unfit)} of {len(examples)} rows of eval.sets.{chosen.name}"
-        dropped.append(f"task.on_unfit_rows: {of} are dropped; {first}")
+    dropped += _dropped(f"rows of eval.sets.{chosen.name}", examples, unfit)
     return [example for i, example in enumerate(examples) if i not in unfit]
+
+
+def _dropped(rows: str, examples: Sequence[Example], unfit: Mapping[int, str]) -> list[str]:
+    if not unfit:
+        return []
+    first = first_unfit(examples, unfit)
+    return [f"task.on_unfit_rows: {len(unfit)} of {len(examples)} {rows} are dropped; {first}"]
 
 
 def policy_of(config: Config, own_folder: Path) -> Policy:

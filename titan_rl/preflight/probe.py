@@ -36,7 +36,7 @@ PROBE_SECONDS = 30
 """Until a module must be imported, and its function must have returned."""
 GUEST_PATIENCE = 5
 """Times as long, if environment.python imports it: another Python, whose packages nothing has read yet."""
-CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.reward_probe import attempt; attempt({folder!r})"
+CHILD = "import sys; sys.path[:] = {path!r}; from titan_rl.preflight.probe import attempt; attempt({folder!r})"
 """The child finds modules where this process does, and nothing else."""
 
 
@@ -122,7 +122,7 @@ def _overridden(key: str, name: str) -> str:
     try:
         importlib.import_module(module)
     except BaseException as error:
-        return f"{key}: expected {name!r} to import, found {_raised(error)}"
+        return _no_import(key, name, error)
     if name in _REGISTRY:
         return ""
     return f"{key}: expected {name!r} to be registered with @override, found no such override of that module"
@@ -138,8 +138,7 @@ def _not_loaded(key: str, name: str, environment: EnvironmentSection | None) -> 
         else:
             keywords_of(load_agent(name, e.args, key), dict.fromkeys(OFFERED), key)
     except BaseException as error:
-        said = str(error)
-        return said if said.startswith(key) else f"{key}: expected {name!r} to import, found {_raised(error)}"
+        return str(error) if str(error).startswith(key) else _no_import(key, name, error)
     return ""
 
 
@@ -148,14 +147,16 @@ async def _loaded_by_guest(key: str, name: str, e: EnvironmentSection) -> None:
     await guest.close()
 
 
+def _no_import(key: str, name: str, error: BaseException) -> str:
+    return f"{key}: expected {name!r} to import, found {_raised(error)}"
+
+
 def _called(name: str, reward: Component, prompt: Prompt) -> str:
     try:
         judge_once(reward, prompt, Answered(prompt.answer))
     except BaseException as error:
-        said = str(error)
-        if said.startswith("task.reward"):
-            return said
-        return f"task.reward: expected {name!r} to score the first row, found {_raised(error)}"
+        own = str(error).startswith("task.reward")
+        return str(error) if own else f"task.reward: expected {name!r} to score the first row, found {_raised(error)}"
     return ""
 
 

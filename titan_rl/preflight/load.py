@@ -1,13 +1,14 @@
-"""The command line: --config, --dry-run, --help, and --section.key for every key of Config."""
+"""Reads the command line and the TOML file into a Config: --config, --dry-run, --scale, --help, and --section.key."""
 
 import atexit
 import difflib
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -19,8 +20,8 @@ from titan_rl.config.foreign_names import foreign_hint
 from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, as_toml, schema
 from titan_rl.fetch.models import FetchFailed, announce, with_models
-from titan_rl.preflight import checks
-from titan_rl.preflight.refusal import refuse, refusing
+from titan_rl.preflight.placement import gpus_needed
+from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.tiny import shrunk
 from titan_rl.wire.gpus import NO_GPUS, Gpus, found_gpus
 
@@ -64,18 +65,19 @@ shipped configs: {shipped}"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """A command line, checked and ready to run."""
+    """A command line: a config, and the GPUs that it runs on or plans for."""
 
     config_name: str
-    path: Path
     config: Config
     dry_run: bool
     gpus: Gpus = NO_GPUS
-    warnings: tuple[str, ...]
+    problems: tuple[str, ...] = ()  # found in the command line
+    warnings: tuple[str, ...] = ()
     scaled: tuple[str, ...] = ()  # keys that --scale changed, and how
+    given_name: str = field(default="", compare=False)  # the config, as it was typed
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         return device_of(self.config, self.gpus.count)
 
 
@@ -90,32 +92,22 @@ class Arguments:
     problems: list[str] = field(default_factory=list)
 
 
-@refusing
-def parse(
-    argv: Sequence[str],
-    also: Callable[[Config], Iterable[str]] = lambda _: (),
-    only_warns: Callable[[Config, str], bool] = lambda *_: False,
-    *,
-    submits: bool = False,
-) -> Invocation:
-    """Return the run that the arguments describe. Exit with 2 after printing every problem, or how to use this if there
-    are no arguments; with 0 after --help. `also`
-    returns more problems of a config; a problem that `only_warns` is for another machine to find. A dry run that
-    `submits` the run leaves what --scale writes."""
+def load(argv: Sequence[str], *, submits: bool = False) -> Invocation:
+    """Return the run that the arguments describe, not checked yet. Exit with 2 after printing every problem of a file
+    that cannot be read, or how to use this if there are no arguments; with 0 after --help. A dry run that `submits` the
+    run leaves what --scale writes."""
     if not argv:
         print_usage(Console(stderr=True, highlight=False, markup=False))
         raise SystemExit(2)
     if "--help" in argv or "-h" in argv:
         print_help()
         raise SystemExit(0)
-    arguments = read(argv)
-    gpus = found_gpus()
+    arguments, gpus, scaled = read(argv), found_gpus(), list[str]()
     try:
         path = config_file.find(arguments.config)
         config = config_file.load(path, arguments.overrides, gpus=gpus.count > 0)
     except ConfigError as error:
         refuse(arguments.config, [*arguments.problems, *error.problems])
-    scaled: list[str] = []
     if arguments.scale == TINY:
         models = stand_ins(config, arguments.dry_run and not submits)
         config, scaled = shrunk(config, {key for key, _ in arguments.overrides}, models)
@@ -127,22 +119,13 @@ def parse(
     planned = arguments.dry_run and config.hosts.device != "cpu" and config.hosts.gpu_memory_gb
     if not gpus.count and (away or planned):
         gpus = planned_gpus(config)
-    problems = [*arguments.problems, *checks.problems(config, gpus=gpus)]
-    warnings = [*checks.warnings(config, gpus=gpus), *(text for text in problems if only_warns(config, text))]
-    problems = [*also(config), *(text for text in problems if text not in warnings)]
-    if arguments.dry_run and gpus.here and config.hosts.device != "cpu":  # the plan may be for another host
-        elsewhere = checks.host_problems(config, gpus=gpus)
-        problems = [problem for problem in problems if problem not in elsewhere]
-        warnings += elsewhere
-    if problems:
-        refuse(arguments.config, problems)
     return Invocation(
+        given_name=arguments.config,
         config_name=path.stem,
-        path=path,
         config=config,
         dry_run=arguments.dry_run,
         gpus=gpus,
-        warnings=tuple(warnings),
+        problems=tuple(arguments.problems),
         scaled=tuple(scaled),
     )
 
@@ -159,7 +142,7 @@ def stand_ins(config: Config, dry_run: bool) -> Path:
 def planned_gpus(config: Config) -> Gpus:
     """Return the GPUs that a dry run plans for: of one host, or of a machine whose `processes` share them."""
     hosts = config.hosts
-    count = hosts.slots or -(-checks.gpus_needed(config) // hosts.number)
+    count = hosts.slots or -(-gpus_needed(config) // hosts.number)
     if hosts.kind == "processes":
         count *= hosts.number
     return Gpus(count, int(config.hosts.gpu_memory_gb * 2**30), here=False)

@@ -1,25 +1,63 @@
-"""Estimates the memory that each rank needs on a GPU, without one.
+"""Estimates the memory that each rank and each host needs, and sizes microbatches and KV caches by it.
 
 Weights, optimizer states, caches and activations follow from the shapes: tests/unit/preflight/test_device_memory.py
 counts the activations in TorchTitan's own blocks. CONTEXT and FRAGMENTED are what a trainer rank took on an H200
 (docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from titan_rl.batch.prefixes import MOST_TARGETS
+from titan_rl.config.auto import resolved
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.preflight.quantities import GIB, count, gib, size
+from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
+from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.snapshot import peer_of, snapshot_bytes
+from titan_rl.wire.weight_source import SLOTS
 
+GIB = 2**30
 CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers
 GRAPHS = GIB  # CUDA graphs of one engine
 FRAGMENTED = 0.08  # share of a process's allocations that the caching allocator takes in addition
 PREFILL_TOKENS = 2048  # vLLM computes in one step by default, unless max_num_seqs is larger
 TILE_BYTES = 192 * 2**20  # kernels/token_logprob.py: one tile of 2^25 logits, with a float32 head
+GPU_TOKENS = 2**15  # most tokens of a microbatch: more keeps a GPU no busier
+SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
+FEWEST = 4  # whole sequences in a cache: with fewer, an engine computes hardly anything at a time
+# Tokens x hidden_dim. Measured on cores with 1 MiB of L2 and 32 MiB of L3: at hidden_dim 384 the fastest microbatch has
+# 4096 tokens (512 take 1.34 times as long, 10,240 take 1.1 times), at 1024 about 1000 (3300 take 1.09 times as long).
+CPU_ELEMENTS = 3 * 2**19
+MEMORY_SHARE = 4  # all microbatches at once take at most a quarter of the host's memory
+Cut = Mapping[str, ShardedModel]
+"""How TorchTitan cuts the models, by mesh."""
+UNKNOWN: Cut = MappingProxyType({})
+
+
+def count(n: float) -> str:
+    """Write a number as people read it."""
+    return _scaled(n, 1000, ("", "K", "M", "B"))
+
+
+def size(nbytes: float) -> str:
+    return _scaled(nbytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while n >= base and power < len(units) - 1:
+        n, power = n / base, power + 1
+    return f"{n:.3g}{units[power]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +281,208 @@ def block_parameters(shape: ModelShape) -> int:
 
 def head_parameters(shape: ModelShape) -> int:
     return shape.dim if shape.head == "value" else shape.vocab_size * shape.dim
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one rank of a mesh takes of its GPU at the worst moment, together with what shares the GPU with it."""
+
+    key: str  # section to change
+    what: str
+    own: Estimate
+    limit: int
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.total + sum(self.others.values())
+
+    @property
+    def parts(self) -> str:
+        return ", ".join([str(self.own), *(f"{name} {gib(nbytes)}" for name, nbytes in self.others.items())])
+
+    @property
+    def fits(self) -> bool:
+        return self.nbytes <= self.limit
+
+
+def needs(config: Config, shape: ModelShape, gpu_bytes: int, sharded: Cut = UNKNOWN) -> dict[str, Need]:
+    """Estimate the memory of a rank of each mesh. `sharded`: how TorchTitan cuts the models, if it was asked."""
+    colocated = config.placement.kind == "colocated" and config.samples_rollouts
+    trainer = trained(config, shape, config.parallelism, sharded.get("trainer"), lent=len(lent(config)))
+    asleep = CONTEXT + (0 if config.generator.enforce_eager else GRAPHS)
+    beside = {"sleeping engine": asleep} if colocated else {}
+    found = {"trainer": Need("parallelism", "a trainer", trainer, gpu_bytes, beside)}
+    if config.samples_rollouts:
+        found["generator"] = _generator(config, shape, gpu_bytes, trainer.idle if colocated else 0)
+    shapes = role_shapes(config, shape)
+    for name, role in config.roles.items():
+        estimate = trained if name == "critic" else frozen
+        own = estimate(config, shapes[name], role.parallelism, sharded.get(name))
+        found[name] = Need(name, f"a {name.replace('_', ' ')}", own, gpu_bytes)
+    return found
+
+
+def lent(config: Config) -> list[str]:
+    """Return the frozen models that the trainer holds besides its own."""
+    a = config.algorithm
+    reference = a.needs_reference and config.reference.mesh == "trainer"
+    teacher = a.needs_teacher and config.teacher.mesh == "trainer"
+    return ["reference"] * reference + ["teacher"] * teacher
+
+
+def _generator(config: Config, shape: ModelShape, gpu_bytes: int, trainer: int) -> Need:
+    """A KV cache without a size takes the memory within gpu_memory_utilization that weights, graphs and a waiting
+    `trainer` leave, but at least one sequence."""
+    g = config.generator
+    longest = (g.max_model_len or config.training.seq_len) * cache_bytes_per_token(config, shape)
+    cache, limit = g.kv_cache_memory_mb << 20, gpu_bytes
+    if not cache:
+        allowed = int(gpu_bytes * g.gpu_memory_utilization)
+        left = allowed - trainer - engine(config, shape, 0).total
+        cache = max(longest, int(left / (1 + FRAGMENTED)))
+        limit = gpu_bytes if trainer else allowed
+    own = engine(config, shape, cache)
+    return Need("generator", "an engine", own, limit, {"waiting trainer": trainer} if trainer else {})
+
+
+def on_gpus(config: Config, shape: ModelShape, gpu_bytes: int) -> Config:
+    """Return the config as ranks on GPUs work with it: gradients are kept whole where that fits, then microbatches have
+    the largest power of two of rows that fits. On a GPU of unknown size they have one row. A colocated trainer starts
+    after vLLM has measured the free memory, so the KV cache beside it is sized by estimate."""
+
+    def fits(tried: Config, nbytes: float, *others: str) -> bool:
+        found = needs(tried, shape, int(nbytes))
+        return gpu_bytes > 0 and all(need.fits for name, need in found.items() if name not in others)
+
+    spared = (1 - SPARE) * gpu_bytes
+    whole, rows = fits(resolved(config, "cuda", gradients_fit=True), spared, "generator"), 1
+    while 2 * rows * config.training.seq_len <= GPU_TOKENS:
+        if not fits(resolved(config, "cuda", gradients_fit=whole, rows=2 * rows), spared, "generator"):
+            break
+        rows *= 2
+    final = resolved(config, "cuda", gradients_fit=whole, rows=rows)
+    if config.placement.kind == "disaggregated" or not config.samples_rollouts or not gpu_bytes:
+        return final
+    cache = needs(final, shape, gpu_bytes)["generator"].own.kept["KV cache"].nbytes
+    return resolved(final, "cuda", cache_mb=cache >> 20)
+
+
+def on_cpu(config: Config, shape: ModelShape, host_bytes: int) -> Config:
+    """Return the config as ranks on CPUs work with it."""
+    one = resolved(config, "cpu", rows=1)
+    row = sum(p.world_size * activations(one, shape, p).nbytes for p in trained_meshes(config).values())
+    by_cache = CPU_ELEMENTS // shape.hidden_per_token // config.training.seq_len
+    return resolved(config, "cpu", rows=max(1, min(by_cache, host_bytes // MEMORY_SHARE // row)))
+
+
+def in_flight(config: Config) -> int:
+    """Return how many rollouts are sampled at the same time. Environment processes drive a limited number."""
+    r, e = config.rollout, config.environment
+    samples = r.groups_per_step * r.group_size * (1 + r.lag)
+    return min(samples, e.processes * e.concurrency) if config.rollout_code else samples
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """How many sequences of full length the KV cache of an engine holds, and how many it samples at once."""
+
+    nbytes: int
+    longest: int  # tokens of a sequence
+    block: int  # bytes
+    block_size: int  # tokens
+    wanted: int
+
+    @property
+    def whole(self) -> int:
+        return self._blocks // math.ceil(self.longest / self.block_size)
+
+    @property
+    def fewest(self) -> int:
+        return min(FEWEST, self.wanted)
+
+    def mib(self, sequences: int) -> int:
+        """Return the size of a cache that holds this number of them."""
+        return math.ceil((sequences * math.ceil(self.longest / self.block_size) + 1) * self.block / 2**20)
+
+    def length(self, sequences: int) -> int:
+        """Return the longest length at which this cache holds this number of sequences."""
+        return self._blocks // sequences * self.block_size
+
+    @property
+    def _blocks(self) -> int:
+        return max(0, self.nbytes // self.block - 1)  # vLLM keeps one for itself
+
+
+def cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> CacheRoom | None:
+    """Return the room in the KV cache of one engine, from a config; None if nothing is sampled, if an
+    engine measures the room itself, or if it does not fit its GPU, which check_gpu_memory refuses."""
+    g = config.generator
+    if not config.samples_rollouts or shape.head == "value":
+        return None
+    nbytes = g.kv_cache_memory_mb << 20
+    if not nbytes and gpu_bytes:
+        found = on_gpus(config, shape, gpu_bytes)
+        need = needs(found, shape, gpu_bytes)["generator"]
+        nbytes = need.own.kept["KV cache"].nbytes if need.fits else 0
+    if not nbytes:
+        return None
+    samples = in_flight(config) if config.algorithm.kind == "rl" else config.eval.size or 1
+    block = g.block_size * cache_bytes_per_token(config, shape)
+    wanted = min(g.max_num_seqs, math.ceil(samples / g.replicas))
+    return CacheRoom(nbytes, g.max_model_len or config.training.seq_len, block, g.block_size, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """Bytes that one host holds besides what its GPUs do, and that a weight sync moves over its link."""
+
+    held: Mapping[str, int]
+    received: int
+    sent: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+def host_loads(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> list[HostLoad]:
+    """Return the load of every host; none if it is not known how the models are cut, or they do not fit the hosts."""
+    try:
+        placed = place(config, slots_per_host(config, gpus))
+    except Unplaceable:
+        return []
+    if "trainer" not in sharded:
+        return []
+    hosts = {mesh: [share.host for share in shares for _ in share.slots] for mesh, shares in placed.items()}
+    sent, each = sharded["trainer"].sent, BYTES[config.generator.dtype]
+    held = [Counter[str]() for _ in range(config.hosts.number)]
+    arriving, leaving = [0] * len(held), [0] * len(held)
+    own = [0] * len(held)  # bytes that the trainers of a host send
+    for host, runs in zip(hosts["trainer"], sent, strict=True):
+        own[host] += sum(runs) * each
+    homes = {places[0] for mesh, places in hosts.items() if mesh.startswith("generator")}
+    for host, nbytes in enumerate(own):
+        if nbytes:
+            held[host]["staged weights"] += SLOTS * nbytes
+            leaving[host] = nbytes * (len(homes) - (host in homes))
+    for home in homes:
+        arriving[home] = sum(own) - own[home]
+        if arriving[home]:
+            held[home]["received weights"] += arriving[home]  # once: its replicas share what one of them reads
+    for name, p in trained_meshes(config).items():
+        if config.fault.snapshot_interval:
+            whole = snapshot_bytes(shape.parameters, config.training.dtype, p.data_parallel_replicate_degree)
+            for host in hosts[name]:
+                held[host]["snapshots"] += whole // p.world_size
+            for host in hosts[name] if config.hosts.at_addresses else ():
+                if (peer := peer_of(host, [f"machine {number}" for number in range(len(held))])) is not None:
+                    held[peer]["peers' snapshots"] += whole // p.world_size
+        if config.training.enable_cpu_offload:
+            for host in hosts[name]:
+                held[host]["offloaded states"] += 4 * sharded[name].held * BYTES[config.training.dtype]
+    return [HostLoad(*load) for load in zip(held, arriving, leaving, strict=True)]
+
+
+def trained_meshes(config: Config) -> dict[str, ParallelismSection]:
+    return {"trainer": config.parallelism} | {n: r.parallelism for n, r in config.roles.items() if n == "critic"}

@@ -1,0 +1,258 @@
+"""Checks of the run against this machine, or the one that it is planned for: GPUs, process slots, memory, and what
+vLLM supports on a CPU."""
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from titan_rl.config.auto import on_device
+from titan_rl.config.changes import changed
+from titan_rl.config.sections import BYTES, Config
+from titan_rl.config.toml import as_toml
+from titan_rl.preflight.memory import (
+    GIB,
+    UNKNOWN,
+    Cut,
+    cache_room,
+    gib,
+    host_loads,
+    needs,
+    on_gpus,
+    size,
+    trained_meshes,
+)
+from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
+from titan_rl.preflight.refusal import problem
+from titan_rl.wire.cores import host_memory
+from titan_rl.wire.gpus import Gpus
+from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.snapshot import snapshot_bytes
+from titan_rl.wire.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
+
+PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
+# Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+CPU_BLOCK_SIZE = 32
+UTILIZATIONS = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # to suggest
+
+
+def check_placement(config: Config, shape: ModelShape | None, gpus: int) -> Iterator[str]:
+    hosts, generator, trainers = config.hosts, config.generator, config.parallelism.world_size
+    generators = generator.replicas * generator.tensor_parallel_degree if config.samples_rollouts else 0
+    on_gpu = gpus > 0 and hosts.device != "cpu"
+    environments = config.environment.processes if config.rollout_code and generators and not on_gpu else 0
+    counts = {"trainer": trainers, "generators": generators}
+    counts |= {name.replace("_", " "): role.parallelism.world_size for name, role in config.roles.items()}
+    counts["environments"] = environments  # on GPUs they need no slot
+    total, parts = sum(counts.values()), ", ".join(f"{n} of the {name}" for name, n in counts.items() if n)
+    processes = f"{total} processes ({parts})"
+    if hosts.device == "cuda" and not gpus:
+        yield 'hosts.device: expected "auto" or "cpu" on a host without GPUs, found "cuda"'
+    if on_gpu and config.placement.kind == "colocated":
+        total = gpus_needed(config)
+        processes = f"{total} GPUs ({parts}; trainer and generators share GPUs)"
+    slots = hosts.slots or (gpus if on_gpu else CPU_SLOTS)
+    if hosts.number > 1:
+        pass  # check_hosts
+    elif total > slots:
+        yield f"hosts.slots: expected room for {processes}, found {slots}; raise it, or lower the parallel degrees"
+    elif on_gpu and total > gpus:
+        yield f"hosts.slots: expected a GPU for each of {processes}, found {gpus}"
+    if not on_gpu and hosts.device != "cuda":
+        yield from _check_cpu(config, shape, generators, total)
+    elif config.compile.enable is True and config.training.mixed_precision_param == "float32":
+        why = 'with training.mixed_precision_param = "float32", whose attention cannot be compiled'
+        yield problem(config, "compile.enable", f'false or "auto" {why}')
+
+
+def _check_cpu(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
+    wrong, generator = partial(problem, config), config.generator
+    if media := " ".join(cuda_media()):
+        yield (
+            f"installed packages: expected none that is built for CUDA next to torch's CPU build, found {media}, which "
+            f"vLLM and transformers fail to import; text models do not need them: pip uninstall -y {media}"
+        )
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield wrong("checkpoint.async_mode", '"disabled" or "async" on a CPU')
+    if config.training.enable_cpu_offload:
+        yield wrong("training.enable_cpu_offload", "false on a CPU")
+    if config.compile.enable is True:
+        yield wrong("compile.enable", "false on a CPU")
+    if config.profiling.enable_memory_snapshot:
+        yield wrong("profiling.enable_memory_snapshot", "false on a CPU")
+    yield from _check_capacity(config, shape, generators, processes)
+    if not generators:
+        return
+    if vllm_needs_gpu():
+        yield (
+            "hosts.device: expected a GPU, because vLLM's CUDA build is installed, which samples on nothing else; "
+            "./scripts/run --extra cpu installs the build for CPUs"
+        )
+    longest = generator.max_model_len or config.training.seq_len
+    if 0 < generator.max_num_batched_tokens < longest:
+        least = f"0 or at least {longest} on a CPU, where a prompt is computed in one step"
+        yield wrong("generator.max_num_batched_tokens", least)
+    if shape and shape.head_dim % 2 == 0 and shape.head_dim not in CPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, CPU_HEAD_DIMS))
+        yield f"model.head_dim: expected a size that vLLM supports on a CPU ({sizes}), found {shape.head_dim}"
+    if generator.block_size % CPU_BLOCK_SIZE:
+        yield wrong("generator.block_size", f"a multiple of {CPU_BLOCK_SIZE} on a CPU")
+
+
+def check_driver(config: Config, gpus: Gpus) -> Iterator[str]:
+    """Check that torch can use the GPUs of this host: with a driver that is too old, it finds none."""
+    wanted = torch_cuda()
+    if not gpus.cuda or config.hosts.device == "cpu":
+        return
+    if not wanted:
+        yield (
+            f"hosts.device: expected a CUDA build of torch for this host's {gpus.count} GPUs, found a CPU build; "
+            './scripts/run --extra cuda installs one, and hosts.device = "cpu" runs on the CPU'
+        )
+    elif as_numbers(gpus.cuda)[:1] < as_numbers(wanted)[:1]:
+        yield (
+            f"hosts.device: expected a driver that runs CUDA {wanted}, for which torch is built, found {gpus.driver}, "
+            f'which runs CUDA up to {gpus.cuda}; update it, or set hosts.device = "cpu"'
+        )
+
+
+def _check_capacity(config: Config, shape: ModelShape | None, generators: int, processes: int) -> Iterator[str]:
+    """Check that the models of a CPU run fit this host's memory, and its threads the cores."""
+    cores, memory, g = os.cpu_count() or 1, host_memory(), config.generator
+    if config.hosts.threads > (most := max(4, 2 * cores)):
+        yield problem(config, "hosts.threads", f"at most {most} on a host of {cores} cores")
+    if processes > (most := max(16, memory // PROCESS_BYTES)):
+        yield f"hosts.slots: expected at most {most} processes in this host's {memory >> 30} GiB, found {processes}"
+    cache, most = g.kv_cache_memory_mb * generators << 20, memory // 2**20 // max(1, generators)
+    if cache > memory:
+        yield problem(config, "generator.kv_cache_memory_mb", f"at most {most}, this host's memory per generator")
+    elif shape is not None:
+        copies = 4 * config.parallelism.data_parallel_replicate_degree * BYTES[config.training.dtype]
+        copies += g.replicas * BYTES[g.dtype] if generators else 0
+        if (needed := shape.parameters * copies + cache) > memory:
+            found = f"{shape.parameters:,} parameters, which need {needed >> 30} GiB with optimizer and generators"
+            yield f"[model]: expected a model that fits this host's {memory >> 30} GiB of memory, found {found}"
+
+
+def snapshot_warning(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    if config.fault.snapshot_interval == 0 or shape is None:
+        return
+    degrees = [p.data_parallel_replicate_degree for p in trained_meshes(config).values()]
+    kept = sum(snapshot_bytes(shape.parameters, config.training.dtype, degree) for degree in degrees)
+    memory = host_memory()
+    if kept > memory / 2:
+        yield (
+            f"fault.snapshot_interval = {config.fault.snapshot_interval}: snapshots take {kept / GIB:.0f} GiB of the "
+            f"host's {memory / GIB:.0f} GiB of memory; 0 disables them"
+        )
+
+
+def check_gpu_memory(
+    config: Config, shape: ModelShape, gpu_bytes: int, *, most: int, sharded: Cut = UNKNOWN
+) -> Iterator[str]:
+    """Check that every rank fits its GPU by estimate, and name the nearest setting with which it does. `most`: how many
+    GPUs there are."""
+    config = on_device(config, "cuda")
+    for name, need in needs(on_gpus(config, shape, gpu_bytes), shape, gpu_bytes, sharded).items():
+        if not need.fits:
+            nearest = _nearest(config, shape, gpu_bytes, name, most)
+            room = f"{gib(need.limit)} GiB of a GPU's {gib(gpu_bytes)}"
+            found = f"{gib(need.nbytes)} GiB by estimate ({need.parts})"
+            yield f"[{need.key}]: expected {need.what} that fits {room}, found {found}; {nearest}"
+
+
+def _nearest(config: Config, shape: ModelShape, gpu_bytes: int, name: str, most: int) -> str:
+    """Describe the first change that makes a mesh fit: one of `_changes`, or else several."""
+    changes, most = list(_changes(config, shape, name, most)), max(most, gpus_needed(config))
+    for keys in [*changes, *accumulate(changes, lambda before, more: before | more)]:
+        other = changed(config, keys)
+        need = needs(on_gpus(other, shape, gpu_bytes), shape, gpu_bytes)[name]
+        if need.fits and gpus_needed(other) <= most:
+            settings = ", ".join(f"{key} = {as_toml(value)}" for key, value in keys.items())
+            return f"{settings} needs {gib(need.nbytes)} GiB"
+    tried = dict.fromkeys(key for keys in changes for key in keys)
+    return f"no value of {', '.join(tried)} is enough: take larger GPUs, more of them, or a smaller model"
+
+
+def _changes(config: Config, shape: ModelShape, name: str, most: int) -> Iterator[dict[str, Any]]:
+    """Yield settings that need less memory, the cheapest in time first."""
+    if name == "generator":
+        g = config.generator
+        if g.kv_cache_memory_mb:
+            yield from ({"generator.kv_cache_memory_mb": mb} for mb in _halves(g.kv_cache_memory_mb, 64))
+        yield from ({"generator.max_num_seqs": count} for count in _halves(g.max_num_seqs, 8))
+        if not g.kv_cache_memory_mb:
+            lower = (part for part in UTILIZATIONS if part < g.gpu_memory_utilization)
+            yield from ({"generator.gpu_memory_utilization": part} for part in lower)
+        for degree in _doubles(g.tensor_parallel_degree, most):
+            if shape.n_heads % degree == 0:
+                replicas = max(1, g.replicas * g.tensor_parallel_degree // degree)
+                yield {"generator.tensor_parallel_degree": degree, "generator.replicas": replicas}
+        return
+    yield from ({"training.local_batch_size": rows} for rows in _halves(config.training.local_batch_size, 1))
+    modes = ("none", "selective", "full")
+    for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
+        yield {"activation_checkpoint.mode": mode}
+    yield {"training.gradient_sync": "microbatch"}
+    section, p = ("parallelism", config.parallelism) if name == "trainer" else (name, config.roles[name].parallelism)
+    for degree in _doubles(p.data_parallel_shard_degree, most):
+        yield {f"{section}.data_parallel_shard_degree": degree}
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while (value := value // 2) >= least:
+        yield value
+
+
+def _doubles(value: int, most: int) -> Iterator[int]:
+    while (value := value * 2) <= most:
+        yield value
+
+
+def check_cache_room(config: Config, shape: ModelShape, gpu_bytes: int) -> Iterator[str]:
+    """Check that the KV cache of an engine holds the sequences that it samples at once."""
+    room, g = cache_room(config, shape, gpu_bytes), config.generator
+    if config.samples_rollouts and config.placement.kind == "colocated" and not (g.kv_cache_memory_mb or gpu_bytes):
+        why = 'because with placement.kind = "colocated" it is planned, and the memory of the GPUs is unknown'
+        yield problem(config, "generator.kv_cache_memory_mb", f"a size, {why}")
+    if room is None or room.whole >= room.fewest:
+        return
+    sequences = f"{room.fewest} sequences" if room.fewest > 1 else "one sequence"
+    if g.kv_cache_memory_mb:
+        cache = f"{room.mib(room.fewest)}, the KV cache of {sequences} of {room.longest} tokens"
+        yield problem(config, "generator.kv_cache_memory_mb", f"at least {cache}")
+    else:
+        cache = f"of which the KV cache of {size(room.nbytes)} by estimate holds {sequences}"
+        yield f"generator.max_model_len: expected at most {room.length(room.fewest)}, {cache}, found {room.longest}"
+
+
+def cache_warning(config: Config, shape: ModelShape, gpu_bytes: int) -> Iterator[str]:
+    room = cache_room(config, shape, gpu_bytes)
+    if room is None or not room.fewest <= room.whole < room.wanted:
+        return
+    advice = "lower generator.max_model_len if no sequence is as long"
+    if config.generator.kv_cache_memory_mb:
+        advice = f"generator.kv_cache_memory_mb = {room.mib(room.wanted)} holds them all"
+    yield (
+        f"generator: the KV cache of {size(room.nbytes)} holds {room.whole} sequences of {room.longest} tokens, of the "
+        f"{room.wanted} that an engine samples at once: if they grow as long, some wait or are computed again; {advice}"
+    )
+
+
+def check_host_memory(config: Config, shape: ModelShape, sharded: Cut, gpus: int) -> Iterator[str]:
+    """Refuse what does not fit the stated memory of a host."""
+    loads, memory = host_loads(config, shape, sharded, gpus), config.hosts.memory_gb * GIB
+    fullest = max((load for load in loads), key=lambda load: load.total, default=None)
+    if not memory or fullest is None or fullest.total <= memory:
+        return
+    parts = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in fullest.held.items())
+    without = fullest.total - fullest.held.get("snapshots", 0) - fullest.held.get("peers' snapshots", 0)
+    better = f"fault.snapshot_interval = 0 needs {gib(without)} GiB"
+    if without > memory:
+        better = "take hosts with more memory, or more of them"
+    yield (
+        f"hosts.memory_gb: expected {gib(fullest.total)} GiB on a host ({parts}), besides its processes, found "
+        f"{config.hosts.memory_gb:g}; {better}"
+    )

@@ -1,0 +1,310 @@
+"""Checks of [task]: rewards, every row of its files, and what the chat template makes of sample conversations."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from titan_rl.agents.games import GAMES
+from titan_rl.config.data_sources import DataSource, data_sources, source_of, source_problems
+from titan_rl.config.sections import Config, TaskSection
+from titan_rl.config.toml import as_toml, did_you_mean
+from titan_rl.preflight.checks.model import policy_tokenizer
+from titan_rl.preflight.probe import probe
+from titan_rl.preflight.refusal import problem
+from titan_rl.preflight.row_lengths import first_unfit, other_unfit, unfit_rows
+from titan_rl.sandbox.code_tests import row_tests
+from titan_rl.tasks import procedural
+from titan_rl.tasks.announced import announced
+from titan_rl.tasks.examples import BadRows, Example, named, read_source
+from titan_rl.tasks.reward_shapes import component
+from titan_rl.tasks.rewards import BUILT_IN, last_number
+from titan_rl.tasks.row_files import EXPECTED
+from titan_rl.tasks.task import addition, load_task, played, template_text, with_chat
+from titan_rl.tasks.verifiers import TAKES, VERIFIERS
+from titan_rl.text.inspection import DATE, END, LATER, Finding, inspect_template
+from titan_rl.text.template import is_inline
+from titan_rl.text.tokenizer import TextTokenizer
+from titan_rl.wire.seeds import derive
+from titan_rl.wire.types import Prompt
+
+ADDITION_HELD_OUT = 2000  # sums out of 10,000; the others are training examples
+MANY_DIGITS = re.compile(r"\d{1000}")  # comparing such numbers takes seconds
+MAY_HANG = ("regex", "math", "json_schema", procedural.NAME)
+"""Verifiers that run in processes only."""
+HEAVY = ("math",)
+"""Verifiers whose package takes long to import, so that another process does."""
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+PAIRS = ("preference", "reward")  # kinds of algorithms that read them
+
+Rows = tuple[list[Example], list[str]]
+"""Rows to train on or to evaluate on, and their problems."""
+
+
+def check_task(config: Config) -> Iterator[str]:
+    wrong, task = partial(problem, config), config.task
+    own = f'with task.name = "{task.name}"'
+    if task.system_prompt and task.template == "plain":
+        yield wrong("task.system_prompt", '"" with task.template = "plain"')
+    if task.demonstration_key and task.name != "jsonl":
+        yield wrong("task.demonstration_key", f'"" {own}')
+    elif task.demonstration_key and config.algorithm.kind in PAIRS:
+        why = f"with algorithm.name = {as_toml(config.algorithm.name)}, which reads pairs"
+        yield wrong("task.demonstration_key", f'"" {why}')
+    if task.sources and task.name != "jsonl":
+        yield f"task.sources: expected none {own}, found {as_toml(list(task.sources))}"
+    elif found := list(source_problems(task)):
+        yield from found
+        return
+    if task.datasets and task.name != procedural.NAME:
+        yield f"task.datasets: expected none {own}, found {as_toml(list(task.datasets))}"
+    elif found := list(_procedural_problems(config)):
+        yield from found
+        return
+    rows = {"jsonl": _files, procedural.NAME: _procedural}.get(task.name, _generated)
+    (train, bad), (heldout, bad_heldout) = rows(config)
+    yield from check_rewards(config, train, heldout)
+    yield from (*bad, *bad_heldout)
+
+
+def _generated(config: Config) -> tuple[Rows, Rows]:
+    name, size, seed = config.task.name, config.eval.size, derive(config.debug.seed, "task")
+    most, problems = ADDITION_HELD_OUT, "addition's 10,000 sums"
+    if name != "addition":
+        most, problems = GAMES[name].count // 5, f"{name}'s {GAMES[name].count:,} problems"
+    if size > most:
+        return ([], [problem(config, "eval.size", f"at most {most} of {problems}")]), ([], [])
+    train, heldout = addition(seed, size) if name == "addition" else played(name, seed, size)
+    return (train, []), (heldout, [])
+
+
+def _procedural_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of a config whose task generates endless problems."""
+    if config.task.name != procedural.NAME:
+        return
+    yield from procedural.set_problems(config.task)
+    if config.curriculum.on:
+        yield f'curriculum: expected none with task.name = "{procedural.NAME}", whose problems never come back'
+    if config.algorithm.kind in PAIRS:
+        name = as_toml(config.algorithm.name)
+        yield problem(config, "task.name", f'"jsonl" with algorithm.name = {name}, which reads pairs')
+
+
+def _procedural(config: Config) -> tuple[Rows, Rows]:
+    train, heldout = procedural.procedural(config.task, derive(config.debug.seed, "task"), config.eval.size)
+    return (train[:1], []), (heldout, [])
+
+
+def _files(config: Config) -> tuple[Rows, Rows]:
+    task, size = config.task, config.eval.size
+    train: Rows = [], [f'task.path: {EXPECTED} for task.name = "jsonl", found ""']
+    if task.path or task.sources:
+        parts = [_rows(config, source, "path") for source in data_sources(task)]
+        train = [e for examples, _ in parts for e in examples], [each for _, bad in parts for each in bad]
+    if size and task.eval_path:
+        return train, _rows(config, source_of(task, task.eval_path, "task.eval_path"), "eval_path")
+    missing = f'task.eval_path: {EXPECTED} for eval.size = {size} (0 disables evaluation), found ""'
+    return train, ([], [missing] if size else [])
+
+
+def _rows(config: Config, source: DataSource, key: Literal["path", "eval_path"]) -> Rows:
+    try:
+        limit = config.eval.size if key == "eval_path" else None
+        examples = read_source(source, limit, pairs=config.algorithm.kind in PAIRS).examples
+    except BadRows as error:
+        return [], error.problems
+    except (OSError, ValueError) as error:
+        return [], [str(error)]
+    return examples, named(list(_unusable(config, key, examples)), source.path)
+
+
+def _unusable(config: Config, key: Literal["path", "eval_path"], examples: list[Example]) -> Iterator[str]:
+    """Check well-formed rows against the config."""
+    steps = config.cold_start.steps
+    unused = "eval_reward" if key == "path" else "grader"
+    named = {name: set_by for set_by, name in rewards_of(config.task) if set_by != unused}
+    if key == "eval_path" and config.task.eval_reward:
+        named = {config.task.eval_reward: "eval_reward"}
+    numeric = next((named[name] for name in ("last_number", "number") if name in named), "")
+    for example in announced(examples, f"checking task.{key}", len(examples)):
+        if config.task.template == "plain" and not isinstance(example.prompt, str):
+            yield f'task.template: expected "chat" for the messages in {example.where}, found "plain"'
+        elif steps and key == "path" and not example.answer.strip():
+            yield f"cold_start.steps: expected 0, because {example.where} has no answer to learn, found {steps}"
+        elif numeric and (answer := unnumbered(example)):
+            yield f"task.{numeric}: expected a number in the answer of {example.where}, found {answer}"
+
+
+def unnumbered(example: Example) -> str:
+    """Return why "last_number" finds no number in an answer, or ""."""
+    if MANY_DIGITS.search(example.answer):
+        return "one of 1000 digits or more"
+    try:
+        last_number(Prompt(0, "", [], example.answer), "")
+    except ValueError as error:
+        if str(error).startswith("task.reward"):
+            return as_toml(example.answer[:200])
+        return f"a number that is too large to compare ({error})"
+    return ""
+
+
+def check_row_lengths(config: Config) -> Iterator[str]:
+    """Check that every row fits, of a task that can be loaded, with a tokenizer that can be."""
+    tokenizer, pairs = policy_tokenizer(config), config.algorithm.kind in PAIRS
+    task = load_task(config.task, seed=derive(config.debug.seed, "task"), eval_size=config.eval.size, pairs=pairs)
+    if tokenizer is None:
+        return
+    try:
+        found = unfit_rows(config, task, tokenizer)
+    except BadRows as error:  # rows that the chat template refuses
+        yield from error.problems
+        return
+    for examples, unfit in zip((task.known, task.heldout), found, strict=True):
+        if unfit and config.task.on_unfit_rows == "refuse":
+            drops = f"to drop {len(unfit)} of {len(examples)} rows{other_unfit(examples, unfit)}"
+            yield f'{first_unfit(examples, unfit)}, or set task.on_unfit_rows = "drop" {drops}'
+        elif unfit and len(unfit) == len(examples):
+            yield f"{first_unfit(examples, unfit)}; no row fits, so they cannot be dropped"
+
+
+def check_rewards(config: Config, train: Sequence[Example], heldout: Sequence[Example]) -> Iterator[str]:
+    """Check that every reward can be called. A user's function is called once, with the first row's own answer."""
+    task = config.task
+    yield from _table(task)
+    named = dict.fromkeys([*(name for _, name in rewards_of(task)), *rewards_of_sets(config)])
+    arguments = {key for name in named for key in TAKES.get(name, ())}
+    for key in task.reward_args:
+        if key not in arguments:
+            used = ", ".join(sorted(arguments)) or "none, because no verifier in use takes any"
+            yield f"task.reward_args: expected keys among {used}, found {key!r}{did_you_mean(key, arguments)}"
+    for key, name in rewards_of(task):
+        if name == "model" and key != "reward":
+            why = "because a reward model cannot measure a policy trained against it"
+            why = why if key in ("eval_reward", "grader") else "which is a mesh of its own: name it in task.reward"
+            yield f'task.{key}: expected a reward other than "model", {why}, found "model"'
+        if name in ("model", *BUILT_IN):
+            continue
+        first = next(iter(train if key != "eval_reward" else heldout or train), None)
+        prompt = first and Prompt(0, str(first.prompt), [], first.answer, first.row, first.rejected)
+        yield from check_callable(f"task.{key}", name, prompt, task)
+
+
+def rewards_of_sets(config: Config) -> list[str]:
+    """Return the rewards of [eval.sets], whose tables may not be sound."""
+    found = [table.get("reward") for table in config.eval.sets.values() if isinstance(table, dict)]
+    return [name for name in found if isinstance(name, str) and name]
+
+
+def rewards_of(task: TaskSection) -> list[tuple[str, str]]:
+    """Return every reward that the task names, and the key that names it."""
+    found = [("rewards", name) for name in task.rewards] or [("reward", task.reward)]
+    return [*found, *((key, getattr(task, key)) for key in ("eval_reward", "grader") if getattr(task, key))]
+
+
+def _table(task: TaskSection) -> Iterator[str]:
+    for name, weight in task.rewards.items():
+        if isinstance(weight, bool | str) or not 0 < abs(weight) <= 1e6:
+            expected = "a number other than 0, at most 1e6 in size"
+            yield f"task.rewards: expected {expected}, as the weight of {name!r}, found {as_toml(weight)}"
+    if task.rewards and task.reward != TaskSection().reward:
+        yield f"task.reward: expected to be unset where task.rewards is set, found {as_toml(task.reward)}"
+
+
+def check_callable(key: str, name: str, prompt: Prompt | None, task: TaskSection) -> Iterator[str]:
+    """Check that a reward can be called; `key` names it. A user's function is called once."""
+    if name in MAY_HANG and not task.reward_workers:
+        yield f'task.reward_workers: expected at least 1 for "{name}", which may hang, found 0'
+    if name not in VERIFIERS or name in HEAVY:
+        for text in probe(name, prompt, arguments=task.reward_args):
+            yield text.replace("task.reward:", f"{key}:").replace("task.reward =", f"{key} =")
+        return
+    try:
+        component(name, task.reward_args)
+        if name == "code_tests" and prompt is not None:
+            row_tests(prompt.answer, prompt.row)
+    except (TypeError, ValueError) as error:
+        yield str(error) if str(error).startswith("task.") else f"{key}: {error}"
+
+
+def check_template_keys(config: Config) -> Iterator[str]:
+    """Check the chat template's keys in [task], and in each source that renders chats in another way."""
+    task = config.task
+    own = source_of(task, task.path, "task.path")
+    yield from _template_keys(own, task.template)
+    for source in styled_sources(config):
+        yield from _template_keys(source, task.template)
+        turns = config.rollout_code or source.demonstration_key
+        if turns and _style(source) != _style(own):
+            why = f"because the later turns of {turns!r} are rendered by that of [task]"
+            yield f"{source.section}.chat_template: expected none of its own, {why}, found one, or its own kwargs"
+
+
+def styled_sources(config: Config) -> list[DataSource]:
+    """Return the sources of sound tables that render chats in another way than [task]."""
+    task = config.task
+    if not task.sources or any(source_problems(task)):
+        return []
+    own = source_of(task, task.path, "task.path")
+    return [
+        source
+        for source in data_sources(task)
+        if (*_style(source), source.system_prompt) != (*_style(own), own.system_prompt)
+    ]
+
+
+def _style(source: DataSource) -> tuple[str, dict[str, Any]]:
+    return source.chat_template, source.chat_template_kwargs
+
+
+def _template_keys(source: DataSource, template: str) -> Iterator[str]:
+    section = source.section
+    if template == "plain":
+        keys = (("chat_template", ""), ("chat_template_kwargs", {}), *([("system_prompt", "")] if source.name else []))
+        for key, default in keys:
+            if (found := getattr(source, key)) != default:
+                expected = f'expected {as_toml(default)} with task.template = "plain"'
+                yield f"{section}.{key}: {expected}, found {as_toml(found)}"
+    for name in RESERVED:
+        if name in source.chat_template_kwargs:
+            expected = "expected variables of the template other than those that every rendering sets"
+            yield f"{section}.chat_template_kwargs: {expected}, found {name!r}"
+    found = as_toml(source.chat_template)
+    if source.chat_template and not is_inline(source.chat_template):
+        try:
+            readable = os.path.isfile(source.chat_template) and bool(template_text(source.chat_template))
+        except (OSError, ValueError) as error:
+            found, readable = f"{found}: {error}", False
+        if not readable:
+            yield f"{section}.chat_template: expected a Jinja template or the path of a file with one, found {found}"
+
+
+def check_chat(config: Config) -> Iterator[str]:
+    """Render sample conversations, if the run renders chats with a tokenizer that can be loaded."""
+    tokenizer = policy_tokenizer(config) if config.task.template == "chat" else None
+    if tokenizer is None:
+        return
+    key = "task.chat_template" if config.task.chat_template else f"the chat template of {tokenizer.folder}"
+    rendered = [(key, tokenizer)]
+    for source in styled_sources(config):
+        given = template_text(source.chat_template)
+        own = replace(tokenizer.chat_settings, template=given, kwargs=source.chat_template_kwargs)
+        rendered.append((f"{source.section}.chat_template", with_chat(tokenizer, own)))
+    for key, each in rendered:
+        yield from (f"{key}: {found.check}: {found.detail}" for found in inspected(config, each) if found.refuses)
+
+
+def chat_warnings(config: Config) -> list[str]:
+    """Warn about prompts that change from day to day, and turns that sampling does not end."""
+    tokenizer = policy_tokenizer(config) if config.task.template == "chat" else None
+    found = inspect_template(tokenizer) if tokenizer else []
+    keys = {DATE: "task.chat_template_kwargs", END: "rollout.stop_token_ids"}
+    return [f"{keys[finding.check]}: {finding.detail}" for finding in found if finding.check in keys and finding.detail]
+
+
+def inspected(config: Config, tokenizer: TextTokenizer) -> Iterator[Finding]:
+    """Yield what an inspection finds. An environment needs more than one question to be read."""
+    for finding in inspect_template(tokenizer):
+        needed = finding.check == LATER and bool(config.rollout_code)
+        yield replace(finding, refuses=True) if finding.detail and needed else finding
