@@ -11,7 +11,7 @@ import pytest
 
 from support.generator_meshes import Running, begun, greedy, requests, started
 from support.tiny import tiny_llama
-from titan_rl.actors.vllm.engine import EngineSettings, SampleId, Withdrawn
+from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.rollout.player import Play, Player
 from titan_rl.rollout.session import SessionLimits
@@ -100,18 +100,17 @@ def test_a_sample_that_is_withdrawn_goes_on_elsewhere_as_if_nothing_had_happened
     async def work() -> tuple[list[Completion], list[Completion]]:
         staying = first.put(asked)
         await begun(running.mesh)
-        withdrawn: list[Withdrawn] = await first.head("withdraw", [SampleId("a", 0), SampleId("a", 2)], seconds=5)
-        assert [w.sample.nth for w in withdrawn] == [0, 2]
-        rest = Request("a~1", asked.tokens, [0, 2], asked.sampling, [w.begun for w in withdrawn])
-        return await staying, await last.put(rest)
+        first.withdraw("a")
+        early = await staying
+        return early, await last.put(replace(asked, id="a~1", begun=early))
 
-    (early, whole, late), rest = running(work())
-    assert [early.finish, whole.finish, late.finish] == ["abort", "length", "abort"]
-    assert 0 < len(early.tokens) == len(late.tokens) < 200
-    for completion in (whole, *rest):
+    early, whole = running(work())
+    assert {(sample.finish, len(sample.tokens)) for sample in early} == {("abort", len(early[0].tokens))}
+    assert 0 < len(early[0].tokens) < 200
+    for completion in whole:
         assert completion.tokens == greedy(model, [1, 5], completion)
         assert len(completion.tokens) == len(completion.versions) == 200
-        assert completion.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert completion.logprobs == pytest.approx(whole[0].logprobs, abs=1e-5)
 
 
 def test_replicas_hold_equal_weights_and_ranks_their_shares(running: Running) -> None:
