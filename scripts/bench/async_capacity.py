@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
