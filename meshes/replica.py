@@ -31,10 +31,10 @@ GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorPolicy:
-    """Deadlines of a generator mesh, and what it does about slow and lost replicas."""
+    """Deadlines of a generator mesh, and how it treats lost replicas."""
 
     init_seconds: float = 300
-    seconds: float = 600  # of one pull
+    seconds: float = 600  # a pull may take
     hang_seconds: float = 60
     incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
     min_replicas: int = 1  # fewer end the mesh

@@ -43,7 +43,7 @@ class Router:
     """Sends requests to the replicas that have joined, and resolves their answers."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Replica] = {}  # those that requests may go to
+        self._live: dict[int, Replica] = {}  # requests may go to these
         self._tokens: dict[int, int] = {}  # that each of them is expected to sample
         self._heap: list[tuple[int, int]] = []  # (tokens, replica); entries with other tokens than now are outdated
         self._homes: OrderedDict[str, Replica] = OrderedDict()  # name in an affinity -> the replica that served it last
@@ -51,9 +51,9 @@ class Router:
         self._settling: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> list[Completion]:
-        """Send a request where `route` says, and await its answer. A caller that gives up makes room."""
+        """Send a request to the replica that `route` returns, and await its answer. A caller may give up."""
         if request.id in self._routed:
-            raise ValueError(f"request {request.id}: its id is that of an unfinished request")
+            raise ValueError(f"request {request.id}: an unfinished request has this id")
         answer = asyncio.get_running_loop().create_future()
         routed = self._routed[request.id] = RoutedRequest(request, answer)
         self._send(routed)
@@ -102,9 +102,9 @@ class Router:
         return sum(len(unfinished(routed.request)) for routed in again)
 
     async def settle(self, seconds: float) -> None:
-        """Wait until nothing is on its way between two engines: one that drains finishes what it has before it switches
-        weights, so what began on the old ones must not reach it afterwards. A retiring replica that does not give back
-        its requests within `seconds` is lost. Replicas that switch together share one wait."""
+        """Wait until no request is on its way between two engines. An engine that drains finishes its requests before
+        it switches weights, so none that began on the old ones may reach it afterwards. A retiring replica that does
+        not give back its requests within `seconds` is lost. Replicas that switch together share one wait."""
         if self._settling is None or self._settling.done():
             self._settling = asyncio.create_task(self._settle(seconds))
         await asyncio.shield(self._settling)
@@ -165,7 +165,7 @@ class Router:
             self._take_back(routed)
             if not routed.answer.done():
                 routed.answer.set_exception(error)
-        # any other error is that of the replica: on_lost or fail follows
+        # after any other error its replica is lost, and on_lost or fail follows
 
     def _held_by(self, replica: Replica) -> list[RoutedRequest]:
         return [routed for routed in self._routed.values() if routed.replica is replica]

@@ -84,7 +84,7 @@ class SimulatedEngine:
         return [self._done(id, now) for id in ids]
 
     def withdraw(self, ids: Sequence[str], now: float) -> list[Done]:
-        """End these requests now. Return those that were unfinished."""
+        """End these requests now. Return the unfinished ones."""
         self._pass(now)
         return [self._done(id, now) for id in ids if id in self._open]
 

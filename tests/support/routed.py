@@ -1,4 +1,4 @@
-"""A router on replicas that only note what they are given, and answer when a test says so."""
+"""A router on replicas that record their requests. A test makes them answer."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ CONTEXT = [1, 2, 3, 4]
 
 
 class NotedReplica:
-    """Stands for a Replica whose engine has what it was put."""
+    """Stands for a Replica whose engine has all its requests."""
 
     def __init__(self, index: int) -> None:
         self.index, self.name = index, f"generator{index}"

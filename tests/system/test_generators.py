@@ -191,7 +191,7 @@ def test_a_killed_rank_fails_what_waits_on_it_by_name_and_lets_go_of_its_slot(ru
     async def work() -> float:
         lost, tp = running.pids[-1], len(running.pids) // len(running.mesh.replicas)
         if not replica.error:
-            await replica.scatter("connect", [[] for _ in range(tp)], c.WeightSyncSection(), seconds=60)
+            await replica.scatter("connect", [([], c.WeightSyncSection())] * tp, seconds=60)
         os.kill(lost, signal.SIGSTOP)
         waiting: list[asyncio.Future[Any]] = [replica.put(request) for request in requests(4, Sampling(240))]
         slots, reading = Slots(), Publication(3, 0, [], 0.0)

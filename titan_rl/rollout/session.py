@@ -40,7 +40,7 @@ SampleTurn = Callable[[int, list[int], int], Awaitable[Completion]]
 """Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, and the most
 new tokens."""
 Answered = Callable[[int, tuple[int, int], Completion], None]
-"""Called with the number of each answered turn, the length and checksum of its context, and what was sampled."""
+"""Called with the number of each answered turn, the length and checksum of its context, and its completion."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,8 @@ from titan_rl.actors.vllm.engine import Done
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
+from titan_rl.meshes.replica import Replica
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused, RunError
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -71,12 +72,16 @@ def test_withdrawals_that_wait_are_one_call(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+async def no_room(index: int, _: bool) -> Replica:
+    raise RunError(f"generator{index} cannot be started")
+
+
 def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
     """Its engine steps for ever. No call of its own notices in time: they have longer deadlines."""
 
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine()]
-        mesh = fake_mesh(engines, tmp_path, make=lambda *_: asyncio.sleep(0), seconds=0.3, hang_seconds=60)
+        mesh = fake_mesh(engines, tmp_path, make=no_room, seconds=0.3, hang_seconds=60)
         await serving(mesh)
         asked = [asyncio.create_task(mesh.generate(Request(f"r{i}", [1], [1, 2], Sampling(8)))) for i in range(2)]
         await asyncio.sleep(0.02)

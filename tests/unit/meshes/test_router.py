@@ -91,7 +91,7 @@ async def test_with_no_live_replica_everything_waits_and_the_oldest_request_goes
 async def test_a_caller_that_gives_up_makes_room() -> None:
     world, request = World(1), Request("a", CONTEXT, [1, 2], Sampling(MOST))
     await world.ask(request)
-    with pytest.raises(ValueError, match="request a: its id is that of an unfinished request"):
+    with pytest.raises(ValueError, match="request a: an unfinished request has this id"):
         await world.router.generate(request)
     world.asked["a"].cancel()
     await tick()
