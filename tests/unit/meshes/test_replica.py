@@ -1,6 +1,7 @@
 """Replicas that are lost or slow at awkward moments."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,42 @@ def test_withdrawals_that_wait_are_one_call(tmp_path: Path) -> None:
         assert [sorted(ids) for ids in engines[0].withdrawn] == [[f"r{i}" for i in range(9)]]
 
     asyncio.run(body())
+
+
+def test_what_a_retiring_replica_gives_back_enters_another_engine_before_that_switches(tmp_path: Path) -> None:
+    """An engine that drains finishes it on the old weights."""
+
+    class Ordered(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.events: list[str] = []
+
+        async def do_submit(self, requests: list[Request], withdrawn: Sequence[str]) -> None:
+            await super().do_submit(requests, withdrawn)
+            self.events += [request.id for request in requests]
+
+        async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+            self.events.append(f"switch to {version}")
+            return await super().do_switch(version, timeout)
+
+    async def body() -> None:
+        engines = [Ordered(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, make=no_room)
+        await serving(mesh)
+        asked = [asyncio.create_task(mesh.generate(Request(f"r{i}", [1], [1, 2], Sampling(8)))) for i in range(2)]
+        await asyncio.sleep(0.02)
+        engines[1].steps.clear()
+        scaling, pulling = asyncio.create_task(mesh.scale(1)), asyncio.create_task(mesh.pull(1))
+        await asyncio.sleep(0.1)
+        assert engines[0].events == ["switch to 0", "r0"]
+        engines[1].steps.set()
+        await asyncio.gather(scaling, pulling)
+        assert engines[0].events == ["switch to 0", "r0", "r1~1", "switch to 1"]
+        assert list(mesh.replicas) == [0]
+        for task in asked:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
 
 
 async def no_room(index: int, _: bool) -> Replica:
