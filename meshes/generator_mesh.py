@@ -92,8 +92,8 @@ class GeneratorMesh:
         memory. Returns the transport of every run that is read."""
         seconds = self._policy.init_seconds
         await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
-        while waiting := [replica for replica in self.replicas.values() if not replica.connected]:
-            done = {replica.home: [replica] for replica in self.replicas.values() if replica.connected}
+        while waiting := [replica for replica in self.replicas.values() if not replica.connections]:
+            done = {replica.home: [replica] for replica in self.replicas.values() if replica.connections}
             first = {replica.home: replica for replica in reversed(waiting)}
             turn = {r: done.get(r.home, []) for r in waiting if r.home in done or first[r.home] is r}
 
@@ -102,14 +102,14 @@ class GeneratorMesh:
                     await replica.connect(sources, sync, turn[replica], seconds)
 
             await self._fleet.each(connect)
-        return [name for replica in self.replicas.values() for name in replica.transports]
+        return [way for r in self.replicas.values() for connection in r.connections for way in connection.transports]
 
     async def connect_late(
         self, replica: Replica, sources: Sequence[list[Source]], sync: WeightSyncSection, seconds: float
     ) -> None:
         """Connect a replica that joins the others later, and let it share what they read."""
         await replica.locate(sync.transport, seconds)
-        others = (other for other in self.replicas.values() if other is not replica and other.connected)
+        others = (other for other in self.replicas.values() if other is not replica and other.connections)
         siblings = [other for other in others if other.home == replica.home]
         await replica.connect(sources, sync, siblings, seconds)
 

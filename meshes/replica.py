@@ -60,7 +60,7 @@ class Replica:
         self.set_state(State.STARTING)
         self._procs, self._policy = procs, policy
         self._warm = False  # it has served weights: a fresh process still imports modules and reads them from disk
-        self._connections = list[Connection]()
+        self.connections = list[Connection]()  # of its ranks, if they read weights
         self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
@@ -105,30 +105,21 @@ class Replica:
     async def locate(self, how: str, seconds: float) -> None:
         """Find out where its ranks are, which are all on one host. Under "rdma", workers count as hosts."""
         place = await self.head("place", seconds=seconds)
-        self.home, self._connections = f"{place} {self.host}" if how == "rdma" else place, []
+        self.home, self.connections = f"{place} {self.host}" if how == "rdma" else place, []
 
     async def connect(
         self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
     ) -> None:
         """Tell each rank where to read weights, and with which ranks of the `siblings` it shares what it reads."""
-        given = [[c.copy for each in siblings for c in each._connections[r : r + 1] if c.copy] for r in range(self.tp)]
+        given = [[c.copy for each in siblings for c in each.connections[r : r + 1] if c.copy] for r in range(self.tp)]
         each = ((own, sync, copies) for own, copies in zip(sources, given, strict=True))
-        self._connections = await self.scatter("connect", each, seconds)
-
-    @property
-    def connected(self) -> bool:
-        return bool(self._connections)
-
-    @property
-    def transports(self) -> list[str]:
-        """Return the transport of every run that its ranks read."""
-        return [transport for connection in self._connections for transport in connection.transports]
+        self.connections = await self.scatter("connect", each, seconds)
 
     @property
     def memory(self) -> tuple[str, int] | None:
         """Return what names the memory of its first rank that reads from other hosts: equal for replicas that share
         their reads. None: it reads nothing from other hosts."""
-        return next((connection.copy.memory for connection in self._connections if connection.copy), None)
+        return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
     async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
         """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""

@@ -21,10 +21,8 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused
 from titan_rl.wire.types import Completion, Request
 
-MOST_NAMES = 1 << 16
-"""Names of rollouts and groups whose replica is known; the oldest is forgotten."""
-SPARE = 64
-"""Outdated entries that the heap of replicas may have besides three for each replica."""
+MOST_NAMES = 1 << 16  # of rollouts and groups whose replica is known; the oldest is forgotten
+SPARE = 64  # outdated entries that the heap of replicas may have besides three for each replica
 
 
 @dataclass(slots=True, eq=False)
@@ -154,18 +152,18 @@ class Router:
         error = sent.exception()
         if routed.replica is not replica:  # lost or given up
             return
-        if error is None:
-            self._take_back(routed)
-            if any(completion.finish == "abort" for completion in sent.result()):
-                routed.request = replace(routed.request, begun=sent.result())
-                self._send(routed)
-            elif not routed.answer.done():
-                routed.answer.set_result(sent.result())
-        elif isinstance(error, RequestRefused):
-            self._take_back(routed)
-            if not routed.answer.done():
-                routed.answer.set_exception(error)
-        # after any other error its replica is lost, and on_lost or fail follows
+        if error is not None and not isinstance(error, RequestRefused):  # the replica is lost: on_lost or fail follows
+            return
+        self._take_back(routed)
+        if routed.answer.done():  # its caller has just given up
+            return
+        if error is not None:
+            routed.answer.set_exception(error)
+        elif any(completion.finish == "abort" for completion in sent.result()):
+            routed.request = replace(routed.request, begun=sent.result())
+            self._send(routed)
+        else:
+            routed.answer.set_result(sent.result())
 
     def _held_by(self, replica: Replica) -> list[RoutedRequest]:
         return [routed for routed in self._routed.values() if routed.replica is replica]
