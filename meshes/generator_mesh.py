@@ -1,6 +1,6 @@
 """The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
 
-    GeneratorMesh ──> Dispatch ── requests ──> Replica <── lost ones replaced, number changed ── Fleet
+    GeneratorMesh ──> Router ── requests ──> Replica <── lost ones replaced, number changed ── Fleet
 
 A pull has two phases: every rank of every replica fetches, then every engine switches. No rank takes a version before
 all of them have fetched it, and none serves it before it has passed the check that weight_sync.verify asks for.
@@ -18,12 +18,11 @@ from monarch.actor import HostMesh
 from titan_rl.actors.vllm.engine import EngineInfo, EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.meshes.dispatch import Dispatch
 from titan_rl.meshes.faults import ask, ask_all
-from titan_rl.meshes.healing import Fleet, GeneratorPolicy, Make
+from titan_rl.meshes.healing import Fleet, Make
 from titan_rl.meshes.hosts import Berth, Host
-from titan_rl.meshes.replica import Replica
-from titan_rl.meshes.routing import Load
+from titan_rl.meshes.replica import GeneratorPolicy, Replica
+from titan_rl.meshes.router import Router
 from titan_rl.meshes.spawn import meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Manifest
@@ -37,18 +36,10 @@ SYNC = WeightSyncSection()
 
 
 class GeneratorMesh:
-    def __init__(
-        self,
-        replicas: Iterable[Replica],
-        policy: GeneratorPolicy,
-        *,
-        slots: int | None = None,
-        make: Make | None = None,
-    ) -> None:
-        """`slots`: how many samples an engine advances in one step, if replicas steal; see Routing."""
+    def __init__(self, replicas: Iterable[Replica], policy: GeneratorPolicy, *, make: Make | None = None) -> None:
         self.replicas = {replica.index: replica for replica in replicas}
-        self._dispatch = Dispatch(self.replicas, slots)
-        self._fleet = Fleet(self.replicas, self._dispatch, policy, make)
+        self._router = Router()
+        self._fleet = Fleet(self.replicas, self._router, policy, make)
         self.coming, self.tend, self.scale = self._fleet.coming, self._fleet.tend, self._fleet.scale
         self.regrow, self.settled = self._fleet.regrow, self._fleet.settled
         self._policy = policy
@@ -78,19 +69,10 @@ class GeneratorMesh:
                 env={**ENV, **env, **berth.env, **(meeting_file(berth.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
-            return Replica(
-                replica,
-                name,
-                procs,
-                settings,
-                hang_seconds=policy.hang_seconds,
-                seconds=policy.seconds,
-                init_seconds=policy.init_seconds,
-                host=berth.host.name,
-            )
+            return Replica(replica, name, procs, settings, policy, berth.host.name)
 
         made = await asyncio.gather(*map(make, range(replicas)))
-        return cls(made, policy, slots=settings.max_num_seqs if policy.steals else None, make=make)
+        return cls(made, policy, make=make)
 
     async def start(self) -> list[EngineInfo]:
         """Build every engine. Returns what start-up came to, rank by rank, replica by replica. A replica that fails
@@ -110,8 +92,8 @@ class GeneratorMesh:
         memory. Returns the transport of every run that is read."""
         seconds = self._policy.init_seconds
         await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
-        while waiting := [replica for replica in self.replicas.values() if not replica.connected]:
-            done = {replica.home: [replica] for replica in self.replicas.values() if replica.connected}
+        while waiting := [replica for replica in self.replicas.values() if not replica.connections]:
+            done = {replica.home: [replica] for replica in self.replicas.values() if replica.connections}
             first = {replica.home: replica for replica in reversed(waiting)}
             turn = {r: done.get(r.home, []) for r in waiting if r.home in done or first[r.home] is r}
 
@@ -120,14 +102,14 @@ class GeneratorMesh:
                     await replica.connect(sources, sync, turn[replica], seconds)
 
             await self._fleet.each(connect)
-        return [name for replica in self.replicas.values() for name in replica.transports]
+        return [way for r in self.replicas.values() for connection in r.connections for way in connection.transports]
 
     async def connect_late(
         self, replica: Replica, sources: Sequence[list[Source]], sync: WeightSyncSection, seconds: float
     ) -> None:
         """Connect a replica that joins the others later, and let it share what they read."""
         await replica.locate(sync.transport, seconds)
-        others = (other for other in self.replicas.values() if other is not replica and other.connected)
+        others = (other for other in self.replicas.values() if other is not replica and other.connections)
         siblings = [other for other in others if other.home == replica.home]
         await replica.connect(sources, sync, siblings, seconds)
 
@@ -138,7 +120,7 @@ class GeneratorMesh:
 
     async def generate(self, request: Request) -> list[Completion]:
         self._fleet.check()
-        return await self._dispatch.generate(request)
+        return await self._router.generate(request)
 
     async def pull(
         self,
@@ -156,11 +138,9 @@ class GeneratorMesh:
         lost: it is reported in `refused`, and serves nothing for now. A single rank fetches and switches in one
         call."""
         self._fleet.check()
-        alone = sum(len(replica.ranks) for replica in self.replicas.values()) == 1
-        reading, all_read, failed = set(self.replicas), asyncio.Event(), list[RunError]()
-        names = {index: replica.name for index, replica in self.replicas.items()}  # one may be lost by the end
-        memories = {index: replica.memory for index, replica in self.replicas.items() if replica.memory is not None}
-        first = {memory: index for index, memory in reversed(memories.items())}
+        alone = sum(replica.tp for replica in self.replicas.values()) == 1
+        reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
+        first = {replica.memory: replica for replica in reversed(self.replicas.values())}
         fetched_first = {memory: asyncio.Event() for memory in first}
         seconds = self._policy.seconds
 
@@ -168,35 +148,32 @@ class GeneratorMesh:
             with lease(replica.name):
                 if alone:
                     return await replica.take_weights(manifests, version, seconds)
-                memory = memories.get(replica.index)
                 try:
-                    if memory is not None and first[memory] != replica.index:
-                        await fetched_first[memory].wait()
+                    if replica.memory and first[replica.memory] is not replica:
+                        await fetched_first[replica.memory].wait()
                     fetched = await replica.fetch_weights(manifests, seconds)
                 except RunError as error:
                     failed.append(error)
                     raise
                 finally:
-                    if memory is not None:
-                        fetched_first[memory].set()
-                    reading.discard(replica.index)
+                    fetched_first[replica.memory].set()
+                    reading.discard(replica)
                     if not reading:
                         all_read.set()
                 await all_read.wait()
                 if failed and self._policy.incidents is None:
                     raise failed[0]
-                await self._dispatch.settle_moves(seconds)
+                await self._router.settle(seconds)
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
         found = await self._fleet.each(pulled, refused if forgives else None)
-        self._dispatch.resume_moves()  # even after a refusal: a replica that serves nothing can take nothing over
-        ranks = [rank for fetched, _ in found.values() for rank in fetched]
         arrived = Counter[tuple[str, int]]()
-        for index in found.keys() & memories.keys():
-            fetched, switched = found[index]
-            arrived[memories[index]] += sum(cost.remote for cost in (*fetched, switched))
-        cost = _cost(version, ranks, {names[i]: switched for i, (_, switched) in found.items()}, refused)
+        for replica, (fetched, switched) in found.items():
+            if replica.memory is not None:
+                arrived[replica.memory] += sum(cost.remote for cost in (*fetched, switched))
+        ranks = [rank for fetched, _ in found.values() for rank in fetched]
+        cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in found.items()}, refused)
         return replace(cost, into_host=max(arrived.values(), default=0))
 
     async def sleep(self) -> None:
@@ -219,13 +196,10 @@ class GeneratorMesh:
             for name, call in replica.calls("spans").items()
         }
 
-    def loads(self) -> dict[int, Load]:
-        return self._dispatch.loads()
-
     async def close(self) -> None:
         """Close every engine between two steps. Open requests fail."""
         await self._fleet.close()
-        self._dispatch.fail_answers(RunError("the generators are closed"))
+        self._router.fail(RunError("the generators are closed"))
 
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas.values()))

@@ -5,17 +5,15 @@ spawned next to them, and serves when it holds the weights that they hold. Witho
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from titan_rl.meshes.dispatch import Dispatch
 from titan_rl.meshes.faults import ask_all
-from titan_rl.meshes.replica import GRACE_SECONDS, Replica
+from titan_rl.meshes.replica import GRACE_SECONDS, GeneratorPolicy, Replica, State
+from titan_rl.meshes.router import Router
 from titan_rl.record.incidents import Incident, Incidents
 from titan_rl.wire.errors import RankDied, RunError, WeightsRefused
 
@@ -29,34 +27,18 @@ DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it h
 Make = Callable[[int, bool], Awaitable[Replica]]  # of a replica's number, and whether its last start failed
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorPolicy:
-    """Deadlines of a generator mesh, and what it does about slow and lost replicas."""
-
-    init_seconds: float = 300
-    seconds: float = 600  # of one pull
-    hang_seconds: float = 60
-    steals: bool = False  # an idle replica takes over samples of a slow one
-    incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
-    min_replicas: int = 1  # fewer end the mesh
-
-
 class Fleet:
     """The replicas that serve and those that are being spawned."""
 
     def __init__(
-        self,
-        replicas: dict[int, Replica],
-        dispatch: Dispatch,
-        policy: GeneratorPolicy,
-        make: Make | None,
+        self, replicas: dict[int, Replica], router: Router, policy: GeneratorPolicy, make: Make | None
     ) -> None:
         self.replicas = replicas
         self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
         self._missing: set[int] = set()  # given up, until there is room again
         self._unstarted: dict[int, str] = {}  # being spawned again after it did not start: on which host
         self.error: Exception | None = None  # final once set: too few replicas are left
-        self._dispatch, self._make = dispatch, make
+        self._router, self._make = router, make
         self._policy, self._incidents = policy, policy.incidents
         self._catch_up: Callable[[Replica], Awaitable[None]] | None = None
         self._gone: Callable[[str], None] = lambda _: None
@@ -69,20 +51,22 @@ class Fleet:
         self._catch_up, self._gone = catch_up, gone
 
     def serve(self, replica: Replica) -> None:
-        self._dispatch.serve(replica, partial(self._lost, replica))
+        """Carry the requests of a replica whose engine is built."""
+        replica.serve(partial(self._lost, replica))
+        self._router.join(replica)
 
     def check(self) -> None:
         if self.error is not None:
             raise self.error
 
-    async def each(self, work: Callable[[Replica], Awaitable[T]], refused: list[str] | None = None) -> dict[int, T]:
+    async def each(self, work: Callable[[Replica], Awaitable[T]], refused: list[str] | None = None) -> dict[Replica, T]:
         """Return what every replica answers, except those that are lost over it. With `refused`, a replica that refuses
         its weights is listed there instead of lost."""
-        answers: dict[int, T] = {}
+        answers: dict[Replica, T] = {}
 
         async def one(replica: Replica) -> None:
             try:
-                answers[replica.index] = await work(replica)
+                answers[replica] = await work(replica)
             except RunError as error:
                 if self._incidents is None:
                     raise
@@ -95,7 +79,7 @@ class Fleet:
 
         await asyncio.gather(*map(one, self.replicas.values()))
         self.check()
-        return dict(sorted(answers.items()))
+        return {replica: answers[replica] for replica in sorted(answers, key=lambda replica: replica.index)}
 
     async def scale(self, replicas: int) -> int:
         """Spawn or drain replicas until there are `replicas`. Return how many there are."""
@@ -104,9 +88,7 @@ class Fleet:
         async with self._scaling:
             self._missing.clear()
             while len(self.replicas) + len(self.coming) < replicas:
-                index = next(i for i in count() if i not in self.replicas and i not in self.coming)
-                self.coming[index] = None
-                self._in_background(self._grow(index))
+                self._grow(next(i for i in count() if i not in self.replicas and i not in self.coming))
             while len(self.replicas) + len(self.coming) > replicas:
                 index = max([*self.replicas, *self.coming])
                 if index in self.coming:
@@ -124,8 +106,7 @@ class Fleet:
     def regrow(self) -> None:
         """Spawn the replicas again that were given up: there is room for them, as a host is back."""
         for index in sorted(self._missing - self.replicas.keys() - self.coming.keys()):
-            self.coming[index] = None
-            self._in_background(self._grow(index))
+            self._grow(index)
         self._missing.clear()
 
     async def close(self) -> None:
@@ -145,7 +126,7 @@ class Fleet:
         known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
         incident = incidents.lost(replica.name, known)
         del self.replicas[replica.index]
-        again = self._dispatch.lose(replica.index)
+        again = self._router.on_lost(replica)
         self.coming[replica.index] = None
 
         async def replaced() -> None:
@@ -187,6 +168,7 @@ class Fleet:
         try:
             await ask_all(replica.calls("start"), verb="start", seconds=self._policy.init_seconds)
             del self._unstarted[index]
+            replica.set_state(State.SYNCING)
             await self._catch_up(replica)
         except RunError as error:
             replica.fail(error)
@@ -195,17 +177,21 @@ class Fleet:
         del self.coming[index]
         self.replicas[index] = replica
         self.serve(replica)
-        self._dispatch.join(index)
 
-    async def _grow(self, index: int) -> None:
+    def _grow(self, index: int) -> None:
         """Add a replica. One that fails to come up is treated as lost."""
+        self.coming[index] = None
         self._unstarted.pop(index, None)
-        try:
-            await self._join(index)
-        except RunError as error:
-            if (incidents := self._incidents) is None:
-                raise
-            await self._replace(incidents, index, error, incidents.lost(f"generator{index}", error), 0)
+
+        async def grown() -> None:
+            try:
+                await self._join(index)
+            except RunError as error:
+                if (incidents := self._incidents) is None:
+                    raise
+                await self._replace(incidents, index, error, incidents.lost(f"generator{index}", error), 0)
+
+        self._in_background(grown())
 
     async def _bury(self, replica: Replica) -> None:
         await replica.kill()
@@ -213,13 +199,12 @@ class Fleet:
 
     async def _let_go(self, replica: Replica) -> None:
         """End a replica after it has given back what it has not finished, with the tokens sampled so far."""
-        self._dispatch.retire(replica.index)
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while replica.busy and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
+        self._router.retire(replica)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(replica.idle(), DRAIN_SECONDS)
         if self.replicas.pop(replica.index, None) is not replica:
             return  # lost meanwhile
-        self._dispatch.lose(replica.index)
+        self._router.on_lost(replica)
         with suppress(Exception):  # it is killed in any case
             await asyncio.wait_for(replica.close(), GRACE_SECONDS)
         await self._bury(replica)
@@ -237,4 +222,4 @@ class Fleet:
 
     def _end(self, error: Exception) -> None:
         self.error = self.error or error
-        self._dispatch.fail_answers(error)
+        self._router.fail(error)

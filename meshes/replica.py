@@ -1,23 +1,24 @@
 """One replica of the generator mesh: an engine of tensor-parallel ranks, which is one failure domain.
 
-put ── submit ──> engine ── take ──> the awaiting put
-relieve ── withdraw ──> engine ──> gave
+put ───────┬─ submit ──> engine ── take ──> the future that put returned
+withdraw ──┘
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from monarch.actor import ProcMesh
 
-from titan_rl.actors.vllm.engine import EngineReport, EngineSettings, Withdrawn
-from titan_rl.actors.vllm.generator import Generator, News, drain
+from titan_rl.actors.vllm.engine import Done, EngineSettings
+from titan_rl.actors.vllm.generator import Generator, drain
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, death_behind, label
-from titan_rl.meshes.routing import Move
 from titan_rl.meshes.spawn import end
+from titan_rl.record.incidents import Incidents
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.reports import ReaderCost
@@ -28,41 +29,44 @@ BEATS = 10  # signs of life that an idle engine gives before it counts as hung
 GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says what it was reading
 
 
+@dataclass(frozen=True, slots=True)
+class GeneratorPolicy:
+    """Deadlines of a generator mesh, and how it treats lost replicas."""
+
+    init_seconds: float = 300
+    seconds: float = 600  # a pull may take
+    hang_seconds: float = 60
+    incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
+    min_replicas: int = 1  # fewer end the mesh
+
+
+class State(StrEnum):
+    STARTING = "starting"  # processes and engine
+    SYNCING = "syncing"  # the engine is built, and gets the weights that the others serve
+    SERVING = "serving"
+    RETIRING = "retiring"  # takes no request, and gives back its own
+    LOST = "lost"
+
+
 class Replica:
     """One engine: its processes, its open requests, and the tasks that carry requests in and answers out."""
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        procs: ProcMesh,
-        settings: EngineSettings,
-        *,
-        hang_seconds: float = 60.0,
-        seconds: float = 600.0,
-        init_seconds: float = 300.0,
-        host: str = "",
+        self, index: int, name: str, procs: ProcMesh, settings: EngineSettings, policy: GeneratorPolicy, host: str = ""
     ) -> None:
-        """`host` is the name of its host. `hang_seconds` bounds the silence of a warm engine, one that has served
-        weights. Until then every call has at least `init_seconds`: a fresh process still imports modules and reads them
-        from disk."""
-        self.index, self.name = index, name
+        """`host` is the name of its host."""
+        self.index, self.name, self.host = index, name, host
         self.error: Exception | None = None  # final once set: another replica may take this one's index
-        self.state = "starting"
-        self.since = time.monotonic()
-        self._procs = procs
-        self._hang_seconds, self._seconds, self._init_seconds = hang_seconds, seconds, init_seconds
-        self._warm = False
-        self.host, self._connections = host, list[Connection]()
+        self.set_state(State.STARTING)
+        self._procs, self._policy = procs, policy
+        self._warm = False  # it has served weights: a fresh process still imports modules and reads them from disk
+        self.connections = list[Connection]()  # of its ranks, if they read weights
         self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
         self._open: dict[str, asyncio.Future[list[Completion]]] = {}
-        self._outbox: asyncio.Queue[Request] = asyncio.Queue()
-        self._moves: asyncio.Queue[Move] = asyncio.Queue()
-        self._owed = 0  # moves whose samples were not given back yet
-        self._repaid = asyncio.Event()  # set whenever none is owed
+        self._outbox: asyncio.Queue[Request | str] = asyncio.Queue()  # requests, and ids of those to withdraw
         self._serving: asyncio.Task[None] | None = None
         self._lost: Callable[[Exception], None] = lambda _: None
 
@@ -78,14 +82,9 @@ class Replica:
     def busy(self) -> bool:
         return bool(self._open)
 
-    @property
-    def owes(self) -> bool:
-        """True while samples were asked back and not given. A lost replica owes nothing."""
-        return self._owed > 0 and self.error is None
-
     def patience(self, seconds: float) -> float:
         """Return the deadline of a call that may take a warm engine `seconds`."""
-        return seconds if self._warm else max(seconds, self._init_seconds)
+        return seconds if self._warm else max(seconds, self._policy.init_seconds)
 
     def calls(self, verb: str, *arguments: Any) -> dict[str, Any]:
         """Make the same call on every rank. Returns the futures by rank name."""
@@ -97,47 +96,36 @@ class Replica:
         limit = seconds and self.patience(seconds)
         return await ask(getattr(rank, verb).call(*arguments), actor=name, verb=verb, seconds=limit)
 
-    async def scatter(self, verb: str, each: Sequence[Any], *arguments: Any, seconds: float) -> list[Any]:
-        """Call every rank, each with its own first argument."""
+    async def scatter(self, verb: str, each: Iterable[tuple[Any, ...]], seconds: float) -> list[Any]:
+        """Call every rank, each with its own arguments."""
         ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call(own, *arguments) for (name, rank), own in ranks}
+        calls = {name: getattr(rank, verb).call(*arguments) for (name, rank), arguments in ranks}
         return await ask_all(calls, verb=verb, seconds=self.patience(seconds))
 
     async def locate(self, how: str, seconds: float) -> None:
         """Find out where its ranks are, which are all on one host. Under "rdma", workers count as hosts."""
         place = await self.head("place", seconds=seconds)
-        self.home, self._connections = f"{place} {self.host}" if how == "rdma" else place, []
+        self.home, self.connections = f"{place} {self.host}" if how == "rdma" else place, []
 
     async def connect(
         self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
     ) -> None:
         """Tell each rank where to read weights, and with which ranks of the `siblings` it shares what it reads."""
-        given = [[c.copy for each in siblings for c in each._connections[r : r + 1] if c.copy] for r in range(self.tp)]
-        calls = {
-            name: rank.connect.call(own, sync, copies)
-            for (name, rank), own, copies in zip(self._ranks.items(), sources, given, strict=True)
-        }
-        self._connections = await ask_all(calls, verb="connect", seconds=self.patience(seconds))
-
-    @property
-    def connected(self) -> bool:
-        return bool(self._connections)
-
-    @property
-    def transports(self) -> list[str]:
-        """Return the transport of every run that its ranks read."""
-        return [transport for connection in self._connections for transport in connection.transports]
+        given = [[c.copy for each in siblings for c in each.connections[r : r + 1] if c.copy] for r in range(self.tp)]
+        each = ((own, sync, copies) for own, copies in zip(sources, given, strict=True))
+        self.connections = await self.scatter("connect", each, seconds)
 
     @property
     def memory(self) -> tuple[str, int] | None:
         """Return what names the memory of its first rank that reads from other hosts: equal for replicas that share
         their reads. None: it reads nothing from other hosts."""
-        return next((connection.copy.memory for connection in self._connections if connection.copy), None)
+        return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
     async def fetch_weights(self, manifests: Sequence[list[Manifest]] | None, seconds: float) -> list[ReaderCost]:
         """Let every rank fetch a version, while sampling continues. Without manifests there is nothing to fetch."""
-        each, seconds = manifests or [[]] * len(self._ranks), self.patience(seconds)
-        return await self.scatter("fetch_weights", each, seconds, seconds=seconds + GRACE_SECONDS)
+        seconds = self.patience(seconds)
+        each = ((own, seconds) for own in manifests or [[]] * self.tp)
+        return await self.scatter("fetch_weights", each, seconds + GRACE_SECONDS)
 
     async def switch_weights(self, version: int, seconds: float) -> ReaderCost:
         """Write the fetched weights, verify them, and serve them as `version`. From then on the replica is warm."""
@@ -155,43 +143,27 @@ class Replica:
         self._warm = True
         return [fetched], switched
 
-    def serve(
-        self,
-        heard: Callable[[EngineReport], None],
-        gave: Callable[[Move, list[Withdrawn]], None],
-        lost: Callable[[Exception], None],
-        within: float | None = None,
-    ) -> None:
-        """Watch the built engine and carry its requests. Calls `heard` when a request is done, and at least every
-        `within` seconds; `gave` with the samples that a move withdrew; `lost` at the first failure, which fails every
-        open request. With `within`, its reports have the lengths of unfinished samples."""
-        lengths, within = within is not None, min(self._hang_seconds / BEATS, within or self._hang_seconds)
+    def serve(self, lost: Callable[[Exception], None]) -> None:
+        """Watch the built engine and carry its requests. `lost` is called at the first failure, which fails every open
+        request."""
 
-        async def carry() -> Exception:
-            first: Exception = RunError(f"{self.name} ended")
+        async def carry() -> None:
+            error: Exception = RunError(f"{self.name} ended")
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(ask_all(self.calls("watch"), verb="watch", seconds=None))
-                    tasks.create_task(self._submit_requests())
-                    tasks.create_task(self._take_answers(heard, within, lengths=lengths))
-                    tasks.create_task(self._withdraw_samples(gave))
+                    tasks.create_task(self._submit())
+                    tasks.create_task(self._take_answers(self._policy.hang_seconds / BEATS))
             except* Exception as errors:
-                first = errors.exceptions[0]
-            return first
-
-        async def run() -> None:
-            try:
-                self.give_up(await death_behind(await carry(), self.ranks))
-            finally:  # no one waits for samples that are never given
-                while not self._moves.empty():
-                    self._give(self._moves.get_nowait(), [], gave)
+                error = errors.exceptions[0]
+            self.give_up(await death_behind(error, self.ranks))
 
         self._lost = lost
-        self._serving = asyncio.create_task(run())
-        self._set_state("serving")
+        self._serving = asyncio.create_task(carry())
+        self.set_state(State.SERVING)
 
     def put(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """Queue a request for the engine. Samples that are withdrawn from it come back with finish "abort"."""
+        """Queue a request for the engine."""
         done = self._open[request.id] = asyncio.get_running_loop().create_future()
         if self.error:
             done.set_exception(self.error)
@@ -199,17 +171,16 @@ class Replica:
             self._outbox.put_nowait(request)
         return done
 
-    def relieve(self, move: Move) -> None:
-        """Ask for samples back, to be continued elsewhere. A lost replica gives none."""
+    def withdraw(self, id: str) -> None:
+        """Ask for a request back. It comes back like any other, and its unfinished samples have finish "abort". An
+        engine that drains keeps it until its samples have finished."""
         if self.error is None:
-            self._owed += 1
-            self._repaid.clear()
-            self._moves.put_nowait(move)
+            self._outbox.put_nowait(id)
 
-    async def repay(self) -> None:
-        """Wait until everything that was asked back is given, or the replica is lost."""
-        if self.owes:
-            await self._repaid.wait()
+    async def idle(self) -> None:
+        """Wait until the requests that it has are answered, given back or lost."""
+        if self._open:
+            await asyncio.wait(self._open.values())
 
     async def delivered(self) -> None:
         """Wait until everything that was put is in the engine, or the replica is lost."""
@@ -239,8 +210,7 @@ class Replica:
     def fail(self, error: Exception) -> None:
         """Take no more requests, and fail the open ones."""
         self.error = self.error or error
-        self._set_state("lost")
-        self._repaid.set()
+        self.set_state(State.LOST)
         if self._serving is not None and self._serving is not asyncio.current_task():
             self._serving.cancel()
         for waiting in self._open.values():
@@ -252,47 +222,29 @@ class Replica:
         self.fail(error)
         self._lost(error)
 
-    def _set_state(self, state: str) -> None:
+    def set_state(self, state: State) -> None:
         self.state, self.since = state, time.monotonic()
 
-    async def _submit_requests(self) -> None:
-        """Send all requests of an event-loop tick in one message: they enter the engine together, run after run."""
+    async def _submit(self) -> None:
+        """Send everything of an event-loop tick in one message: requests enter the engine together, run after run."""
         while True:
-            requests = await drain(self._outbox)
-            await self.head("submit", requests, seconds=self._hang_seconds)
-            for _ in requests:
+            items = await drain(self._outbox)
+            requests = [item for item in items if isinstance(item, Request)]
+            await self.head(
+                "submit", requests, [i for i in items if isinstance(i, str)], seconds=self._policy.hang_seconds
+            )
+            for _ in items:
                 self._outbox.task_done()
 
-    async def _take_answers(self, heard: Callable[[EngineReport], None], within: float, *, lengths: bool) -> None:
+    async def _take_answers(self, within: float) -> None:
         """Resolve what is done. Every answer is a sign of life. A call made before the engine is warm keeps its longer
         deadline; it is the only one, because a live engine answers within `within` seconds."""
         while True:
-            news: News = await self.head("take", within, lengths, seconds=within + self._hang_seconds)
-            for request in news.done:
+            taken: list[Done] = await self.head("take", within, seconds=within + self._policy.hang_seconds)
+            for request in taken:
                 answer = self._open.pop(request.id)
                 if request.refused:
                     answer.set_exception(RequestRefused(f"request {request.id}: {request.refused}"))
                 else:
                     found = request.completions
                     answer.set_result([c if c.finite else replace(c, replica=self.name) for c in found])
-            asyncio.get_running_loop().call_soon(heard, news.report)  # after the callbacks of these results
-
-    async def _withdraw_samples(self, gave: Callable[[Move, list[Withdrawn]], None]) -> None:
-        """Ask the engine, because only it knows how far its samples are: once for all moves that wait, because each
-        call takes a step of the engine. An engine that drains keeps samples until it has finished them."""
-        while True:
-            moves, withdrawn = await drain(self._moves), list[Withdrawn]()
-            try:
-                await self._outbox.join()  # the engine must know the samples before it can give them back
-                samples = [sample for move in moves for sample in move.samples]
-                withdrawn = await self.head("withdraw", samples, seconds=self._seconds)
-            finally:
-                for move in moves:
-                    own = set(move.samples)
-                    self._give(move, [each for each in withdrawn if each.sample in own], gave)
-
-    def _give(self, move: Move, withdrawn: list[Withdrawn], gave: Callable[[Move, list[Withdrawn]], None]) -> None:
-        self._owed -= 1
-        if self._owed == 0:
-            self._repaid.set()
-        gave(move, withdrawn)

@@ -5,13 +5,13 @@
     .venv/bin/python scripts/bench_scale.py --replicas 8 32 --csv /tmp/scale.csv
     .venv/bin/python scripts/bench_scale.py --plot                      # only plot the CSV
 
-Every run is a whole one: controller, rollout stream, routing, stealing, weight sync, ledger, logs, control socket and
+Every run is a whole one: controller, rollout stream, routing, weight sync, ledger, logs, control socket and
 timeline are those of titan_rl.run. Only the ranks are simulated: Monarch actors, 64 in a process, which answer with
 random tokens after the time that an engine would take, and move no weights. Work grows with the generators: each step
 has GROUPS groups per generator. So a cost that grows in proportion has the exponent 1, and one of every pair has 2.
 
 lag 0           synchronous, 8 trainer ranks
-lag 1           asynchronous: generators steal, and report their progress
+lag 1           asynchronous
 lag 0, N ranks  as many trainer ranks as generators, so each reader reads from each of them
 """
 

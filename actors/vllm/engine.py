@@ -1,7 +1,7 @@
 """One rank of a vLLM engine, in this process, stepped by its owner.
 
     add(requests) -> step() ... step() -> [Done, ...]
-    withdraw(samples) -> partial samples, which another engine can resume
+    withdraw(ids) -> [Done, ...], whose unfinished samples another engine can resume
     params() <- written in place by a weight sync, between suspend() and set_version(v)
 
 Every sample of a request is a vLLM request with its own seed. Its tokens depend on its context, its seed and the
@@ -19,9 +19,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
@@ -69,30 +69,8 @@ class Done:
     """A request whose last sample has finished, or that cannot be sampled."""
 
     id: str
-    completions: list[Completion]  # in the order of the request's seeds; withdrawn ones have finish "abort"
+    completions: list[Completion]  # in the order of the request's seeds; withdrawn samples have finish "abort"
     refused: str = ""  # why it cannot be sampled; then it has no completions
-
-
-class SampleId(NamedTuple):
-    request: str
-    nth: int  # index into the request's seeds
-
-
-class Withdrawn(NamedTuple):
-    """A sample that was removed unfinished."""
-
-    sample: SampleId
-    begun: Completion
-
-
-class EngineReport(NamedTuple):
-    """Progress of an engine: totals since start-up, and the lengths of its unfinished samples."""
-
-    steps: int = 0
-    seconds: float = 0.0  # in add and step
-    read: int = 0  # tokens computed by the steps: uncached prompt tokens, then one per sample and step
-    tokens: int = 0  # sampled
-    lengths: Mapping[str, Mapping[int, int]] = {}  # tokens so far of unfinished samples, by request and index
 
 
 class Engine:
@@ -131,7 +109,6 @@ class Engine:
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
-        self._read = 0
         self._salt = 0  # of the prefix cache: requests share keys and values under equal salts only
         self.version: int | None = None
         self.asleep = False
@@ -209,19 +186,12 @@ class Engine:
         done, self._ended = self._ended, []
         return done
 
-    def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        """Remove unfinished samples and return them; finished ones are left alone. A request is done when its remaining
-        samples are."""
-        taken = [s for s in samples if s.request in self._open and s.nth in self._open[s.request].unfinished]
-        withdrawn = [Withdrawn(sample, self._open[sample.request].samples[sample.nth]) for sample in taken]
-        self._drop([self._open[id].unfinished.pop(i) for id, i in taken])
-        for id in {id: None for id, _ in taken}:
-            self._end(id)
-        return withdrawn
-
-    def report(self, *, lengths: bool = True) -> EngineReport:
-        unfinished = {id: open.lengths() for id, open in self._open.items()} if lengths else {}
-        return EngineReport(self._stats.steps, self._stats.seconds, self._read, self._stats.tokens, unfinished)
+    def withdraw(self, ids: Iterable[str]) -> list[Done]:
+        """End these requests now and return them: unfinished samples have finish "abort". Ids of requests that have
+        ended are ignored."""
+        opened = [open for id in ids if (open := self._open.pop(id, None)) is not None]
+        self._drop([sample for open in opened for sample in open.unfinished.values()])
+        return [Done(open.request.id, open.samples) for open in opened]
 
     def params(self) -> "dict[str, Tensor]":
         """Return the live parameters, to be overwritten in place between suspend and set_version."""
@@ -296,13 +266,11 @@ class Engine:
         count = len(delta.token_ids)
         if index not in open.prefills:
             prompt = output.prompt_token_ids or ()
-            prefill = open.prefills[index] = Prefill(len(prompt), output.num_cached_tokens or 0)
+            open.prefills[index] = Prefill(len(prompt), output.num_cached_tokens or 0)
             open.fresh.discard(index)
-            self._read += prefill.tokens - prefill.cached - 1
             if (scores := output.prompt_logprobs) is not None:
                 assert isinstance(scores, FlatLogprobs), "flat_logprobs is asked for"
                 sample.context.extend(context_scores(scores))
-        self._read += count
         self._stats.tokens += count
         sample.tokens.extend(delta.token_ids)
         assert isinstance(delta.logprobs, FlatLogprobs), "flat_logprobs is asked for"

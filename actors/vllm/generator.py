@@ -1,11 +1,11 @@
 """One generator rank as a Monarch actor: thin endpoints around an Engine that it steps.
 
-    submit ──> requests ─┐                         ┌─> step ─> done ─> take
-    withdraw ─> samples ─┼─ decide ── broadcast ───┤
-    switch ──> version ──┘  rank 0     all ranks   └─> write the fetched weights, verify, agree, serve the version
+    submit ──> requests, ids ─┐                       ┌─> add, withdraw, step ─> done ─> take
+    switch ──> version ───────┴─ decide ── broadcast ─┴─> write the fetched weights, verify, agree, serve the version
+                                 rank 0    all ranks
 
 Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps. So all ranks add
-and withdraw the same samples, and change weights before the same step, or none of them serves the new weights. Only
+and withdraw the same requests, and change weights before the same step, or none of them serves the new weights. Only
 `fetch_weights` needs no such agreement. After refused weights an engine samples nothing until good ones come.
 
 The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
@@ -20,11 +20,11 @@ from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineReport, EngineSettings, SampleId, Withdrawn
+from titan_rl.actors.vllm.engine import Done, Engine, EngineInfo, EngineSettings
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire import failpoints
 from titan_rl.wire.cores import here
@@ -42,17 +42,12 @@ PASSES = 5
 three to its call. If each of them took a step, a rollout would wait for seven steps between two turns."""
 
 
-class News(NamedTuple):
-    done: list[Done]
-    report: EngineReport  # the engine's current one
-
-
 @dataclass(slots=True)
 class Decision:
     """What every rank does next."""
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
-    samples: list[SampleId] = field(default_factory=list)  # leave it
+    withdrawn: list[str] = field(default_factory=list)  # ids of requests that leave it
     version: int | None = None  # the fetched weights become this version
     timeout: float = 0.0  # seconds to fetch damaged blocks again
     sleep: bool = False  # leave the devices to the trainers until the next switch
@@ -66,7 +61,6 @@ class Generator(Actor):
         self._next = Decision()  # rank 0's, collected until the engine is between steps
         self._wake = asyncio.Event()  # set when there is something to decide
         self._done: asyncio.Queue[Done] = asyncio.Queue()
-        self._withdrawn: asyncio.Future[list[Withdrawn]] | None = None
         self._switched: asyncio.Future[ReaderCost] | None = None
         self._slept: asyncio.Future[None] | None = None
         self._landing: Any = None  # a Landing, once connected
@@ -96,28 +90,20 @@ class Generator(Actor):
         await asyncio.shield(self._loop)
 
     @concurrent_endpoint
-    async def submit(self, requests: list[Request]) -> None:
-        """Rank 0. Let all of these enter the engine before its next step."""
+    async def submit(self, requests: list[Request], withdrawn: Sequence[str] = ()) -> None:
+        """Rank 0. Let all of these enter the engine before its next step; then those with the ids `withdrawn` leave it,
+        wherever they are. An engine that drains for a switch finishes its samples first."""
         if self._loop.done():
             raise self._end()
         self._engine.check(requests)
         self._next.requests += requests
+        self._next.withdrawn += withdrawn
         self._wake.set()
 
     @concurrent_endpoint
-    async def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        """Rank 0, one call at a time. Take the unfinished ones of these samples out of the engine between two steps. An
-        engine that drains for a switch finishes them first."""
-        self._withdrawn = asyncio.get_running_loop().create_future()
-        self._next.samples += samples
-        self._wake.set()
-        return await self._or_end(self._withdrawn)
-
-    @concurrent_endpoint
-    async def take(self, within: float | None = None, lengths: bool = False) -> News:
-        """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done. With `lengths`, the
-        report has those of all unfinished samples, which only stealing needs."""
-        return News(await self._or_end(drain(self._done, within)), self._engine.report(lengths=lengths))
+    async def take(self, within: float | None = None) -> list[Done]:
+        """Rank 0. Wait until a request is done, at most `within` seconds. Return all that are done."""
+        return await self._or_end(drain(self._done, within))
 
     @concurrent_endpoint
     async def place(self) -> str:
@@ -207,8 +193,8 @@ class Generator(Actor):
                 if decision.requests:
                     with self._sampling:
                         self._engine.add(decision.requests)
-                if decision.samples:
-                    self._withdraw(decision.samples)
+                if decision.withdrawn:
+                    self._answer(self._engine.withdraw(decision.withdrawn))
                 if decision.sleep:
                     self._engine.sleep()
                     if self._engine.offloads and self._landing is not None:
@@ -219,13 +205,16 @@ class Generator(Actor):
                     failpoints.hit("step")
                     with self._sampling:
                         done = self._engine.step()
-                    if self._rank == 0:
-                        for request in done:
-                            self._done.put_nowait(request)
+                    self._answer(done)
                 if not self._samples:
                     self._sampling.cut()
                 for _ in range(PASSES):
                     await asyncio.sleep(0)
+
+    def _answer(self, done: Sequence[Done]) -> None:
+        if self._rank == 0:
+            for request in done:
+                self._done.put_nowait(request)
 
     @property
     def _samples(self) -> bool:
@@ -261,11 +250,6 @@ class Generator(Actor):
             return due
         due, self._next = self._next, Decision()
         return due
-
-    def _withdraw(self, samples: Sequence[SampleId]) -> None:
-        withdrawn = self._engine.withdraw(samples)
-        if self._withdrawn is not None and not self._withdrawn.done():
-            self._withdrawn.set_result(withdrawn)
 
     async def _switch(self, version: int, timeout: float) -> None:
         began = time.perf_counter()

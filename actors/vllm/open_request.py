@@ -34,10 +34,6 @@ class OpenRequest:
         fresh = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
         return cls(request, samples, {}, fresh, {})
 
-    def lengths(self) -> dict[int, int]:
-        """Return the lengths of unfinished samples."""
-        return {i: len(self.samples[i].tokens) for i in self.unfinished}
-
     def cached(self, block: int) -> int:
         """Return how many tokens' keys and values the unfinished samples have; they share the context's full blocks.
         Those of a sample's last token are computed by the next step."""

@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,11 @@ from monarch.actor import Actor, concurrent_endpoint, this_host
 
 from bench.ranks import IMPORTABLE, TIMEOUT
 from bench.rows import Row
-from titan_rl.actors.vllm.engine import Done, EngineReport, EngineSettings
-from titan_rl.actors.vllm.generator import News, drain
+from titan_rl.actors.vllm.engine import Done, EngineSettings
+from titan_rl.actors.vllm.generator import drain
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
-from titan_rl.meshes.replica import Replica
+from titan_rl.meshes.replica import GeneratorPolicy, Replica
 from titan_rl.meshes.spawn import spawn
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import StreamSettings
@@ -65,15 +65,15 @@ class Timer(Actor):
         await self._over.wait()
 
     @concurrent_endpoint
-    async def submit(self, requests: list[Request]) -> None:
+    async def submit(self, requests: list[Request], withdrawn: Sequence[str] = ()) -> None:
         for request in requests:
             task = asyncio.create_task(self._answer(request, self._version))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
     @concurrent_endpoint
-    async def take(self, within: float | None = None, lengths: bool = False) -> News:
-        return News(await drain(self._done, within), EngineReport())
+    async def take(self, within: float | None = None) -> list[Done]:
+        return await drain(self._done, within)
 
     @concurrent_endpoint
     async def fetch_weights(self, manifests: list[Any], timeout: float) -> ReaderCost:
@@ -98,13 +98,15 @@ class Timer(Actor):
 
 
 async def timer_mesh() -> GeneratorMesh:
+    policy = GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT)
+
     async def replica(i: int) -> Replica:
         procs = await spawn(this_host(), name=f"timer{i}", shape={"tp": 1}, env=IMPORTABLE)
         timers: Any = SimpleNamespace(spawn=lambda name, *_: procs.spawn(name, Timer), stop=procs.stop)
-        return Replica(i, f"timer{i}", timers, EngineSettings(model_dir="", max_model_len=0))
+        return Replica(i, f"timer{i}", timers, EngineSettings(model_dir="", max_model_len=0), policy)
 
     replicas = [await replica(i) for i in range(PROCS)]
-    return GeneratorMesh(replicas, GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
+    return GeneratorMesh(replicas, policy)
 
 
 def rollout_stream(generators: Generates, folder: Path, groups: int, group_size: int, steps: int) -> RolloutStream:

@@ -18,8 +18,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
-from titan_rl.meshes.replica import Replica
+from titan_rl.meshes.replica import GeneratorPolicy, Replica
 from titan_rl.meshes.spawn import spawn
 from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
@@ -67,7 +66,8 @@ async def start_engine(folder: str, cached: bool) -> GeneratorMesh:
     )
     env = {**ENV, **vllm_cpu.ENV, "CUDA_VISIBLE_DEVICES": ""}
     procs = await spawn(this_host(), name=name, shape={"tp": 1}, env=env)
-    mesh = GeneratorMesh([Replica(0, name, procs, settings)], GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT))
+    policy = GeneratorPolicy(init_seconds=TIMEOUT, seconds=TIMEOUT)
+    mesh = GeneratorMesh([Replica(0, name, procs, settings, policy)], policy)
     await mesh.start()
     await mesh.connect([[]])
     await mesh.pull(0)

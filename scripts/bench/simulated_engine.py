@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from titan_rl.actors.vllm.engine import Done, EngineReport, SampleId, Withdrawn
+from titan_rl.actors.vllm.engine import Done
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, Request
 
@@ -41,8 +41,8 @@ class _Sample:
 @dataclass(slots=True)
 class _Open:
     request: Request
-    samples: dict[int, _Sample]  # by index; they end here, or are withdrawn
-    others: dict[int, Completion]  # that ended elsewhere, or were withdrawn
+    samples: dict[int, _Sample]  # by index; they end here
+    others: dict[int, Completion]  # that ended elsewhere
 
     def end(self, pace: float) -> float:
         return max((sample.end(pace) for sample in self.samples.values()), default=0.0)
@@ -81,21 +81,12 @@ class SimulatedEngine:
         """Return the requests that are done."""
         self._pass(now)
         ids = [id for id, each in self._open.items() if each.end(self._pace) <= now + ROUNDING] if self.busy else []
-        return [self._done(id) for id in ids]
+        return [self._done(id, now) for id in ids]
 
-    def withdraw(self, samples: Sequence[SampleId], now: float) -> tuple[list[Withdrawn], list[Done]]:
-        """Remove the unfinished ones of these samples. Return them, and the requests that are done without them."""
+    def withdraw(self, ids: Sequence[str], now: float) -> list[Done]:
+        """End these requests now. Return the unfinished ones."""
         self._pass(now)
-        withdrawn, touched = list[Withdrawn](), dict[str, None]()
-        for each in samples:
-            opened = self._open.get(each.request)
-            sample = opened.samples.get(each.nth) if opened is not None else None
-            if opened is None or sample is None or (tokens := sample.tokens(now, self._pace)) == sample.length:
-                continue
-            begun = opened.others[each.nth] = self._completion(opened.samples.pop(each.nth), tokens)
-            withdrawn.append(Withdrawn(each, begun))
-            touched[each.request] = None
-        return withdrawn, [self._done(id) for id in touched if not self._open[id].samples]
+        return [self._done(id, now) for id in ids if id in self._open]
 
     def set_version(self, version: int, now: float) -> None:
         """Let everything continue with new weights: tokens until now keep the version that sampled them."""
@@ -108,14 +99,6 @@ class SimulatedEngine:
     def stats(self, now: float) -> EngineStats:
         self._pass(now)
         return replace(self._stats)
-
-    def report(self, now: float, *, lengths: bool) -> EngineReport:
-        self._pass(now)
-        stats, found = self._stats, dict[str, dict[int, int]]()
-        for id, opened in self._open.items() if lengths else ():
-            tokens = {i: sample.tokens(now, self._pace) for i, sample in opened.samples.items()}
-            found[id] = {i: n for i, n in tokens.items() if n < opened.samples[i].length}
-        return EngineReport(stats.steps, stats.seconds, stats.tokens + stats.prompt_tokens, stats.tokens, found)
 
     def _pass(self, now: float) -> None:
         """Count the steps since the last call."""
@@ -130,11 +113,11 @@ class SimulatedEngine:
         self._stats.max_batch = max(self._stats.max_batch, samples)
         self._seen += steps * self._pace
 
-    def _done(self, id: str) -> Done:
+    def _done(self, id: str, now: float) -> Done:
         opened = self._open.pop(id)
-        found = opened.others | {i: self._completion(sample, sample.length) for i, sample in opened.samples.items()}
+        own = {i: self._completion(sample, sample.tokens(now, self._pace)) for i, sample in opened.samples.items()}
         self._stats.prompt_tokens += len(opened.request.tokens) * len(opened.samples)
-        return Done(id, [found[i] for i in range(len(opened.request.seeds))])
+        return Done(id, [(opened.others | own)[i] for i in range(len(opened.request.seeds))])
 
     def _versions(self, sample: _Sample, tokens: int) -> list[int]:
         return (

@@ -142,13 +142,13 @@ def settings_of(setup: Setup) -> EngineSettings:
 
 
 def generators_of(setup: Setup, incidents: Incidents, procs: SimulatedProcs, pace: float) -> GeneratorMesh:
-    g, policy = setup.config.generator, generator_policy(setup.config, incidents)
+    policy = generator_policy(setup.config, incidents)
 
     def replica(index: int) -> Replica:
         own: Any = _OwnProcess(procs.of(index), setup.shape.vocab_size, pace)
-        return Replica(index, f"generator{index}", own, settings_of(setup), seconds=policy.seconds)
+        return Replica(index, f"generator{index}", own, settings_of(setup), policy)
 
-    return GeneratorMesh(map(replica, range(g.replicas)), policy, slots=g.max_num_seqs if policy.steals else None)
+    return GeneratorMesh(map(replica, range(setup.config.generator.replicas)), policy)
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from bench.sharded import shards
 from bench.simulated_engine import LOGPROB, SimulatedEngine
-from titan_rl.actors.vllm.engine import Done, EngineInfo, EngineSettings, SampleId, Withdrawn
-from titan_rl.actors.vllm.generator import News, drain
+from titan_rl.actors.vllm.engine import Done, EngineInfo, EngineSettings
+from titan_rl.actors.vllm.generator import drain
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
@@ -92,20 +92,15 @@ class SimulatedGenerator(Actor):
         await self._closed.wait()
 
     @interleaved
-    async def submit(self, requests: list[Request]) -> None:
+    async def submit(self, requests: list[Request], withdrawn: Sequence[str] = ()) -> None:
         self._engine.add(requests, time.monotonic())
+        for request in self._engine.withdraw(withdrawn, time.monotonic()):
+            self._done.put_nowait(request)
         self._wake.set()
 
     @interleaved
-    async def withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        withdrawn, done = self._engine.withdraw(samples, time.monotonic())
-        for request in done:
-            self._done.put_nowait(request)
-        return withdrawn
-
-    @interleaved
-    async def take(self, within: float | None = None, lengths: bool = False) -> News:
-        return News(await drain(self._done, within), self._engine.report(time.monotonic(), lengths=lengths))
+    async def take(self, within: float | None = None) -> list[Done]:
+        return await drain(self._done, within)
 
     @interleaved
     async def place(self) -> str:

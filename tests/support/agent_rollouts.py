@@ -16,7 +16,7 @@ from titan_rl.agents.conversation import ChatText, PlainText, Renderer
 from titan_rl.agents.episodes import EpisodeOver, Limits
 from titan_rl.agents.openai_endpoint import OpenAIEndpoint
 from titan_rl.agents.play import Sampled
-from titan_rl.rollout.session import RolloutSession, SessionLimits, TurnRequest
+from titan_rl.rollout.session import RolloutSession, SessionLimits
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.template import ChatSettings
 from titan_rl.text.tokenizer import OWN_CHAT, TextTokenizer
@@ -74,11 +74,11 @@ class AgentRollout:
         self._contexts.close(line, turn, completion.tokens)
         return Sampled(completion.tokens, completion.finish, turn, completion.logprobs if logprobs else ())
 
-    async def _complete(self, request: TurnRequest) -> Completion:
+    async def _complete(self, turn: int, context: list[int], most: int) -> Completion:
         await asyncio.sleep(0)
-        said = self._says(request.tokens)
-        tokens = said[: request.most]
-        self.engine.append((request.tokens, tokens))
+        said = self._says(context)
+        tokens = said[:most]
+        self.engine.append((context, tokens))
         finish = "length" if len(tokens) < len(said) else "stop"
         return Completion(tokens, [-0.5] * len(tokens), [0] * len(tokens), finish)
 

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.engine import Engine, SampleId
+from titan_rl.actors.vllm.engine import Engine
 from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.wire.types import Completion, Request
 
@@ -26,10 +26,7 @@ def run_checks(file: str, **environment: str) -> None:
 
 def withdraw_all(engine: Engine) -> list[str]:
     """Return the ids of the requests that were unfinished."""
-    lengths = engine.report().lengths
-    engine.withdraw([SampleId(id, i) for id, samples in lengths.items() for i in samples])
-    assert [done.id for done in engine.step()] == list(lengths)
-    return list(lengths)
+    return [done.id for done in engine.withdraw(list(engine._open))]
 
 
 def run(engine: Engine, *requests: Request) -> dict[str, list[Completion]]:

@@ -1,4 +1,4 @@
-"""Generator meshes whose engines are coroutines of this process: the real Replica, Dispatch and Fleet on fakes of
+"""Generator meshes whose engines are coroutines of this process: the real Replica, Router and Fleet on fakes of
 Monarch's processes."""
 
 import asyncio
@@ -6,12 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.vllm.engine import Done, EngineReport, EngineSettings, SampleId, Withdrawn
-from titan_rl.actors.vllm.generator import News
+from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.config.sections import FaultSection
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy, Make
-from titan_rl.meshes.replica import Replica
+from titan_rl.meshes.healing import Make
+from titan_rl.meshes.replica import GeneratorPolicy, Replica
 from titan_rl.record.incidents import Incidents
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request
@@ -33,7 +32,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.withdrawn: list[list[SampleId]] = []
+        self.withdrawn: list[list[str]] = []  # ids, by call
         self.connected: list[Any] = []
         self.done: asyncio.Queue[Done] = asyncio.Queue()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -70,21 +69,20 @@ class FakeEngine:
         self.connected.append(sources)
         return Connection(["shared memory"], None)
 
-    async def do_submit(self, requests: list[Request]) -> None:
+    async def do_submit(self, requests: list[Request], withdrawn: Sequence[str]) -> None:
         await self.steps.wait()
         self.requests += requests
+        if withdrawn:
+            self.withdrawn.append(list(withdrawn))
+        for request in [request for request in self.requests if request.id in withdrawn]:
+            self.done.put_nowait(Done(request.id, [Completion([], [], [], "abort")] * len(request.seeds)))
 
-    async def do_withdraw(self, samples: Sequence[SampleId]) -> list[Withdrawn]:
-        await self.steps.wait()
-        self.withdrawn.append(list(samples))
-        return [Withdrawn(sample, Completion([], [], [], "abort")) for sample in samples]
-
-    async def do_take(self, within: float, lengths: bool) -> News:
+    async def do_take(self, within: float) -> list[Done]:
         await self.steps.wait()
         try:
-            return News([await asyncio.wait_for(self.done.get(), within)], EngineReport())
+            return [await asyncio.wait_for(self.done.get(), within)]
         except TimeoutError:
-            return News([], EngineReport())
+            return []
 
     async def do_fetch_weights(self, manifests: Any, timeout: float) -> ReaderCost:
         return ReaderCost(blocks=1)
@@ -103,15 +101,7 @@ def fake_replica(index: int, engine: Any, policy: GeneratorPolicy) -> Replica:
 
         async def stop(self) -> None: ...
 
-    return Fake(
-        index,
-        f"generator{index}",
-        engine,
-        SETTINGS,
-        hang_seconds=policy.hang_seconds,
-        seconds=policy.seconds,
-        init_seconds=policy.init_seconds,
-    )
+    return Fake(index, f"generator{index}", engine, SETTINGS, policy)
 
 
 def fake_mesh(

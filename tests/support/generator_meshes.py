@@ -14,7 +14,7 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
 from titan_rl.wire.manifest import Publication
@@ -49,7 +49,7 @@ def started(
     settings = EngineSettings(
         model_dir=str(folder),
         max_model_len=longest,
-        max_num_seqs=64 if policy.steals else 256,
+        max_num_seqs=256,
         kv_cache_memory_mb=32,
         tensor_parallel_degree=tp,
         load_format="auto",

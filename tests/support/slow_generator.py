@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.actors.vllm.engine import Done, EngineReport, EngineSettings
+from titan_rl.actors.vllm.engine import Done, EngineSettings
 from titan_rl.actors.vllm.generator import Generator
 from titan_rl.wire.reports import EngineStats
 from titan_rl.wire.types import Completion, Request
@@ -33,9 +33,6 @@ class SlowEngine:
         entered, self._entered = self._entered, []
         nth = len(self.began) - 1
         return [Done(request.id, [Completion([nth], [0.0], [0], "length")]) for request in entered]
-
-    def report(self, *, lengths: bool) -> EngineReport:
-        return EngineReport()
 
     def stats(self) -> EngineStats:
         return EngineStats()

@@ -14,7 +14,7 @@ import pytest
 
 from support.engine_runs import CONTEXT, finish, gap, overwrite, reference, run, run_checks, withdraw_all
 from support.tiny import perturbed, tiny_llama
-from titan_rl.actors.vllm.engine import Engine, EngineSettings, SampleId
+from titan_rl.actors.vllm.engine import Engine, EngineSettings
 from titan_rl.wire.types import Completion, Request, Sampling
 
 EOS, STOP = 2, 3
@@ -186,37 +186,37 @@ def check_more_prompt_tokens_than_a_step_takes(engine: Engine, model: Any) -> No
         assert max(gap(model, completion, context=context)) < 1e-5
 
 
-def halves(engine: Engine, asked: Request, steps: int, *taken: int) -> tuple[dict[int, Completion], list[Completion]]:
-    """Return the `taken` samples as withdrawn after `steps` steps, and the request's final completions."""
+def begun_of(engine: Engine, asked: Request, steps: int) -> list[Completion]:
+    """Return the samples of a request that is withdrawn after `steps` steps."""
     engine.add([asked])
     for _ in range(steps):
         engine.step()
-    withdrawn = engine.withdraw([SampleId(asked.id, i) for i in taken])
-    return {w.sample.nth: w.begun for w in withdrawn}, finish(engine)[asked.id]
+    (withdrawn,) = engine.withdraw([asked.id])
+    assert not engine.busy
+    return withdrawn.completions
 
 
 def check_a_sample_goes_on_where_it_was_taken_out(engine: Engine, model: Any) -> None:
     asked = Request("a", CONTEXT, [0, 1, 2], Sampling(24, 0.0))
     whole = run(engine, asked)["a"]
-    begun, others = halves(engine, asked, 10, 0, 2)
-    assert [len(c.tokens) for c in others] == [10, 24, 10]
-    assert [c.finish for c in others] == ["abort", "length", "abort"]
+    begun = begun_of(engine, asked, 10)
+    assert [(c.finish, len(c.tokens)) for c in begun] == [("abort", 10)] * 3
     engine.set_version(1)
-    rest = run(engine, replace(asked, id="a~1", seeds=[0, 2], begun=[begun[0], begun[2]]))["a~1"]
-    for completion, undisturbed in zip([rest[0], others[1], rest[1]], whole, strict=True):
+    rest = run(engine, replace(asked, id="a~1", begun=[begun[0], whole[1], begun[2]]))["a~1"]
+    assert rest[1] == whole[1], "it had finished"
+    for completion, undisturbed in zip(rest, whole, strict=True):
         assert completion.tokens == undisturbed.tokens
         assert completion.finish == undisturbed.finish == "length"
         assert max(gap(model, completion)) < 1e-5
         assert completion.logprobs == pytest.approx(undisturbed.logprobs, abs=1e-5)
-    for completion in rest:
+    for completion in (rest[0], rest[2]):
         assert completion.versions == [0] * 10 + [1] * 14
         assert completion.logprobs[:10] == begun[0].logprobs
-    assert others[1].versions == [0] * 24
 
 
 def check_a_sample_that_goes_on_draws_from_a_stream_of_its_own(engine: Engine, model: Any) -> None:
     asked = Request("a", CONTEXT, list(range(32)), Sampling(24, stop_token_ids=(EOS, STOP)))
-    whole, (_, begun) = run(engine, asked)["a"], halves(engine, asked, 1, *range(32))
+    whole, begun = run(engine, asked)["a"], begun_of(engine, asked, 1)
     assert [c.tokens for c in begun] == [c.tokens[:1] for c in whole]
     assert {c.finish for c in begun} == {"stop", "abort"}
     asked = replace(asked, begun=begun)
@@ -246,31 +246,16 @@ def check_finished_samples_are_not_sampled_again(engine: Engine) -> None:
 
 def check_what_has_finished_cannot_be_withdrawn(engine: Engine) -> None:
     asked = Request("a", CONTEXT, [0, 1], Sampling(4))
-    engine.add([asked])
+    third = Completion([7], [0.0], [0], "length")
+    fresh = Completion([], [], [], "abort")
+    engine.add([replace(asked, seeds=[0, 1, 2], begun=[fresh, fresh, third])])
     engine.step()
-    assert [w.sample for w in engine.withdraw([SampleId("a", 0), SampleId("b", 0), SampleId("a", 7)])] == [("a", 0)]
-    assert engine.withdraw([SampleId("a", 0)]) == []
-    assert [(c.finish, len(c.tokens)) for c in finish(engine)["a"]] == [("abort", 1), ("length", 4)]
-    assert engine.withdraw([SampleId("a", 1)]) == []
+    (withdrawn,) = engine.withdraw(["a", "b", "a"])
+    assert [(c.finish, len(c.tokens)) for c in withdrawn.completions] == [("abort", 1), ("abort", 1), ("length", 1)]
+    assert engine.withdraw(["a"]) == []
     assert not engine.busy
-    engine.add([asked])
-    assert len(engine.withdraw([SampleId("a", 0), SampleId("a", 1)])) == 2
-    assert [c.finish for c in finish(engine)["a"]] == ["abort", "abort"]
-
-
-def check_a_report_tells_how_far_samples_are_and_what_steps_have_read(engine: Engine) -> None:
-    before = engine.report()
-    engine.add([Request("a", list(range(40)), [0, 1], Sampling(8))])
-    engine.step()
-    engine.step()
-    report = engine.report()
-    assert report.lengths == {"a": {0: 2, 1: 2}}
-    assert report.steps - before.steps == 2
-    assert report.tokens - before.tokens == 4
-    assert report.read - before.read == 40 + 8 + 2  # the second sample finds one block of 32 cached
-    assert report.seconds > before.seconds
-    engine.withdraw([SampleId("a", 1)])
-    assert engine.report().lengths == {"a": {0: 2}}
+    run(engine, asked)
+    assert engine.withdraw(["a"]) == []
 
 
 def check_the_id_of_a_withdrawn_request_can_be_used_again(engine: Engine) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from support.engine_runs import overwrite, reference, run_checks
 from support.tiny import perturbed, tiny_llama
-from titan_rl.actors.vllm.engine import Done, Engine, EngineSettings, SampleId
+from titan_rl.actors.vllm.engine import Done, Engine, EngineSettings
 from titan_rl.wire.kept_sets import KeptSets
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -79,15 +79,15 @@ class Fuzz:
         engine.set_version(0)
 
     def disturb(self) -> None:
-        """Add requests, withdraw samples, or change the weights, or nothing of it."""
+        """Add requests, withdraw some, or change the weights, or nothing of it."""
         rng = self.rng
         if len(self.live) < 6 and rng.random() < 0.4:
             requests = [self._request() for _ in range(rng.choice([1, 1, 2, 4]))]
             self.live |= {request.id: request for request in requests}
             self.engine.add(requests)
         if rng.random() < 0.05:
-            samples = [SampleId(id, i) for id, own in self.engine.report().lengths.items() for i in own]
-            self.engine.withdraw(rng.sample(samples, rng.randrange(len(samples) + 1)))
+            for done in self.engine.withdraw(rng.sample([*self.live], rng.randrange(len(self.live) + 1))):
+                self._check(done)
         if rng.random() < 0.08:
             self._swap()
 

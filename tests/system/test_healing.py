@@ -16,7 +16,7 @@ from support.tiny import tiny_llama
 from titan_rl.config import sections as c
 from titan_rl.config.auto import on_device
 from titan_rl.meshes import deaths
-from titan_rl.meshes.healing import GeneratorPolicy
+from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
 from titan_rl.wire.clock import Clock
@@ -55,10 +55,10 @@ def model() -> Any:
     return tiny_llama(max_position_embeddings=1024)
 
 
-@pytest.fixture(scope="module", params=["two replicas", "stealing", "tp2"])
+@pytest.fixture(scope="module", params=["two replicas", "tp2"])
 def tended(request: pytest.FixtureRequest, model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tended]:
     replicas, tp = (1, 2) if request.param == "tp2" else (2, 1)
-    with tending(model, tmp_path_factory, FAULT, replicas, tp, steal=request.param == "stealing") as tended:
+    with tending(model, tmp_path_factory, FAULT, replicas, tp) as tended:
         yield tended
 
 
@@ -68,7 +68,6 @@ def tending(
     fault: c.FaultSection,
     replicas: int,
     tp: int = 1,
-    steal: bool = False,
 ) -> Any:
     from contextlib import contextmanager
 
@@ -76,9 +75,7 @@ def tending(
     def whole() -> Iterator[Tended]:
         folder = folders.mktemp("model")
         incidents = Incidents(folder, fault, print)
-        policy = GeneratorPolicy(
-            hang_seconds=fault.hang_seconds, steals=steal, incidents=incidents, min_replicas=fault.min_replicas
-        )
+        policy = GeneratorPolicy(hang_seconds=fault.hang_seconds, incidents=incidents, min_replicas=fault.min_replicas)
         with started(model, folder, replicas=replicas, tp=tp, longest=1024, policy=policy) as running:
 
             async def connect() -> tuple[Any, WeightSync]:
@@ -248,7 +245,7 @@ def test_a_replica_that_fails_is_replaced(tended: Tended, model: Any) -> None:
     assert "RuntimeError" in tended.incidents.all[-1].reason
 
 
-@pytest.mark.parametrize("tended", ["two replicas", "stealing"], indirect=True)
+@pytest.mark.parametrize("tended", ["two replicas"], indirect=True)
 def test_a_replica_that_dies_in_a_pull_is_not_waited_for(tended: Tended) -> None:
     async def work() -> float:
         first = tended.mesh.replicas[min(tended.mesh.replicas)]
@@ -286,7 +283,7 @@ def test_weights_that_are_damaged_after_they_were_packed_are_packed_again(tended
     assert tended(work()) == (0, {6})
 
 
-@pytest.mark.parametrize("tended", ["two replicas", "stealing"], indirect=True)
+@pytest.mark.parametrize("tended", ["two replicas"], indirect=True)
 def test_the_mesh_grows_and_shrinks_while_it_samples_and_no_token_is_lost(tended: Tended, model: Any) -> None:
     async def work() -> tuple[list[list[Completion]], int]:
         asked = requests(8, Sampling(600, 0.0))

@@ -36,14 +36,12 @@ engine.add([Request(name, prompt, list(range(6)), sampling) for name, sampling i
 found = []
 for _ in range(9):
     found += engine.step()
-from titan_rl.actors.vllm.engine import SampleId
-taken = engine.withdraw([SampleId("all", 5)])  # its sets continue with it
-again = Request("rest", prompt, [5], kinds["all"], begun=[each.begun for each in taken])
-engine.add([again])
+(taken,) = engine.withdraw(["all"])  # its sets continue with it
+engine.add([Request("rest", prompt, list(range(6)), kinds["all"], begun=taken.completions)])
 while engine.busy:
     found += engine.step()
 done = {done.id: done.completions for done in found}
-done["all"][5] = done.pop("rest")[0]
+done["all"] = done.pop("rest")
 print("FOUND", json.dumps({
     name: [[c.tokens, c.logprobs, [kept.hex() for kept in c.kept], kinds[name].temperature] for c in completions]
     for name, completions in done.items()

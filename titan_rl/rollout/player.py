@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from titan_rl.record.ledger import Ledger
-from titan_rl.rollout.session import RolloutSession, SessionLimits, TurnRequest
+from titan_rl.rollout.session import RolloutSession, SessionLimits
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.seeds import derive, turn_seed
@@ -137,12 +137,12 @@ class Player:
         seed, limit = play.own_seed, play.sampling.max_new_tokens
         affinity = (name, play.group) if play.group else (name,)
 
-        async def ask(turn: TurnRequest) -> Completion:
-            sampling = play.sampling if turn.most >= limit else replace(play.sampling, max_new_tokens=turn.most)
+        async def ask(turn: int, tokens: list[int], most: int) -> Completion:
+            sampling = play.sampling if most >= limit else replace(play.sampling, max_new_tokens=most)
             request = Request(
-                f"{name}:{turn.index}",
-                turn.tokens,
-                [play.turn_seed(turn.index)],
+                f"{name}:{turn}",
+                tokens,
+                [play.turn_seed(turn)],
                 sampling,
                 expected=min(play.expected, sampling.max_new_tokens),
                 affinity=affinity,
@@ -151,13 +151,12 @@ class Player:
             try:
                 (completion,) = await self._generators.generate(request)
             finally:
-                span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn.index)
+                span.since(began, "turn", lane="rollouts", id=seed, prompt=play.prompt.id, turn=turn)
             return completion
 
-        def answered(turn: TurnRequest, checksum: int, completion: Completion) -> None:
+        def answered(turn: int, read: tuple[int, int], completion: Completion) -> None:
             if self._ledger is not None and not play.greedy:
-                read = len(turn.tokens), checksum
-                self._ledger.turn(play.prompt.id, play.sample, attempt, turn.index, read, completion)
+                self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion)
 
         begins = None if "branch" in self._told else self._begins
         return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)

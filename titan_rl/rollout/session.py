@@ -36,18 +36,11 @@ class SessionLimits:
         return cls(context=context, seconds=None if played else config.rollout.timeout_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """A turn to be sampled."""
-
-    index: int  # in the order in which the rollout's turns are asked for
-    tokens: list[int]  # its whole context
-    most: int  # new tokens
-
-
-Ask = Callable[[TurnRequest], Awaitable[Completion]]
-Answered = Callable[[TurnRequest, int, Completion], None]
-"""Called with each answered turn and the checksum of its context."""
+SampleTurn = Callable[[int, list[int], int], Awaitable[Completion]]
+"""Samples a turn, given its number in the order in which the rollout asks for turns, its whole context, and the most
+new tokens."""
+Answered = Callable[[int, tuple[int, int], Completion], None]
+"""Called with the number of each answered turn, the length and checksum of its context, and its completion."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +60,7 @@ class RolloutSession:
         id: str,
         prompt: Prompt,
         seed: int,
-        ask: Ask,
+        ask: SampleTurn,
         *,
         limits: SessionLimits,
         answered: Answered | None = None,
@@ -83,26 +76,26 @@ class RolloutSession:
     async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
         if self._over:
             raise SessionOver(f"{self.id} has ended")
-        request = TurnRequest(self._asked, list(tokens), self._room(len(tokens), max_new_tokens))
-        branch = self._branch(request)
-        read = request.tokens[len(branch.tokens) :]
+        index, context, most = self._asked, list(tokens), self._room(len(tokens), max_new_tokens)
+        branch = self._branch(index, context)
+        read = context[len(branch.tokens) :]
         self._asked += 1
         branch.asked = True
         try:
-            completion = await self._ask(request)
+            completion = await self._ask(index, context, most)
         finally:
             branch.asked = False
         if self._over:
-            raise SessionOver(f"{self.id} ended while its turn {request.index} was sampled")
+            raise SessionOver(f"{self.id} ended while its turn {index} was sampled")
         if not branch.turns:
             self._growing.append(branch)
         if self._answered is not None:
             branch.checksum = read_checksum(read, branch.checksum)
-            self._answered(request, branch.checksum, completion)
+            self._answered(index, (len(context), branch.checksum), completion)
             branch.checksum = read_checksum(completion.tokens, branch.checksum)
         branch.tokens += read
         branch.tokens += completion.tokens
-        branch.turns.append(Turn(read, completion, index=request.index))
+        branch.turns.append(Turn(read, completion, index=index))
         self._sampled += len(completion.tokens)
         return completion
 
@@ -134,16 +127,16 @@ class RolloutSession:
         room = min(limits.context - context, limits.tokens - self._sampled)
         return room if asked is None else max(1, min(room, asked))
 
-    def _branch(self, request: TurnRequest) -> GrowingBranch:
+    def _branch(self, index: int, context: list[int]) -> GrowingBranch:
         """Return the branch that continues: the longest that the context extends. Else return a new one."""
-        continued = [branch for branch in self._growing if branch.continued_by(request.tokens)]
+        continued = [branch for branch in self._growing if branch.continued_by(context)]
         if continued:
             return max(continued, key=lambda branch: len(branch.tokens))
         if self._growing and self._begins is not None:
-            shared = max(_shared(branch.tokens, request.tokens) for branch in self._growing)
+            shared = max(_shared(branch.tokens, context) for branch in self._growing)
             self._begins(
-                f"{self.id}: a branch begins with turn {request.index}, because only {shared} of its "
-                f"{len(request.tokens)} tokens of context continue an earlier turn"
+                f"{self.id}: a branch begins with turn {index}, because only {shared} of its "
+                f"{len(context)} tokens of context continue an earlier turn"
             )
         return GrowingBranch()
 

@@ -28,10 +28,10 @@ from titan_rl.meshes import deaths, fork_servers, keepers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.healing import GeneratorPolicy
 from titan_rl.meshes.hosts import Berth, Host
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
+from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
@@ -226,8 +226,6 @@ def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPo
         init_seconds=config.comm.init_timeout_seconds,
         seconds=config.comm.train_timeout_seconds,
         hang_seconds=config.fault.hang_seconds,
-        # What a moved sample draws depends on when it moved: never in a synchronous run.
-        steals=config.rollout.lag > 0 and config.generator.replicas > 1,
         incidents=incidents,
         min_replicas=config.fault.min_replicas,
     )

@@ -1,6 +1,7 @@
 """Replicas that are lost or slow at awkward moments."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from titan_rl.actors.vllm.engine import Done
 from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused
+from titan_rl.meshes.replica import Replica
+from titan_rl.wire.errors import DeadlinePassed, RankDied, RequestRefused, RunError
 from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -39,32 +41,100 @@ async def cancelled_groups(mesh: GeneratorMesh, engines: list[FakeEngine], count
     await asyncio.sleep(0.02)
 
 
-async def test_a_replica_lost_with_withdrawals_queued_holds_up_no_pull(tmp_path: Path) -> None:
-    engines = [FakeEngine(), FakeEngine()]
-    mesh = fake_mesh(engines, tmp_path, max_restarts=0, seconds=60, hang_seconds=60)
-    await serving(mesh)
-    await cancelled_groups(mesh, engines)
-    engines[1].dead.set_exception(DIED)
-    await asyncio.sleep(0.02)
-    engines[0].steps.set()
-    stats = await asyncio.wait_for(mesh.pull(1), 5)
-    assert list(stats.engines) == ["generator0"]
-    assert sum(map(len, engines[0].withdrawn)) == 6
+def test_a_replica_lost_with_withdrawals_queued_holds_up_no_pull(tmp_path: Path) -> None:
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, max_restarts=0, seconds=60, hang_seconds=60)
+        await serving(mesh)
+        await cancelled_groups(mesh, engines)
+        engines[1].dead.set_exception(DIED)
+        await asyncio.sleep(0.02)
+        engines[0].steps.set()
+        stats = await asyncio.wait_for(mesh.pull(1), 5)
+        assert list(stats.engines) == ["generator0"]
+        assert sum(map(len, engines[0].withdrawn)) == 3
+
+    asyncio.run(body())
 
 
-async def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
+def test_withdrawals_that_wait_are_one_call(tmp_path: Path) -> None:
+    """Each call takes a step of the engine, which may be long."""
+
+    async def body() -> None:
+        engines = [FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path)
+        await serving(mesh)
+        await cancelled_groups(mesh, engines, 9)
+        engines[0].steps.set()
+        await asyncio.wait_for(mesh.pull(1), 5)
+        assert [sorted(ids) for ids in engines[0].withdrawn] == [[f"r{i}" for i in range(9)]]
+
+    asyncio.run(body())
+
+
+def test_what_a_retiring_replica_gives_back_enters_another_engine_before_that_switches(tmp_path: Path) -> None:
+    """An engine that drains finishes it on the old weights."""
+
+    class Ordered(FakeEngine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.events: list[str] = []
+
+        async def do_submit(self, requests: list[Request], withdrawn: Sequence[str]) -> None:
+            await super().do_submit(requests, withdrawn)
+            self.events += [request.id for request in requests]
+
+        async def do_switch(self, version: int, timeout: float) -> ReaderCost:
+            self.events.append(f"switch to {version}")
+            return await super().do_switch(version, timeout)
+
+    async def body() -> None:
+        engines = [Ordered(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, make=no_room)
+        await serving(mesh)
+        asked = [asyncio.create_task(mesh.generate(Request(f"r{i}", [1], [1, 2], Sampling(8)))) for i in range(2)]
+        await asyncio.sleep(0.02)
+        engines[1].steps.clear()
+        scaling, pulling = asyncio.create_task(mesh.scale(1)), asyncio.create_task(mesh.pull(1))
+        await asyncio.sleep(0.1)
+        assert engines[0].events == ["switch to 0", "r0"]
+        engines[1].steps.set()
+        await asyncio.gather(scaling, pulling)
+        assert engines[0].events == ["switch to 0", "r0", "r1~1", "switch to 1"]
+        assert list(mesh.replicas) == [0]
+        for task in asked:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+async def no_room(index: int, _: bool) -> Replica:
+    raise RunError(f"generator{index} cannot be started")
+
+
+def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
     """Its engine steps for ever. No call of its own notices in time: they have longer deadlines."""
 
-    engines = [FakeEngine(), FakeEngine()]
-    mesh = fake_mesh(engines, tmp_path, seconds=0.3, hang_seconds=60)
-    await serving(mesh)
-    mesh.replicas[1]._seconds = 60
-    await cancelled_groups(mesh, engines)
-    engines[0].steps.set()
-    stats = await asyncio.wait_for(mesh.pull(1), 5)
-    assert list(stats.engines) == ["generator0"]
-    (incident,) = mesh._policy.incidents.all  # type: ignore[union-attr]
-    assert incident.reason == "generator1 did not give back its samples within 0.3 s"
+    async def body() -> None:
+        engines = [FakeEngine(), FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, make=no_room, seconds=0.3, hang_seconds=60)
+        await serving(mesh)
+        asked = [asyncio.create_task(mesh.generate(Request(f"r{i}", [1], [1, 2], Sampling(8)))) for i in range(2)]
+        await asyncio.sleep(0.02)
+        engines[1].steps.clear()
+        scaling = asyncio.create_task(mesh.scale(1))
+        await asyncio.sleep(0.02)
+        stats = await asyncio.wait_for(mesh.pull(1), 5)
+        assert list(stats.engines) == ["generator0"]
+        (incident,) = mesh._policy.incidents.all  # type: ignore[union-attr]
+        assert incident.reason == "generator1 did not give back its samples within 0.3 s"
+        assert await scaling == 1
+        await asyncio.sleep(0.02)
+        assert [request.id for request in engines[0].requests] == ["r0", "r1~1"]
+        for task in asked:
+            task.cancel()
+
+    asyncio.run(body())
 
 
 async def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
@@ -115,16 +185,43 @@ async def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -
         await mesh.shards()
 
 
-async def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    mesh = fake_mesh([engine], tmp_path)
-    await serving(mesh)
-    asked = [asyncio.create_task(mesh.generate(Request(id, [1], [1], Sampling(8)))) for id in ("long", "fine")]
-    await asyncio.sleep(0.02)
-    engine.done.put_nowait(Done("long", [], "69 tokens and 4 new ones exceed 32"))
-    with pytest.raises(RequestRefused, match="request long: 69 tokens and 4 new ones exceed 32"):
-        await asked[0]
-    engine.done.put_nowait(Done("fine", [Completion([1], [0.0], [0], "stop")]))
-    assert [completion.tokens for completion in await asked[1]] == [[1]]
-    assert mesh.replicas[0].error is None
-    assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()
+def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:
+    async def body() -> None:
+        engine = FakeEngine()
+        mesh = fake_mesh([engine], tmp_path)
+        await serving(mesh)
+        asked = [asyncio.create_task(mesh.generate(Request(id, [1], [1], Sampling(8)))) for id in ("long", "fine")]
+        await asyncio.sleep(0.02)
+        engine.done.put_nowait(Done("long", [], "69 tokens and 4 new ones exceed 32"))
+        with pytest.raises(RequestRefused, match="request long: 69 tokens and 4 new ones exceed 32"):
+            await asked[0]
+        engine.done.put_nowait(Done("fine", [Completion([1], [0.0], [0], "stop")]))
+        assert [completion.tokens for completion in await asked[1]] == [[1]]
+        assert mesh.replicas[0].error is None
+        assert (await asyncio.wait_for(mesh.pull(1), 5)).refused == ()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_single_rank_takes_weights_in_one_call_and_several_after_all_have_fetched(
+    tmp_path: Path, replicas: int
+) -> None:
+    called: list[str] = []
+
+    class Counting(FakeEngine):
+        def __getattr__(self, verb: str) -> Any:
+            endpoint = super().__getattr__(verb)
+            called.append(verb)
+            return endpoint
+
+    async def body() -> None:
+        mesh = fake_mesh([Counting() for _ in range(replicas)], tmp_path)
+        await mesh.start()
+        called.clear()
+        cost = await mesh.pull(3)
+        assert len(cost.engines) == replicas
+        pulling = [verb for verb in called if verb in ("fetch_weights", "switch", "take_weights")]
+        assert pulling == (["take_weights"] if replicas == 1 else ["fetch_weights"] * 2 + ["switch"] * 2)
+
+    asyncio.run(body())

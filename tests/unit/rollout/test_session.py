@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.turn_drivers import EOS, PROMPT, SAMPLING, TOOL, Answering, player
 from titan_rl.rollout.player import Play
-from titan_rl.rollout.session import RolloutSession, SessionLimits, TurnRequest
+from titan_rl.rollout.session import RolloutSession, SessionLimits
 from titan_rl.wire.seeds import sample_seed, turn_seed
 from titan_rl.wire.sessions import ContextOverflow, Outcome, Session, SessionOver, TokensSpent, TurnsSpent
 from titan_rl.wire.types import Completion, Rollout
@@ -109,9 +109,9 @@ def test_a_context_that_extends_a_branch_continues_it_and_its_turn_is_only_what_
     assert message.startswith(f"p: a branch begins with turn 2, because only {len(begun) + 1} of its {len(begun) + 2}")
 
 
-async def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() -> None:
-    async def ask(request: TurnRequest) -> Completion:
-        return Completion([10, 11], [-0.5] * 2, [0] * 2, "length" if request.index == 0 else "stop")
+def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() -> None:
+    async def ask(turn: int, context: list[int], most: int) -> Completion:
+        return Completion([10, 11], [-0.5] * 2, [0] * 2, "length" if turn == 0 else "stop")
 
     session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
     await session.sample(PROMPT.tokens)
@@ -125,8 +125,8 @@ async def test_of_several_branches_the_longest_continues() -> None:
     """The second answer to a prompt begins with the first one, so what extends it extends both."""
     answers = [[10], [10, 11], [12]]
 
-    async def ask(request: TurnRequest) -> Completion:
-        said = answers[request.index]
+    async def ask(turn: int, context: list[int], most: int) -> Completion:
+        said = answers[turn]
         return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
 
     session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
@@ -176,9 +176,9 @@ def test_a_limit_lowers_the_last_turns_and_then_ends_the_rollout_by_name(
 async def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
     may_answer = asyncio.Event()
 
-    async def ask(request: TurnRequest) -> Completion:
-        await may_answer.wait()
-        return Completion([10], [-0.5], [0], "stop")
+        async def ask(turn: int, context: list[int], most: int) -> Completion:
+            await may_answer.wait()
+            return Completion([10], [-0.5], [0], "stop")
 
     session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
     asking = asyncio.create_task(session.sample(PROMPT.tokens))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ class Talking(FakeEngine):
         super().__init__()
         self.mute = mute
 
-    async def do_submit(self, requests: list[Request]) -> None:
+    async def do_submit(self, requests: list[Request], withdrawn: Sequence[str]) -> None:
         for request in requests:
             self.requests.append(request)
             if len(self.requests) <= self.mute:

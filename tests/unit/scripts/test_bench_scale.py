@@ -12,7 +12,6 @@ from bench.scale_growth import WAYS, exponent, plot, points_of, rows_of
 from bench.simulated_engine import SimulatedEngine, length_of
 from bench.simulated_ranks import SimulatedGenerator, SimulatedTrainer
 from titan_rl.actors.model_rank import ModelRank
-from titan_rl.actors.vllm.engine import SampleId
 from titan_rl.actors.vllm.generator import Generator
 from titan_rl.wire.types import Request, Sampling
 
@@ -54,25 +53,19 @@ def test_a_simulated_request_ends_with_its_longest_sample_and_not_before_there_a
 
 
 def test_what_a_simulated_engine_gives_back_another_finishes_with_the_same_tokens() -> None:
-    whole, victim, thief = (SimulatedEngine(100, PACE) for _ in range(3))
-    for engine in (whole, victim, thief):
+    whole, first, second = (SimulatedEngine(100, PACE) for _ in range(3))
+    for engine in (whole, first, second):
         engine.set_version(0, 0.0)
-    for engine in (whole, victim):
+    for engine in (whole, first):
         engine.add([asked("a", 1, 2, most=64)], 0.0)
     (done,) = whole.step(64 * PACE)
-    assert victim.report(4 * PACE, lengths=True).lengths == {"a": {0: 4, 1: 4}}
-    victim.set_version(1, 6 * PACE)
-    withdrawn, ended = victim.withdraw([SampleId("a", 1), SampleId("b", 0)], 8 * PACE)
-    assert ended == []
-    ((sample, begun),) = withdrawn
-    assert (sample, begun.finish, begun.versions) == (SampleId("a", 1), "abort", [0] * 6 + [1] * 2)
-    request = Request("a~1", [1, 2], [2], Sampling(64), [begun])
-    thief.add([request], 8 * PACE)
-    (moved,) = thief.step(80 * PACE)
-    (rest,) = victim.step(80 * PACE)
-    assert moved.completions[0].tokens == done.completions[1].tokens
-    assert [c.finish for c in rest.completions] == ["length", "abort"]
-    assert rest.completions[0].tokens == done.completions[0].tokens
+    first.set_version(1, 6 * PACE)
+    (withdrawn,) = first.withdraw(["a", "b"], 8 * PACE)
+    assert [(c.finish, c.versions) for c in withdrawn.completions] == [("abort", [0] * 6 + [1] * 2)] * 2
+    second.add([Request("a~1", [1, 2], [1, 2], Sampling(64), withdrawn.completions)], 8 * PACE)
+    (moved,) = second.step(80 * PACE)
+    assert [c.tokens for c in moved.completions] == [c.tokens for c in done.completions]
+    assert not first.busy
 
 
 def test_costs_grow_by_their_exponents() -> None:

@@ -1,0 +1,209 @@
+"""Which replica samples what: every request is answered once, although replicas come and go.
+
+generate ── route ──> replica.put ──> engine ──> the awaiting generate
+              ^           ├── lost: again, with the same seeds
+              └───────────┴── retired: from where its samples stopped
+
+A request (a group) goes whole to one replica, so that its samples share a prefix cache: to the one that is expected to
+have the fewest tokens left to sample, the first among equals. A turn of a rollout goes to the replica that served the
+turn before, or else one of its group, which have the beginning of its context in their prefix cache: unless another has
+so much less to do that reading the context again costs less. With no live replica requests wait.
+"""
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from functools import partial
+
+from titan_rl.meshes.replica import Replica, State
+from titan_rl.wire.deadlines import deadline
+from titan_rl.wire.errors import DeadlinePassed, RequestRefused
+from titan_rl.wire.types import Completion, Request
+
+MOST_NAMES = 1 << 16  # of rollouts and groups whose replica is known; the oldest is forgotten
+SPARE = 64  # outdated entries that the heap of replicas may have besides three for each replica
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request on its way."""
+
+    request: Request  # with what its samples have so far
+    answer: asyncio.Future[list[Completion]]
+    sends: int = 0
+    sent_as: str = ""  # its id at the replica: each send has another, so that no late answer matches
+    replica: Replica | None = None  # that has it; None: it waits, or is answered
+    tokens: int = 0  # that its samples are expected to lack
+
+
+class Router:
+    """Sends requests to the replicas that have joined, and resolves their answers."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Replica] = {}  # requests may go to these
+        self._tokens: dict[int, int] = {}  # that each of them is expected to sample
+        self._heap: list[tuple[int, int]] = []  # (tokens, replica); entries with other tokens than now are outdated
+        self._homes: OrderedDict[str, Replica] = OrderedDict()  # name in an affinity -> the replica that served it last
+        self._routed: dict[str, RoutedRequest] = {}  # by id of the request, the oldest first
+        self._settling: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """Send a request to the replica that `route` returns, and await its answer. A caller may give up."""
+        if request.id in self._routed:
+            raise ValueError(f"request {request.id}: an unfinished request has this id")
+        answer = asyncio.get_running_loop().create_future()
+        routed = self._routed[request.id] = RoutedRequest(request, answer)
+        self._send(routed)
+        try:
+            return await answer
+        finally:
+            del self._routed[request.id]
+            if (replica := self._take_back(routed)) is not None:
+                replica.withdraw(routed.sent_as)
+
+    def route(self, request: Request) -> Replica | None:
+        """Return the replica with the least to do, or one that knows the context and has little more to do: no more
+        tokens than the context has, or a quarter more. None if no replica is live."""
+        if not self._live:
+            return None
+        least = self._least()
+        tokens = self._tokens[least]
+        most = tokens + max(len(request.tokens), tokens // 4)
+        known = (self._homes[name] for name in request.affinity if name in self._homes)
+        return next((home for home in known if self._tokens[home.index] <= most), self._live[least])
+
+    def join(self, replica: Replica) -> None:
+        """Send requests to a replica that serves from now on. It may have a lost one's index."""
+        self._live[replica.index] = replica
+        self._count(replica, 0)
+        for routed in [routed for routed in self._routed.values() if routed.replica is None]:
+            if not routed.answer.done():
+                self._send(routed)
+
+    def retire(self, replica: Replica) -> None:
+        """Send a replica nothing from now on, and ask for the requests that it has. Its answers count until it is
+        lost."""
+        replica.set_state(State.RETIRING)
+        self._leave(replica)
+        for routed in self._held_by(replica):
+            replica.withdraw(routed.sent_as)
+
+    def on_lost(self, replica: Replica) -> int:
+        """Send what a lost replica had to others, oldest first, as it was sent before: with the same seeds. Return how
+        many samples begin again."""
+        self._leave(replica)
+        again = self._held_by(replica)
+        for routed in again:
+            self._take_back(routed)
+            self._send(routed)
+        return sum(len(unfinished(routed.request)) for routed in again)
+
+    async def settle(self, seconds: float) -> None:
+        """Wait until no request is on its way between two engines. An engine that drains finishes its requests before
+        it switches weights, so none that began on the old ones may reach it afterwards. A retiring replica that does
+        not give back its requests within `seconds` is lost. Replicas that switch together share one wait."""
+        if self._settling is None or self._settling.done():
+            self._settling = asyncio.create_task(self._settle(seconds))
+        await asyncio.shield(self._settling)
+
+    def fail(self, error: Exception) -> None:
+        """Fail every request."""
+        for routed in self._routed.values():
+            if not routed.answer.done():
+                routed.answer.set_exception(error)
+
+    async def _settle(self, seconds: float) -> None:
+        holders = {routed.replica for routed in self._routed.values() if routed.replica is not None}
+        retiring = [replica for replica in holders if replica.state is State.RETIRING]
+        try:
+            async with deadline(seconds):
+                await asyncio.gather(*(replica.idle() for replica in retiring))
+        except TimeoutError:
+            for replica in [replica for replica in retiring if replica.busy and replica.error is None]:
+                error = DeadlinePassed(
+                    f"{replica.name} did not give back its samples within {seconds:g} s",
+                    "If this is slow rather than stuck, raise [comm] train_timeout_seconds.",
+                    rank=replica.ranks[0],
+                )
+                replica.give_up(error)
+        await asyncio.gather(*(replica.delivered() for replica in self._live.values()))
+
+    def _send(self, routed: RoutedRequest) -> None:
+        request, replica = routed.request, self.route(routed.request)
+        if replica is None:
+            return
+        routed.sent_as = f"{request.id}~{routed.sends}" if routed.sends else request.id
+        routed.sends += 1
+        routed.replica, routed.tokens = replica, expected_tokens(request)
+        self._count(replica, routed.tokens)
+        for name in request.affinity[:1]:
+            self._homes[name] = replica
+            self._homes.move_to_end(name)
+        for name in request.affinity[1:]:
+            self._homes.setdefault(name, replica)
+        while len(self._homes) > MOST_NAMES:
+            self._homes.popitem(last=False)
+        sent = request if routed.sends == 1 else replace(request, id=routed.sent_as)
+        replica.put(sent).add_done_callback(partial(self._returned, routed, replica))
+
+    def _returned(self, routed: RoutedRequest, replica: Replica, sent: asyncio.Future[list[Completion]]) -> None:
+        """Answer a request, or send it elsewhere if its replica gave it back unfinished."""
+        error = sent.exception()
+        if routed.replica is not replica:  # lost or given up
+            return
+        if error is not None and not isinstance(error, RequestRefused):  # the replica is lost: on_lost or fail follows
+            return
+        self._take_back(routed)
+        if routed.answer.done():  # its caller has just given up
+            return
+        if error is not None:
+            routed.answer.set_exception(error)
+        elif any(completion.finish == "abort" for completion in sent.result()):
+            routed.request = replace(routed.request, begun=sent.result())
+            self._send(routed)
+        else:
+            routed.answer.set_result(sent.result())
+
+    def _held_by(self, replica: Replica) -> list[RoutedRequest]:
+        return [routed for routed in self._routed.values() if routed.replica is replica]
+
+    def _take_back(self, routed: RoutedRequest) -> Replica | None:
+        """Count a request no more at its replica, which is returned."""
+        replica, routed.replica = routed.replica, None
+        if replica is not None and self._live.get(replica.index) is replica:
+            self._count(replica, -routed.tokens)
+        return replica
+
+    def _leave(self, replica: Replica) -> None:
+        if self._live.get(replica.index) is replica:
+            del self._live[replica.index], self._tokens[replica.index]
+            self._homes = OrderedDict((name, home) for name, home in self._homes.items() if home is not replica)
+
+    def _count(self, replica: Replica, tokens: int) -> None:
+        """Add to the tokens that a live replica is expected to sample."""
+        self._tokens[replica.index] = self._tokens.get(replica.index, 0) + tokens
+        heapq.heappush(self._heap, (self._tokens[replica.index], replica.index))
+        if len(self._heap) > 4 * len(self._tokens) + SPARE:
+            self._heap = [(tokens, index) for index, tokens in self._tokens.items()]
+            heapq.heapify(self._heap)
+
+    def _least(self) -> int:
+        """Return the live replica with the fewest tokens, the lowest among equals, without looking at all of them."""
+        while self._tokens.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+
+def unfinished(request: Request) -> list[int]:
+    """Return how many tokens each unfinished sample of a request has so far."""
+    if not request.begun:
+        return [0] * len(request.seeds)
+    return [len(sample.tokens) for sample in request.begun if sample.finish == "abort"]
+
+
+def expected_tokens(request: Request) -> int:
+    """Return how many tokens a request's samples are expected to lack. A hint that proved too short is ignored."""
+    most = request.sampling.max_new_tokens
+    hint = min(request.expected or most, most)
+    return sum(max((hint if hint > length else most) - length, 1) for length in unfinished(request))
