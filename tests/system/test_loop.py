@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from support.outputs import losses, sampled, shared_memory
-from support.running import WHOLE, Run, Runs
+from support.running import WHOLE, Run, RunFiles, Runs
 from support.traces import lanes, read
 from titan_rl.wire import failpoints
 
 TIGHT = {"float32": 1e-5, "bfloat16": 1e-2}  # mean log-prob gap between trainer and generator
 
 
-def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, whole: Run, tmp_path: Path) -> None:
+def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:
     """Interrupted in its cold start, then in RL. Another process with the same seed takes the same steps."""
     folder, shared, keys = tmp_path / "interrupted", shared_memory(), {**WHOLE, "checkpoint__interval": 100}
     for kind, step, said in (("cold_start", 3, "resumes from cold start step"), ("rl", 2, "resumes from RL step")):
@@ -38,7 +38,9 @@ def test_ctrl_c_then_the_same_command_equals_an_uninterrupted_run(runs: Runs, wh
     assert shared_memory() <= shared
 
 
-def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs, whole: Run, tmp_path: Path) -> None:
+def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(
+    runs: Runs, whole: RunFiles, tmp_path: Path
+) -> None:
     folder, shared = tmp_path / "killed", shared_memory()
     run = runs.start(folder, **WHOLE)
     run.wait_for_step(3)
@@ -54,7 +56,7 @@ def test_a_kill_costs_the_steps_since_the_checkpoint_and_nothing_else(runs: Runs
     assert sampled(resumed) == sampled(whole)
 
 
-def test_resuming_on_another_mesh(runs: Runs, whole: Run, tmp_path: Path) -> None:
+def test_resuming_on_another_mesh(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:
     """From two FSDP2 ranks to two tensor-parallel ones: the same training, up to rounding."""
     folder = tmp_path / "resharded"
     shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
@@ -82,7 +84,7 @@ def test_shared_prompts_change_no_loss(runs: Runs, tmp_path: Path) -> None:
     assert none == 0
 
 
-def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: Run, tmp_path: Path) -> None:
+def test_without_the_weights_it_began_with_a_reference_cannot_be(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole.folder / "checkpoint" / "step-6", folder / "checkpoint" / "step-6")
     run = runs.start(folder, **WHOLE)
@@ -105,7 +107,7 @@ def test_fresh_moves_the_old_run_aside_and_another_seed_samples_others(runs: Run
 
 
 def test_a_killed_run_leaves_a_timeline_that_opens_next_to_the_one_before(
-    runs: Runs, whole: Run, tmp_path: Path
+    runs: Runs, whole: RunFiles, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole.folder, tmp_path / "run")
     before, path = (folder / "timeline.json").read_bytes(), folder / "timeline.json"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.outputs import losses, sampled, shared_memory
-from support.running import WHOLE, Run, Runs
+from support.running import WHOLE, Run, RunFiles, Runs
 from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.record.history import audit
 from titan_rl.wire.failpoints import FOLDER, HITS, FaultOrder, give
@@ -73,7 +73,7 @@ class Stops:
 
 
 def test_no_signal_in_no_phase_loses_a_step(
-    runs: Runs, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, whole: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders, shared = tmp_path / "orders", shared_memory()
     orders.mkdir()
