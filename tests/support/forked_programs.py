@@ -15,6 +15,11 @@ from titan_rl.meshes.fork_servers import KIND_ENV, OFF, VARIABLE, WORKER_ENV, Ki
 SECONDS = 300.0
 RANK = Path("monarch/_src/actor/bootstrap_main.py")  # the program of a rank, in place of which this one runs
 
+BEGIN = """import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "monarch"]:
+    del sys.modules[name]
+"""
+
 
 def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> str:
     """Return what a program prints, or fail with the end of what it says."""
@@ -32,7 +37,7 @@ def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> 
             rank.parent.mkdir(parents=True)
             for package in list(rank.relative_to(scratch).parents)[:-1]:
                 Path(scratch, package, "__init__.py").touch()
-            rank.write_text(f"import sys\nsys.argv[:] = {argv!r}\n{program}")
+            rank.write_text(BEGIN + f"sys.path.remove({scratch!r})\nsys.argv[:] = {argv!r}\n{program}")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [scratch, environment.get("PYTHONPATH")]))
             code = forked(Path(folder, kind), environment, files)
         said = Path(scratch, "err").read_text()
