@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -45,7 +45,7 @@ def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> 
         return Path(scratch, "out").read_text()
 
 
-def forked(server: Path, environment: Mapping[str, str], files: list[IO[str]]) -> int:
+def forked(server: Path, environment: Mapping[str, str], files: Sequence[IO[str]]) -> int:
     """Have a fork server start a rank, as its launcher does, and return the rank's exit code."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(SECONDS)

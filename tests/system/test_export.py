@@ -54,7 +54,8 @@ def score(run: RunFiles, folder: Path, engine: str, scratch: Path) -> float:
     done = subprocess.run(
         [sys.executable, "use.py", "prompts.json"],
         cwd=scratch,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        # Two threads would spend most of their time in waiting for each other: the model is tiny.
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
