@@ -13,7 +13,7 @@ prepare_environment()  # Monarch reads its environment when it is imported
 import monarch.actor  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from support.running import WHOLE, Run, Runs  # noqa: E402
+from support.running import WHOLE, RunFiles, Runs, finished_once, shared_folder  # noqa: E402
 
 pytest_plugins = ["support.budgets"]
 
@@ -26,23 +26,14 @@ settings.load_profile("quick")
 monarch.actor.unhandled_fault_hook = lambda failure: print(failure.report(), file=sys.stderr)
 
 
-def end_all(runs: Runs) -> None:
-    for run in runs.started:
-        if run.process.poll() is None:
-            run.process.send_signal(signal.SIGKILL)
-            run.process.wait()
-
-
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
     runs = Runs()
     yield runs
-    end_all(runs)
+    runs.end()
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     """The one uninterrupted run whose files many tests read. They leave its folder as it is."""
-    runs = Runs()
-    yield runs.finish(tmp_path_factory.mktemp("whole") / "run", **WHOLE)
-    end_all(runs)
+    return finished_once(shared_folder(tmp_path_factory), "whole", **WHOLE)

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from support.running import WHOLE, Run, Runs
+from support.running import WHOLE, RunFiles, Runs
 from titan_rl.audit import main
 
 TIGHT = 1e-5  # mean log-prob gap between trainer and generator
 
 
-def test_every_file_is_there(whole: Run) -> None:
+def test_every_file_is_there(whole: RunFiles) -> None:
     names = {path.name for path in whole.folder.iterdir()}
     assert names >= {
         "config.toml",
@@ -33,13 +33,13 @@ def test_every_file_is_there(whole: Run) -> None:
     assert parts == pytest.approx(summary["wall_seconds"], rel=0.05)
 
 
-def test_versions_advance_with_the_steps(whole: Run) -> None:
+def test_versions_advance_with_the_steps(whole: RunFiles) -> None:
     for rollout in whole.lines("rollouts.jsonl"):
         assert set(rollout["versions"]) == {rollout["step"] - 1}
     assert {line["policy_age/max"] for line in whole.lines("metrics.jsonl")} == {0}
 
 
-def test_tokens_masks_and_log_probs_line_up(whole: Run) -> None:
+def test_tokens_masks_and_log_probs_line_up(whole: RunFiles) -> None:
     eos = 2
     for r in whole.lines("rollouts.jsonl"):
         prompt = len(r["tokens"]) - len(r["versions"])
@@ -50,14 +50,14 @@ def test_tokens_masks_and_log_probs_line_up(whole: Run) -> None:
         assert eos not in r["tokens"][prompt:-1]
 
 
-def test_trainer_and_generator_agree_on_every_step(whole: Run) -> None:
+def test_trainer_and_generator_agree_on_every_step(whole: RunFiles) -> None:
     for line in whole.lines("metrics.jsonl"):
         assert line["logprob_gap/mean"] <= TIGHT
         assert line["logprob_gap/mult"] == pytest.approx(1, abs=1e-4)
         assert line["ratio/mean"] == pytest.approx(1, abs=1e-4)
 
 
-def test_the_export_loads_in_transformers(whole: Run) -> None:
+def test_the_export_loads_in_transformers(whole: RunFiles) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
@@ -66,7 +66,7 @@ def test_the_export_loads_in_transformers(whole: Run) -> None:
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False).shape[1] >= prompt["input_ids"].shape[1] + 1
 
 
-def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> None:
+def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: RunFiles) -> None:
     again = runs.start(whole.folder, **WHOLE)
     out = again.finish(timeout=120)
     assert again.code == 0
@@ -74,6 +74,6 @@ def test_a_finished_run_says_so_and_starts_nothing(runs: Runs, whole: Run) -> No
     assert "vLLM engine" not in out
 
 
-def test_the_audit_finds_nothing_wrong(whole: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_finds_nothing_wrong(whole: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(whole.folder)]) == 0
     assert capsys.readouterr().out.startswith("nothing lost, nothing twice, nothing stale: 32 prompts")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from support.running import WHOLE, Run
+from support.running import WHOLE, RunFiles
 from support.traces import Event, lanes, overlaps, read
 
 TITAN = {"gc_collect", "checkpoint_save", "OptimizersContainer.Config.build", "SummedCheckpoints.Config.build"}
@@ -21,7 +21,7 @@ EXPECTED = {
 }
 
 
-def test_a_run_shows_who_did_what(whole: Run) -> None:
+def test_a_run_shows_who_did_what(whole: RunFiles) -> None:
     found = lanes(json.loads((whole.folder / "timeline.json").read_text()))
     for lane, names in EXPECTED.items():
         assert {e["name"] for e in found[lane]} == names
@@ -29,7 +29,7 @@ def test_a_run_shows_who_did_what(whole: Run) -> None:
     assert all(not overlaps(spans) for spans in found.values())
 
 
-def test_a_run_s_spans_add_up_to_its_metrics(whole: Run) -> None:
+def test_a_run_s_spans_add_up_to_its_metrics(whole: RunFiles) -> None:
     found = lanes(read(whole.folder / "timeline.json"))
     metrics = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     for before, line in pairwise(metrics):
@@ -39,7 +39,7 @@ def test_a_run_s_spans_add_up_to_its_metrics(whole: Run) -> None:
             assert seconds == pytest.approx(line.get(f"time/{part}", 0.0), abs=0.05)
 
 
-def test_a_group_is_followed_from_its_admission_to_the_step_that_takes_it(whole: Run) -> None:
+def test_a_group_is_followed_from_its_admission_to_the_step_that_takes_it(whole: RunFiles) -> None:
     events = [e for e in read(whole.folder / "timeline.json") if e.get("cat") == "groups"]
     groups: defaultdict[int, dict[tuple[str, str], Event]] = defaultdict(dict)
     for event in events:
@@ -52,7 +52,7 @@ def test_a_group_is_followed_from_its_admission_to_the_step_that_takes_it(whole:
         assert times == sorted(times)
 
 
-def test_sampling_has_all_tokens_and_a_trainer_s_step_all_its_parts(whole: Run) -> None:
+def test_sampling_has_all_tokens_and_a_trainer_s_step_all_its_parts(whole: RunFiles) -> None:
     found = lanes(read(whole.folder / "timeline.json"))
     sampled = sum(len(rollout["versions"]) for rollout in whole.lines("rollouts.jsonl"))
     sampling = [e for e in found["generator0[tp=0]", "main"] if e["name"] == "sampling"]

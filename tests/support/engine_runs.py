@@ -1,13 +1,10 @@
 """Run requests on an engine of this process, and compare them with Hugging Face's forward."""
 
-import os
-import subprocess
-import sys
+import json
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.engine import Engine
-from titan_rl.actors.vllm.launch_env import ENV
+from support.forked_programs import output_of
+from titan_rl.actors.vllm.engine import Engine, SampleId
 from titan_rl.wire.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -16,12 +13,18 @@ if TYPE_CHECKING:
 CONTEXT = [1, 5, 6, 7, 8, 9]
 
 
+CHECKS = """
+import json, os, pytest
+os.environ.update(json.loads(sys.argv[2]))
+code = pytest.main(["-q", "--import-mode=importlib", "-o", "python_functions=check_*", sys.argv[1]])
+if code:
+    sys.exit(sys.stdout.flush() or f"pytest ended with {code!r}")
+"""
+
+
 def run_checks(file: str, **environment: str) -> None:
-    """Run the check_* functions of a file in a process that was launched as an engine's is."""
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-o", "python_functions=check_*"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **ENV, **vllm_cpu.ENV, **environment}
-    checks = subprocess.run([*command, file], env=env, capture_output=True, text=True, timeout=300)
-    assert checks.returncode == 0, checks.stdout + checks.stderr
+    """Run the check_* functions of a file in a process that may hold an engine."""
+    output_of("generator", CHECKS, file, json.dumps(environment))
 
 
 def withdraw_all(engine: Engine) -> list[str]:

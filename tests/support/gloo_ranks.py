@@ -2,15 +2,21 @@
 
 import faulthandler
 import json
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from titan_rl.actors.imports import use_given_threads
 from titan_rl.actors.meeting import MEETING
+
+PRELOAD = ["titan_rl.actors.titan.role_model", "torch._dynamo", "torch._functorch.aot_autograd", "transformers"]
+"""What ranks are forked with, because importing it takes longer than most of them live. It starts no thread."""
+multiprocessing.set_forkserver_preload(PRELOAD)
 
 LINES = 60  # of the output of a rank that died, which its error shows
 Program = Callable[..., Any]  # of (folder, *arguments): a function of a module, which the processes import
@@ -21,7 +27,7 @@ def on_ranks(size: int, program: Program, *arguments: Any) -> Any:
     dies with the end of its output."""
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as folder:
         try:
-            spawn(_rank, (size, program, folder, arguments), nprocs=size)
+            start_processes(_rank, (size, program, folder, arguments), nprocs=size, start_method="forkserver")
         except ProcessExitedException as died:
             output = Path(folder, f"rank-{died.error_index}").read_text(errors="replace").splitlines()
             raise AssertionError("\n".join([f"rank {died.error_index}: {died}", *output[-LINES:]])) from None
@@ -35,6 +41,7 @@ def _rank(rank: int, size: int, program: Program, folder: str, arguments: tuple[
     faulthandler.enable(all_threads=False)  # a rank that native code aborts says where, after what the code says
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
     os.environ.update({name: str(value) for name, value in launched.items()}, **{MEETING: f"{folder}/meeting"})
+    use_given_threads()  # OpenMP has read the variable of the process that forked this one
     answer = program(Path(folder), *arguments)
     if rank == 0:
         Path(folder, "answer.json").write_text(json.dumps(answer))

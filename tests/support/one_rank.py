@@ -1,9 +1,9 @@
 """Run a program with one rank of a model, without Monarch, in a process of its own."""
 
 import json
-import subprocess
-import sys
 from typing import Any
+
+from support.forked_programs import output_of
 
 BEGIN = """
 import json, os, socket, sys
@@ -47,13 +47,6 @@ def tell(**found):
 
 
 def told(program: str, *arguments: object) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (line.partition(" ") for line in done.stdout.splitlines())
+    out = output_of("model", BEGIN + program, *arguments)
+    lines = (line.partition(" ") for line in out.splitlines())
     return [json.loads(rest) for first, _, rest in lines if first == "FOUND"]

@@ -3,18 +3,18 @@
 from contextlib import suppress
 from pathlib import Path
 
-from support.running import Run
+from support.running import RunFiles
 
 
-def losses(run: Run, kind: str = "rl") -> list[float]:
+def losses(run: RunFiles, kind: str = "rl") -> list[float]:
     return [line["loss"] for line in run.lines("metrics.jsonl", kind) if "loss" in line]
 
 
-def sampled(run: Run) -> list[tuple[int, int, list[int], list[float]]]:
+def sampled(run: RunFiles) -> list[tuple[int, int, list[int], list[float]]]:
     return [(r["step"], r["prompt_id"], r["tokens"], r["logprobs"]) for r in run.lines("rollouts.jsonl")]
 
 
-def same(run: Run, other: Run) -> bool:
+def same(run: RunFiles, other: RunFiles) -> bool:
     """Return True if two runs have computed the same: losses and sampled tokens, to the last bit."""
     kinds = ("cold_start", "rl")
     return all(losses(run, kind) == losses(other, kind) for kind in kinds) and sampled(run) == sampled(other)

@@ -1,5 +1,6 @@
 """Start real runs in real processes, as a user does."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from support.ctrl_c import hears_ctrl_c
 from support.rank_launchers import launched
@@ -41,19 +43,10 @@ WHOLE: dict[str, Any] = {  # the run that the fixture `whole` starts once for al
 
 
 @dataclass
-class Run:
-    """A run of `python -m titan_rl.run` in its dump folder."""
+class RunFiles:
+    """The files of a run, in its dump folder."""
 
     folder: Path
-    process: subprocess.Popen[str]
-
-    def finish(self, timeout: float = 300) -> str:
-        out, _ = self.process.communicate(timeout=timeout)
-        return out
-
-    @property
-    def code(self) -> int | None:
-        return self.process.returncode
 
     def lines(self, name: str, kind: str = "rl") -> list[dict[str, Any]]:
         return [line for line in self.written(name) if line["kind"] == kind]
@@ -65,6 +58,21 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
+
+
+@dataclass
+class Run(RunFiles):
+    """A process that runs `python -m titan_rl.run`."""
+
+    process: subprocess.Popen[str]
+
+    def finish(self, timeout: float = 300) -> str:
+        out, _ = self.process.communicate(timeout=timeout)
+        return out
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
 
     def wait_for_step(self, step: int, kind: str = "rl", timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
@@ -108,7 +116,7 @@ def command_of(pid: int) -> str | None:
 
 
 class Runs:
-    """Starts runs. The fixture kills those that still run after the test."""
+    """Starts runs. The fixture kills those that still run after the tests of a file."""
 
     def __init__(self, within: Sequence[str] = ()) -> None:
         """`within`: a command that runs what follows it somewhere else."""
@@ -141,3 +149,29 @@ class Runs:
         out = run.finish()
         assert run.code == 0, out
         return run
+
+    def end(self) -> None:
+        """Kill the runs that a test which failed has left."""
+        for run in self.started:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+
+
+def finished_once(folders: Path, name: str, *arguments: Any, **overrides: Any) -> RunFiles:
+    """Return the files of a run that one of pytest's processes finishes, and all of them read."""
+    found, runs = RunFiles(folders / name), Runs()
+    with open(folders / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (found.folder / "summary.json").exists():
+            try:
+                runs.finish(found.folder, *arguments, **overrides)
+            finally:
+                runs.end()
+    return found
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of this call of pytest, whose processes may be several."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own

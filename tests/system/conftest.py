@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.running import Run, Runs
+from support.running import RunFiles, finished_once, shared_folder
 from titan_rl.meshes.fork_servers import KINDS, serving
 from titan_rl.wire.gpus import visible_gpus
 
@@ -23,7 +23,7 @@ def session_fork_servers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
     """A run whose score is neither 0 nor 1, and differs between its checkpoints. It has a second evaluation set, and
     keeps its best weights. Tests leave its folder as it is."""
     folder = tmp_path_factory.mktemp("learnt")
@@ -32,4 +32,5 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (folder / "hard.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     hard = f'{{hard = {{path = "{folder}/hard.jsonl", samples = 4, temperature = 1.0}}}}'
     keys: dict[str, Any] = {"training__steps": 4, "checkpoint__interval": 2, "eval__interval": 2}
-    return Runs().finish(folder / "run", small=False, **keys, eval__sets=hard, eval__keep_best="eval/score")
+    keys |= {"eval__sets": hard, "eval__keep_best": "eval/score"}
+    return finished_once(shared_folder(tmp_path_factory), "learnt", small=False, **keys)

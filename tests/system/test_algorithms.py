@@ -3,13 +3,12 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.forked_programs import output_of
 from support.running import Run, Runs
 from titan_rl.tasks.prompts import judged
 from titan_rl.tasks.task import addition
@@ -207,12 +206,10 @@ for how in ("sound", "planted"):
 
 
 def test_a_reference_in_the_optimizer_is_seen_by_its_checksum(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DRIFT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    lines = [line.split() for line in done.stdout.splitlines()]
+    lines = [line.split() for line in output_of("model", DRIFT, tmp_path).splitlines()]
     for how in ("sound", "planted"):
         saw = [columns for first, *columns in lines if first == how]
-        assert len(saw) == 3, done.stderr[-2000:]
+        assert len(saw) == 3
         checksums, references, own = zip(*saw, strict=True)
         assert len(set(own)) == 3, "the policy moves"
         assert (len(set(checksums)) == 1) == (how == "sound")

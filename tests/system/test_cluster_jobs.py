@@ -11,7 +11,7 @@ import pytest
 from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import FakeSlurm, wait_until
 from support.outputs import same
-from support.running import SMALL, WHOLE, Run
+from support.running import SMALL, WHOLE, Run, RunFiles
 from titan_rl.record.history import audit
 
 
@@ -45,13 +45,13 @@ def launch(on: str, folder: Path, *flags: str) -> Run:
     )
 
 
-def sound(run: Run, other: Run) -> bool:
+def sound(run: Run, other: RunFiles) -> bool:
     assert audit(run.folder)[0] == []
     return same(run, other)
 
 
 def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_queue_bit_for_bit(
-    slurm: FakeSlurm, whole: Run, tmp_path: Path
+    slurm: FakeSlurm, whole: RunFiles, tmp_path: Path
 ) -> None:
     run = launch("slurm", tmp_path / "run", "--launch.minutes=60", "--hosts.count=2")
     run.wait_for_step(2)
@@ -67,7 +67,7 @@ def test_a_job_of_two_nodes_that_is_stopped_before_its_limit_continues_in_the_qu
 
 
 def test_an_evicted_pod_of_two_saves_and_the_next_one_continues_bit_for_bit_with_the_same_worker(
-    kubernetes: FakeKubernetes, whole: Run, tmp_path: Path
+    kubernetes: FakeKubernetes, whole: RunFiles, tmp_path: Path
 ) -> None:
     """Each pod has an address and a worker of its own; that of the second serves both runs."""
     kubernetes.named = True

@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from support.running import Run
+from support.running import Run, RunFiles
 from titan_rl.config.toml import load
 from titan_rl.tasks.task import load_task
 from titan_rl.wire.seeds import derive
 
 
 @pytest.fixture(scope="module")
-def run(learnt: Run) -> Run:
+def run(learnt: RunFiles) -> RunFiles:
     return learnt
 
 
-def reported(run: Run, step: int) -> dict[str, float]:
+def reported(run: RunFiles, step: int) -> dict[str, float]:
     """Return what the run measured after a step."""
     line = next(line for line in run.lines("metrics.jsonl") if line["step"] == step)
     return {name: value for name, value in line.items() if name.startswith("eval/")}
 
 
-def evaluate(run: Run, *argv: str) -> str:
+def evaluate(run: RunFiles, *argv: str) -> str:
     command = [sys.executable, "-m", "titan_rl.eval", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=run.folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +39,7 @@ def evaluate(run: Run, *argv: str) -> str:
     return done.stdout
 
 
-def test_an_evaluation_gets_what_the_run_measured(run: Run) -> None:
+def test_an_evaluation_gets_what_the_run_measured(run: RunFiles) -> None:
     """Every score of every set to the last bit: greedy and sampled, with intervals."""
     measured = reported(run, 4)
     assert {"eval/score", "eval/hard/avg@4", "eval/hard/pass@2", "eval/hard/failed"} <= measured.keys()
@@ -49,14 +49,14 @@ def test_an_evaluation_gets_what_the_run_measured(run: Run) -> None:
     assert {name: found[name]["rewards"] for name in lines} == {name: line["rewards"] for name, line in lines.items()}
 
 
-def test_a_checkpoint_is_evaluated_as_at_its_step(run: Run) -> None:
+def test_a_checkpoint_is_evaluated_as_at_its_step(run: RunFiles) -> None:
     assert reported(run, 2)["eval/score"] != reported(run, 4)["eval/score"]
     out = evaluate(run, str(run.folder / "checkpoint" / "step-2"), "--set", "heldout")
     (row,) = (line.split() for line in out.splitlines() if line.startswith("heldout "))
     assert row[:3] == ["heldout", "eval/score", f"{reported(run, 2)['eval/score']:.4f}"]
 
 
-def test_the_best_weights_are_those_of_the_highest_score(run: Run) -> None:
+def test_the_best_weights_are_those_of_the_highest_score(run: RunFiles) -> None:
     scores = {line["step"]: line["eval/score"] for line in run.lines("metrics.jsonl") if "eval/score" in line}
     scores |= {line["step"]: line["eval/score"] for line in run.lines("metrics.jsonl", "eval")}
     best = max(scores, key=lambda step: scores[step])
@@ -70,7 +70,7 @@ def test_the_best_weights_are_those_of_the_highest_score(run: Run) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str, str]]:
+def server(run: RunFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str, str]]:
     """Return a served process as a Run, its URL and its key."""
     log = tmp_path_factory.mktemp("serve") / "log"
     with log.open("w") as out:
@@ -100,7 +100,7 @@ def ask(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.load(answer)
 
 
-def test_any_client_gets_the_answers_that_the_run_measured(run: Run, server: tuple[Run, str, str]) -> None:
+def test_any_client_gets_the_answers_that_the_run_measured(run: RunFiles, server: tuple[Run, str, str]) -> None:
     """One batch of prompts, as lm-eval sends them: the same problems are right. A stop text ends an answer."""
     _, url, key = server
     config = load(run.folder / "config.toml")
@@ -143,7 +143,7 @@ def test_a_signal_ends_the_server_and_its_engines(server: tuple[Run, str, str]) 
     assert not served.processes()
 
 
-def test_what_cannot_be_evaluated_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated_is_one_line(run: RunFiles, tmp_path: Path) -> None:
     for argv, problem in (
         ([str(tmp_path / "none")], "found none of them at"),
         ([str(run.folder), "--step", "3"], "--step: expected one of "),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.running import Run
+from support.running import RunFiles
 from titan_rl.config.toml import load
 from titan_rl.tasks.task import load_task
 from titan_rl.wire.seeds import derive
@@ -37,11 +37,11 @@ print("answers:", json.dumps(answers))
 }
 
 
-def reported(run: Run, step: int) -> float:
+def reported(run: RunFiles, step: int) -> float:
     return next(line["eval/score"] for line in run.lines("metrics.jsonl") if line["step"] == step)
 
 
-def score(run: Run, folder: Path, engine: str, scratch: Path) -> float:
+def score(run: RunFiles, folder: Path, engine: str, scratch: Path) -> float:
     """Run the snippet that docs/operations.md shows for this engine, then let it answer the run's held-out problems.
     Return the share that it solves."""
     config = load(run.folder / "config.toml")
@@ -54,7 +54,8 @@ def score(run: Run, folder: Path, engine: str, scratch: Path) -> float:
     done = subprocess.run(
         [sys.executable, "use.py", "prompts.json"],
         cwd=scratch,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        # Two threads would spend most of their time in waiting for each other: the model is tiny.
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=500,
@@ -69,7 +70,7 @@ def score(run: Run, folder: Path, engine: str, scratch: Path) -> float:
     return sum(right) / len(right)
 
 
-def export(run: Run, *argv: str, code: int = 0) -> str:
+def export(run: RunFiles, *argv: str, code: int = 0) -> str:
     command = [sys.executable, "-m", "titan_rl.export", str(run.folder), *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stdout + done.stderr
@@ -77,28 +78,28 @@ def export(run: Run, *argv: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_transformers_gets_the_score_that_the_run_reported(learnt: Run, tmp_path: Path) -> None:
+def test_transformers_gets_the_score_that_the_run_reported(learnt: RunFiles, tmp_path: Path) -> None:
     """Not one of 256 answers differs: greedy decoding in float32 on both sides, and rounding moves no argmax."""
     final = learnt.summary()["final_eval"]
     assert 0.3 < final < 1
     assert score(learnt, learnt.folder / "hf", "transformers", tmp_path) == final
 
 
-def test_vllm_gets_the_score_that_the_run_reported(learnt: Run, tmp_path: Path) -> None:
+def test_vllm_gets_the_score_that_the_run_reported(learnt: RunFiles, tmp_path: Path) -> None:
     """Within one problem: vLLM as it comes computes with other kernels than the run's generator, which reads live
     weights, and a near tie may fall the other way."""
     final = learnt.summary()["final_eval"]
     assert score(learnt, learnt.folder / "hf", "vllm", tmp_path) == pytest.approx(final, abs=1 / 256)
 
 
-def test_the_newest_checkpoint_exports_to_what_the_run_itself_exported(learnt: Run, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_exports_to_what_the_run_itself_exported(learnt: RunFiles, tmp_path: Path) -> None:
     out = export(learnt, "--out", str(tmp_path / "out"))
     assert out.startswith("step 4 is in ")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (learnt.folder / "hf").iterdir()}
 
 
-def test_an_earlier_checkpoint_has_the_score_of_its_step(learnt: Run, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_has_the_score_of_its_step(learnt: RunFiles, tmp_path: Path) -> None:
     assert reported(learnt, 2) != reported(learnt, 4)
     out = export(learnt, "--step", "2")
     assert "log-probs from transformers equal the trainer's, largest difference" in out

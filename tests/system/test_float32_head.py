@@ -1,17 +1,12 @@
 """model.head_dtype = "float32" in bfloat16: vLLM and the trainer keep the float32 sums of their heads' products."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from support.tiny import tiny_llama
-from titan_rl.actors.vllm import vllm_cpu
-from titan_rl.actors.vllm.launch_env import ENV
+from support.told_programs import told
 
 ENGINE = """
 import json, sys
@@ -67,26 +62,15 @@ print("FOUND", json.dumps(found))
 """
 
 
-def told(program: str, *arguments: str, answers: str = "", env: dict[str, str]) -> Any:
-    command = [sys.executable, "-c", program, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-    done = subprocess.run(
-        command, input=answers, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))
-
-
 def test_both_sides_keep_float32_logits(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_llama(max_position_embeddings=128).bfloat16().save_pretrained(folder)
-    kinds, error, samples = told(ENGINE, str(folder), env={**ENV, **vllm_cpu.ENV})
+    kinds, error, samples = told("generator", ENGINE, folder)
     assert kinds == [["torch.float32", "torch.bfloat16"]]  # of the logits, of the hidden states
     assert error < 1e-5
 
     tokens, sampled = [tokens for tokens, _ in samples], np.concatenate([logprobs for _, logprobs in samples])
-    scored = told(TRAINER, str(folder), str(tmp_path), answers=json.dumps(tokens), env={})
+    scored = told("model", TRAINER, folder, tmp_path, given=json.dumps(tokens))
     rounded, float32 = map(np.concatenate, scored)
     assert 1e-4 < np.abs(rounded - float32).mean() < 0.02  # that is what the key changes
     assert np.abs(float32 - sampled).mean() < 0.02  # the hidden states still differ

@@ -71,22 +71,17 @@ def test_forked_and_cold_ranks_compute_the_same_bits(
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [
-        (signal.SIGKILL, "it cannot be reached (Connection refused)"),
-        (signal.SIGSTOP, "it did not answer within 2 s"),  # and its ranks live on until they are killed
-    ],
-)
 def test_a_run_outlives_its_fork_servers_and_leaves_nothing(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, why: str
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One is killed, and its ranks with it. The other hangs, and its ranks live on until they are killed."""
     monkeypatch.delenv(VARIABLE)
     run = runs.start(tmp_path / "run", **ENDLESS)
     run.wait_for_step(2)
     own = servers(run)
     assert sorted(own) == ["generator", "model"]
-    for count, (kind, rank) in enumerate([("generator", "generator0[tp=0]"), ("model", "trainer[dp=")]):
+    ends = [("generator", "generator0[tp=0]", signal.SIGSTOP), ("model", "trainer[dp=", signal.SIGKILL)]
+    for count, (kind, rank, number) in enumerate(ends):
         before = run.workers()
         lost = [name for name in before if name.startswith(rank)]
         assert lost
@@ -102,7 +97,10 @@ def test_a_run_outlives_its_fork_servers_and_leaves_nothing(
     _, still = psutil.wait_procs(left, timeout=30)  # within a second on an idle machine; no deadline ends them
     assert not still
     out = run.finish()
-    for kind in own:
+    for kind, why in {
+        "generator": "it did not answer within 2 s",
+        "model": "it cannot be reached (Connection refused)",
+    }.items():
         assert f"the {kind} fork server forks no rank: {why}" in " ".join(out.split())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.outputs import losses, sampled, shared_memory
-from support.running import WHOLE, Run, Runs
+from support.running import WHOLE, Run, RunFiles, Runs
 from titan_rl.control.server import ANNOUNCEMENT
 from titan_rl.record.history import audit
 from titan_rl.wire.failpoints import FOLDER, HITS, FaultOrder, give
@@ -53,8 +53,9 @@ class Stops:
 
     def stop(self, run: Run, number: int, *, everyone: bool, within: float = 40) -> str:
         """Send a signal to the controller, or to every process of the run. Return what was printed."""
+        assert not run.maps("libtorch"), "the controller has imported torch"
         pids = [pid for pid, _, _ in run.processes()] if everyone else []
-        began = time.monotonic()
+        began, signalled = time.monotonic(), time.time()
         for pid in (*pids, run.process.pid):
             os.kill(pid, number)
         out = run.finish(timeout=100)
@@ -62,6 +63,9 @@ class Stops:
         assert "Traceback" not in out
         assert time.monotonic() - began < within
         assert not run.processes()
+        lines = [line for kind in ("cold_start", "rl") for line in run.lines("metrics.jsonl", kind)]
+        late = [line for line in lines if "loss" in line and line["time"] > signalled]
+        assert len(late) <= 2, "the step that ran when the signal came, and one if it came between two"
         return out
 
     def trained(self, run: Run, kind: str = "rl") -> int:
@@ -73,7 +77,7 @@ class Stops:
 
 
 def test_no_signal_in_no_phase_loses_a_step(
-    runs: Runs, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, whole: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     orders, shared = tmp_path / "orders", shared_memory()
     orders.mkdir()
@@ -87,7 +91,8 @@ def test_no_signal_in_no_phase_loses_a_step(
     stops.hold(TRAINER, "step", FaultOrder("wait", 2))  # cold start: the step is finished
     run = stops.start()
     stops.held(run, TRAINER, "step")
-    stops.stop(run, signal.SIGTERM, everyone=True)
+    out = stops.stop(run, signal.SIGTERM, everyone=True)
+    assert "the same command resumes from cold start step 1" in out
     assert stops.saved("cold_start") == stops.trained(run, "cold_start") == 1
 
     stops.hold(TRAINER, "save", FaultOrder("wait", 2))  # the save at its end

@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.forked_programs import output_of
 from support.weight_layouts import TINY, execute, hf_sizes
+from titan_rl.actors.imports import import_vllm_model
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Shard, plan
+
+COMPARE = f"""
+import os
+from pathlib import Path
+os.environ["VLLM_DIST_IDENT"] = "weight_plan_{os.getpid()}"  # names shared memory; vLLM's CPU worker would set it
+sys.path.append({str(Path(__file__).parent)!r})
+sys.path.append({str(Path(__file__).parents[1])!r})
+from test_vllm_loader import compare_with_vllm
+compare_with_vllm(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+"""
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -34,32 +45,9 @@ def test_the_plan_equals_what_vllm_loads(tp: int, tmp_path: Path) -> None:
             tensors = {name: rng.random(size, np.float32) for name, size in hf_sizes(shape).items()}
             vectors = {name: w[:, 0] if w.shape[1] == 1 else w for name, w in tensors.items()}
             save_file(vectors, folder / "model.safetensors", metadata={"format": "pt"})
-    env = (
-        os.environ
-        | {
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_DIST_IDENT": f"weight_plan_{os.getpid()}",  # names shared memory; vLLM's CPU worker would set it
-            "HF_HUB_OFFLINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),  # tests/ and the root
-        }
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path), str(tp), str(rank)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(tp)
-    ]
-    for process in ranks:
-        output, _ = process.communicate(timeout=500)
-        assert process.returncode == 0, output
-        assert "9 models equal" in output
+    with ThreadPoolExecutor() as ranks:
+        told = ranks.map(lambda rank: output_of("generator", COMPARE, tmp_path, tp, rank), range(tp))
+    assert all("9 models equal" in output for output in told)
 
 
 def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
@@ -79,6 +67,7 @@ def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
     # First the model with experts: vLLM makes their group of ranks only where it knows of any.
     models = sorted((folder / "models").iterdir(), key=lambda path: "moe" not in path.name)
     for model_dir in models:
+        import_vllm_model(str(model_dir))
         config = EngineArgs(
             model=str(model_dir),
             dtype="float32",
@@ -105,7 +94,3 @@ def compare_with_vllm(folder: Path, tp: int, rank: int) -> None:
         for name, values in loaded.items():
             np.testing.assert_array_equal(live[name].reshape(values.shape), values, err_msg=name)
     print(f"{len(models)} models equal")
-
-
-if __name__ == "__main__":
-    compare_with_vllm(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
