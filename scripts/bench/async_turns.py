@@ -16,8 +16,8 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters

@@ -9,8 +9,8 @@ import pytest
 from titan_rl.record.evaluation import Evaluation
 from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.problems import Problems
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import Messages
 from titan_rl.wire.types import Completion, Prompt, Request, Sampling
 
