@@ -506,6 +506,8 @@ def _serve(calls: "SimpleQueue[Call | None]") -> None:
         if found.set_running_or_notify_cancel():
             try:
                 found.set_result(function())
+            except StopIteration:  # no future can hold it
+                found.set_exception(RuntimeError("coroutine raised StopIteration"))
             except Exception as error:
                 found.set_exception(error)
             except BaseException as error:  # a sys.exit in user code must end only this call
