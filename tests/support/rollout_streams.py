@@ -17,8 +17,9 @@ from titan_rl.config.sections import (
     TaskSection,
     TrainingSection,
 )
-from titan_rl.record.history import History, bound_problems
+from titan_rl.record.audit_rules import BOUND_RULES
 from titan_rl.record.ledger import Ledger, bounds_of, events
+from titan_rl.record.run_history import History
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
@@ -135,7 +136,7 @@ def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
 def replayed(folder: Path) -> History:
     """Return what the ledger says, which must contradict neither itself nor the bounds in force."""
     history = History.of(folder)
-    problems = [*history.problems, *bound_problems(history, None)]
+    problems = [*history.problems, *(problem for rule in BOUND_RULES for problem in rule(history))]
     assert problems == [], problems
     return history
 
