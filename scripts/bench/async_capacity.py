@@ -32,8 +32,8 @@ from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import ReaderCost
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Generates, Request, Sampling
 
 PROCS, LAG = 4, 1

@@ -7,7 +7,7 @@ from typing import Any
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import Config
 from titan_rl.train.learner import Learner
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 
 
 def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = None) -> tuple[Learner, list[str]]:

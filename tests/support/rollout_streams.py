@@ -25,7 +25,7 @@ from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
 

@@ -18,8 +18,7 @@ from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 from titan_rl.wire.snapshot import snapshot_bytes
 
 

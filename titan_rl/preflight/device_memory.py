@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
 from titan_rl.preflight.quantities import GIB, count, gib, size
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
 CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process
 COLLECTIVES = GIB  # NCCL's buffers, in every process that has peers

@@ -11,8 +11,7 @@ from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
 from titan_rl.preflight.quantities import GIB, count, gib, size
 from titan_rl.preflight.setup import Setup
 from titan_rl.record.plan_view import PartTable
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 from titan_rl.wire.snapshot import KEPT, TENSORS, peer_of, snapshot_bytes
 from titan_rl.wire.weight_source import SLOTS
 

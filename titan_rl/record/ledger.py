@@ -46,8 +46,7 @@ from titan_rl.record.lines import (
     list_of,
     whole_lines,
 )
-from titan_rl.wire.stop_reasons import Status
-from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
+from titan_rl.wire.types import Completion, Group, Rollout, Status, extremes, uniform
 
 NAME = "ledger.jsonl"
 BOUNDS = (

@@ -51,7 +51,7 @@ class Judged(NamedTuple):
 def main(controller: int, connection: int, stack: int) -> None:
     """Judge until the controller hangs up. `stack`: a descriptor of the file that SIGUSR2 has the stack written to."""
     fork_worker(controller, [connection])
-    from titan_rl.wire.streams import outlive_readers
+    from titan_rl.wire.program import outlive_readers
 
     outlive_readers()
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # also while a regular expression runs

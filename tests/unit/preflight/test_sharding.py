@@ -15,7 +15,7 @@ from titan_rl.preflight.memory_tables import HostLoad, host_loads
 from titan_rl.preflight.quantities import GIB
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
-from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
 
 TINY = shape_of(ModelSection())
 USUAL = on_device(Config(), "cpu")

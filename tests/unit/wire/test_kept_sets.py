@@ -4,9 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.kept_sets import KeptSets, packed, size_of
-from titan_rl.wire.types import Branch, Completion, Rollout, Sampling, Turn
+from titan_rl.wire.types import Branch, Completion, ContextScore, Rollout, Sampling, Turn
 
 VOCABULARY = 300  # an id takes 4 bytes, a mask 44
 

@@ -4,8 +4,7 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.wire.manifest import Manifest, Publication
-from titan_rl.wire.pickled_once import PickledOnce
+from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
 
 
 @dataclass

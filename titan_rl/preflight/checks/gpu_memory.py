@@ -15,8 +15,7 @@ from titan_rl.preflight.checks.host import gpus_needed
 from titan_rl.preflight.checks.role_folders import shape_of_role
 from titan_rl.preflight.device_memory import CONTEXT, GRAPHS, Estimate
 from titan_rl.preflight.quantities import gib
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
 GPU_TOKENS = 2**15  # of a microbatch, at most: more keeps a GPU no busier
 SPARE = 0.1  # share of a GPU that stays free when gradients and microbatches are sized by estimate
