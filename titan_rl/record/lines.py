@@ -287,7 +287,7 @@ def list_of(check: Check) -> Check:
 
 
 def fields(counts: str, lists: str = "", **others: Check) -> dict[str, Check]:
-    """Return what is valid of each key: by name those of counts and of lists of counts."""
+    """Return the check of each key. `counts` and `lists` are names of counts and of lists of counts."""
     return others | dict.fromkeys(counts.split(), is_count) | dict.fromkeys(lists.split(), list_of(is_count))
 
 

@@ -115,7 +115,7 @@ class History:
 
     @classmethod
     def of(cls, folder: Path) -> "History":
-        """Read what rules are about, whatever is in the files. Raise OSError if there is no ledger."""
+        """Read a folder, also one with invalid lines. Raise OSError if there is no ledger."""
         history, expected = cls(folder), 0
         for number, line in enumerate(whole_lines(folder / NAME), 1):
             event = decode(line)
@@ -143,7 +143,7 @@ class History:
         return self.starts[-1] if self.starts else Start()
 
     def bounds(self, start: Start) -> Mapping[str, int] | None:
-        """Return the bounds of a start. A ledger of an earlier version has none: config.toml has those of its last
+        """Return the bounds of a start. A ledger of an earlier version has none: config.toml has them of its last
         start, and earlier ones are not known."""
         if start.bounds is None and start is self.start and self.config is not None:
             return bounds_of(self.config)

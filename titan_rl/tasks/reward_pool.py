@@ -48,12 +48,12 @@ LOOK_SECONDS = 0.25
 IMPORT_SECONDS = 300.0
 """Until a rubric must be imported."""
 GRACE_SECONDS = 5.0
-"""Added to the deadline of functions that are called together and have deadlines themselves. Also until the keeper of
-a process that has hung up must have ended."""
+"""Added to the deadline of functions that are called together and have deadlines themselves. Also until the supervisor
+of a process that has hung up must have ended."""
 STACK_SECONDS = 1.0
 """Until a process that is about to be killed must have written its stack."""
 KILL_SECONDS = 10.0
-"""Until a keeper must have ended its worker and all that this started; then it is killed itself."""
+"""Until a supervisor must have ended its worker and all that this started; then it is killed itself."""
 IMPORTS = 3
 """Processes in a row that may fail to import a reward which another one has imported."""
 PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
@@ -180,7 +180,7 @@ class RewardPool:
         self._grow_later()
 
     async def _look(self) -> None:
-        """Settle what processes have judged, and kill those that are late or too large."""
+        """Settle received verdicts, and kill processes that are late or too large."""
         while True:
             due = time.monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
@@ -309,10 +309,10 @@ class RewardProcess:
         self._stack = os.memfd_create("stack")
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = self._resting = 0  # of the worker; bytes of its memory after the last import
-        self._at_once: dict[Rubric, bool] = {}  # of those that are imported
-        self._at = self._doing = ""  # what has a deadline of its own; what else it does
+        self._at_once: dict[Rubric, bool] = {}  # per imported rubric
+        self._at = self._doing = ""  # a call with another deadline; what else it does
         self._seconds, self._due, self._stack_due = 0.0, math.inf, math.inf
-        self._doom, self._hung = "", False  # why it was killed, if it was
+        self._kill_reason, self._hung = "", False  # why it was killed, if it was
 
     async def imported(self, rubric: Rubric) -> bool:
         """Import a rubric unless it is. Return True if it judges answers together. Raise ValueError if it cannot be,
@@ -348,7 +348,7 @@ class RewardProcess:
         A late one writes its stack first."""
         now, self._due = time.monotonic(), self._due + stopped
         if 0 < memory_mb < (found := self.memory // MIB):
-            self._doom = (
+            self._kill_reason = (
                 f"the reward function's process had {found:,} MiB of memory, more than task.reward_memory_mb = "
                 f"{memory_mb:,}, and is killed"
             )
@@ -364,12 +364,12 @@ class RewardProcess:
             "\n"
         ) or now > self._stack_due:
             late = f"{self._at or self._doing} did not return within {self._seconds:g} s{place_in(stack)}"
-            self._doom, self._hung = f"{late} (task.reward_seconds); its process is killed", True
+            self._kill_reason, self._hung = f"{late} (task.reward_seconds); its process is killed", True
             self._kill()
 
     def _kill(self) -> None:
         if self._process is not None:
-            self._process.terminate()  # the keeper kills the worker and all that this started
+            self._process.terminate()  # the supervisor kills the worker and all that this started
 
     # -- on the thread --------------------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class RewardProcess:
         try:
             return self._connection.recv()
         except (EOFError, OSError):
-            raise RewardProcessLost(self._doom or self._death(), at=at, hung=self._hung) from None
+            raise RewardProcessLost(self._kill_reason or self._death(), at=at, hung=self._hung) from None
         except Exception:
             raise RewardProcessLost("the reward process sent what is no answer") from None
         finally:
@@ -433,7 +433,7 @@ class RewardProcess:
         if self._process is not None:
             try:
                 self._process.wait(KILL_SECONDS)
-            except subprocess.TimeoutExpired:  # the keeper was stopped
+            except subprocess.TimeoutExpired:  # the supervisor was stopped
                 self._process.kill()
                 self._process.wait()
         self._connection.close()

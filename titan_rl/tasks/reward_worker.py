@@ -1,17 +1,17 @@
-"""The program of a reward process: a keeper, which forks the worker and ends everything that the worker started.
+"""The program of a reward process: a supervisor, which forks the worker and ends everything that the worker started.
 
     controller ── JudgeRequests ──────────────> worker: imports a rubric's functions, calls them on its main thread
                <── its answers, one by one ────
-               ── SIGTERM, or its death ──> keeper ── SIGKILL ──> worker, then all of its descendants
+               ── SIGTERM, or its death ──> supervisor ── SIGKILL ──> worker, then all of its descendants
                ── SIGUSR2 ─────────────────────────────────────> worker: writes its stack
                <── the worker's exit ─────
 
-    Imported      the rubric is ready    str       what begins now, if it has a deadline of its own
+    Imported      the rubric is ready    str       a call that begins now and has another deadline
     ImportFailed  it will never be       Judged    the verdict about one answer
 
-The keeper is the subreaper of its descendants: one whose parent ends becomes the keeper's own child, in any session and
-group. It imports the standard library only, so that it is small. The worker sends each answer before it begins the next
-one, so the controller knows which answer a worker died on.
+The supervisor is the subreaper of its descendants: one whose parent ends becomes its child, in any session and group.
+It imports the standard library only, so that it is small. The worker sends each answer before it begins the next one,
+so the controller knows which answer a worker died on.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 FORWARDED = {signal.SIGTERM: signal.SIGKILL, signal.SIGUSR2: signal.SIGUSR2}
 AWAITED = {*FORWARDED, signal.SIGCHLD}
-"""Blocked in the keeper: the handler of a signal that comes just before a call that blocks would run after that."""
+"""Blocked in the supervisor: the handler of a signal that comes just before a call that blocks would run after that."""
 
 
 class Imported(NamedTuple):
@@ -70,20 +70,20 @@ def fork_worker(controller: int, workers: Sequence[int]) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.getppid() != controller:
         os._exit(0)
-    keeper = os.getpid()
+    supervisor = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     if worker := os.fork():
         for descriptor in workers:
             os.close(descriptor)
-        _keep(worker)
+        _supervise(worker)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
+    if os.getppid() != supervisor:
         os._exit(0)
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
-def _keep(worker: int) -> NoReturn:
+def _supervise(worker: int) -> NoReturn:
     """Forward signals until the worker ends. Then end all of its descendants, and end as it did."""
     status: int | None = None
     while status is None:
@@ -97,7 +97,7 @@ def _keep(worker: int) -> NoReturn:
         while True:
             for child in _children():
                 os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)  # its children are the keeper's now
+            os.waitpid(-1, 0)  # its children are the supervisor's now
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # one core, the worker's, is enough
