@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from titan_rl.wire.front_door import listener, port_range
+from titan_rl.wire.worker_address import listener, port_range
 
 MEETING = "TITAN_RL_MEETING"  # the file's path
 HOST = "TITAN_RL_HOST"  # name or address by which other hosts reach this one; its worker sets it

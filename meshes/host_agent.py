@@ -31,9 +31,8 @@ import titan_rl
 from titan_rl.actors.meeting import HOST, PORTS
 from titan_rl.meshes.fork_servers import OFF, VARIABLE
 from titan_rl.wire.cores import here, machine, usable_cores
-from titan_rl.wire.front_door import listener, port_range
 from titan_rl.wire.gpus import visible_devices
-from titan_rl.wire.host_holder import RUN, Holder, holder_in
+from titan_rl.wire.worker_address import RUN, Holder, holder_in, listener, port_range
 
 WATCHES = 10  # looks at the clock within orphan_seconds
 NEXT = "next"  # another one, which an agent that waits for the host locks

@@ -12,13 +12,15 @@ import asyncio
 import mmap
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import xxhash
 
 from titan_rl.wire.snapshot import HEAD, WRITING, PartManifest, head
-from titan_rl.wire.together import together
+
+T = TypeVar("T")
 
 BLOCK = 8 << 20  # bytes of one read: 4 to 8 MB measured best over Monarch's TCP fallback
 IN_FLIGHT = 4  # reads of a keeper at a time, over all copies: what bounds the memory of Monarch's messages
@@ -180,3 +182,20 @@ def _digest(block: memoryview) -> bytes:
 
 def _digests(blocks: Sequence[memoryview]) -> tuple[bytes, ...]:
     return tuple(_digest(block) for block in blocks)
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return what the calls return. The first error of one ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def ended(calls: Iterable[Awaitable[object]]) -> None:
+    """Return when all calls have ended; then raise the first error of one."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

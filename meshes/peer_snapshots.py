@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.keepers import KeeperEnd, Keepers, Place
+from titan_rl.meshes.kept_parts import ended, together
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
-from titan_rl.wire.together import ended, together
 from titan_rl.wire.types import PhaseName
 
 SETTLE_SECONDS = 10.0  # that ranks which are alive may still copy, after a mesh was lost: a hung one never ends it

@@ -21,9 +21,16 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import the_only
 from titan_rl.meshes.host_agent import WATCHES, HostAgent, HostFacts, Refusal, own_versions
 from titan_rl.meshes.hosts import Host
-from titan_rl.wire.dial import address_of, refuses_connections, split_address, takes_connections, why_silent
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.front_door import NoDoor, ask_door
+from titan_rl.wire.worker_address import (
+    NoDoor,
+    address_of,
+    ask_door,
+    refuses_connections,
+    split_address,
+    takes_connections,
+    why_silent,
+)
 
 LEAVE_SECONDS = 0.5
 ASK_SECONDS = 0.2  # between two questions at a worker's door

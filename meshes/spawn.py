@@ -71,7 +71,7 @@ async def spawn(
         from contextlib import suppress
         from pathlib import Path
 
-        from titan_rl.wire.streams import outlive_readers
+        from titan_rl.wire.program import outlive_readers
 
         os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the controller only, which then stops the others
         libc = ctypes.CDLL(None)  # signal.signal() is for main threads

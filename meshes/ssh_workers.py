@@ -17,8 +17,8 @@ from pathlib import Path
 
 from titan_rl.config.sections import HostsSection
 from titan_rl.meshes.hosts import POLL_SECONDS, last_lines
-from titan_rl.wire.dial import split_address
 from titan_rl.wire.errors import RunError
+from titan_rl.wire.worker_address import split_address
 
 END_SECONDS = 5.0  # from the end of a worker's input to its end
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import RULES, audit
 from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
 from titan_rl.record.reward_audit import ROLLOUTS, SUSPECT, reward_report
@@ -36,8 +36,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m titan_rl.audit",
         description="Check that a run lost, repeated or reordered no prompt, and that its ledger, rollouts, metrics, "
         "config and checkpoints agree. Nothing is changed, and the run may be active.",
-        epilog="Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
-        "docs/operations.md lists the comparisons, docs/data.md explains --rewards.",
+        epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "
+        "Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
+        "docs/operations.md says what is compared, docs/rewards.md what --rewards looks for.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")

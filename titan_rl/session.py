@@ -23,7 +23,7 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.train.status import Scale, Status
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 
 
 async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -> bool:

@@ -28,11 +28,20 @@ from titan_rl.actors.meeting import HOST, PORTS
 from titan_rl.environment import prepare_environment, socket_folder
 from titan_rl.meshes.fork_servers import KINDS, READY_SECONDS, VARIABLE, ask, serving
 from titan_rl.wire.certificates import certificate_problems, make_certificates
-from titan_rl.wire.dial import address_of, split_address, takes_connections
-from titan_rl.wire.front_door import SECONDS, answer, free_port, open_door, port_range
 from titan_rl.wire.gpus import visible_gpus
-from titan_rl.wire.host_holder import Holder, holder_in
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
+from titan_rl.wire.worker_address import (
+    SECONDS,
+    Holder,
+    address_of,
+    answer,
+    free_port,
+    holder_in,
+    open_door,
+    port_range,
+    split_address,
+    takes_connections,
+)
 
 PR_SET_PDEATHSIG = 1
 SHORTEST_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torchtitan.models.common.attention import VarlenMetadata
 
-from titan_rl.wire.ranges import ranges
+from titan_rl.wire.types import ranges
 
 
 class Gather(NamedTuple):

@@ -23,7 +23,7 @@ from titan_rl.actors.sync.held_shards import coordinates_of, shards_of
 from titan_rl.actors.titan import private, titan_cpu
 from titan_rl.actors.titan.model import overridden_spec, sharded_model, titan_config
 from titan_rl.actors.titan.spec import hf_names
-from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
 from titan_rl.wire.weight_plan import Shard, plan
 
 

@@ -32,9 +32,8 @@ from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of,
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
 from titan_rl.wire import failpoints
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.reports import EngineStats
-from titan_rl.wire.types import Completion, Finish, Request
+from titan_rl.wire.types import Completion, ContextScore, Finish, Request
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,15 +16,15 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import StreamSettings
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.rollout.stream import RolloutStream
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import BUILT_IN
 from titan_rl.tasks.task import load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.seeds import derive
 from titan_rl.wire.sessions import Outcome, Session
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Request, Sampling
 
 GROUPS, GROUP_SIZE = 8, 4  # rollouts of a step

@@ -24,10 +24,10 @@ from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.config.sections import Config, GeneratorSection, WeightSyncSection
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.train.weight_sync import WeightSync as WeightsInTransit
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.reports import SyncStats
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Request, Sampling
 from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import Offer

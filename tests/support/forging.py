@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.audit import main
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME, Ledger, events
 
 Line = dict[str, Any]

@@ -16,9 +16,9 @@ from titan_rl.config.auto import on_device
 from titan_rl.meshes.generator_mesh import POLICY, GeneratorMesh
 from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.manifest import Publication
 from titan_rl.wire.model_shape import shape_of_folder
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Request, Sampling
 from titan_rl.wire.weight_plan import Shard
 

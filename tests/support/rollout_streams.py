@@ -17,14 +17,15 @@ from titan_rl.config.sections import (
     TaskSection,
     TrainingSection,
 )
-from titan_rl.record.history import History, bound_problems
+from titan_rl.record.audit_rules import BOUND_RULES
 from titan_rl.record.ledger import Ledger, bounds_of, events
+from titan_rl.record.run_history import History
 from titan_rl.rollout.sampling import Judge, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Group, Prompt, Request, Rollout, Sampling
 
 
@@ -135,7 +136,7 @@ def begin(rollouts: RolloutStream, step: int, cut: dict[str, Any]) -> None:
 def replayed(folder: Path) -> History:
     """Return what the ledger says, which must contradict neither itself nor the bounds in force."""
     history = History.of(folder)
-    problems = [*history.problems, *bound_problems(history, None)]
+    problems = [*history.problems, *(problem for rule in BOUND_RULES for problem in rule(history))]
     assert problems == [], problems
     return history
 

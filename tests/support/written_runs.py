@@ -28,9 +28,9 @@ from titan_rl.rollout.stream import RolloutStream
 from titan_rl.tasks.prompts import PromptSource
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import StepStats, SyncStats
 from titan_rl.wire.sessions import Driver
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Request, Sampling
 
 TIMES: dict[str, float] = dict.fromkeys(

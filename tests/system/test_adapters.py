@@ -16,7 +16,7 @@ import install
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 
 ROOT = Path(__file__).parents[2]
 LOOKALIKES = "lookalikes"  # in tests/support, which the processes find

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from support.running import Run, Runs
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import SyncStats
+from titan_rl.wire.spans import Clock
 
 DENSE: dict[str, Any] = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 3e-3}
 LAGGING: dict[str, Any] = {"eval__interval": 0, "checkpoint__interval": 100, **DENSE}

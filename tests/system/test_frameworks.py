@@ -11,7 +11,7 @@ import pytest
 from support.chat_folders import chat_folder
 from support.running import Runs
 from support.tiny import tiny_llama
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.text.tokenizer import TextTokenizer
 
 FRAMEWORK = ("smolagents==1.26.0", "openai")

@@ -19,9 +19,9 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.replica import GeneratorPolicy
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.model_shape import shape_of_folder
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Sampling
 
 HANG_SECONDS = 8.0  # starting an engine takes both cores of a small machine for seconds

@@ -20,7 +20,7 @@ from support.outputs import same
 from support.rank_launchers import launched
 from support.running import Runs
 from titan_rl.meshes.fork_servers import OFF, VARIABLE
-from titan_rl.wire.dial import takes_connections
+from titan_rl.wire.worker_address import takes_connections
 
 ALONE = ["unshare", "--kill-child", "--pid", "--fork", "--mount-proc"]
 KEYS: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 
 from support.running import Run, Runs
 from titan_rl.audit import main
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME, Ledger, events
 
 FULL = "full.txt"

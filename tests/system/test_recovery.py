@@ -16,7 +16,7 @@ import pytest
 
 from support.outputs import losses, sampled, shared_memory
 from support.running import Run, Runs
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a mesh of its own
     "task__reward": "dense_reward:digits",

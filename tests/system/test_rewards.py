@@ -5,7 +5,7 @@ from pathlib import Path
 
 from support.hostile_rewards import SUMS
 from support.running import Runs
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import events
 
 

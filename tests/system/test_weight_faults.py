@@ -34,8 +34,8 @@ from titan_rl.preflight.setup import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied
+from titan_rl.wire.spans import Clock
 
 MODEL = c.ModelSection(
     dim=512, n_layers=4, n_heads=8, n_kv_heads=8, hidden_dim=2048

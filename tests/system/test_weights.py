@@ -18,8 +18,8 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.model_shape import ModelShape
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Request, Sample, Sampling
 
 MODEL = c.ModelSection(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=0, hidden_dim=96, vocab_size=128)

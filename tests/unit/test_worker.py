@@ -13,9 +13,8 @@ import pytest
 
 from titan_rl.config.sections import HostsSection
 from titan_rl.meshes.ssh_workers import ssh_workers
-from titan_rl.wire.front_door import free_port
-from titan_rl.wire.host_holder import RUN, Holder, holder_in
 from titan_rl.wire.program import USAGE
+from titan_rl.wire.worker_address import RUN, Holder, free_port, holder_in
 from titan_rl.worker import door_of, main
 
 OTHER = """

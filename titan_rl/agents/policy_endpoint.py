@@ -24,9 +24,8 @@ from titan_rl.agents.openai_endpoint import Answers, Body, OpenAIEndpoint, autho
 from titan_rl.agents.play import Sampled
 from titan_rl.text.template import Message
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, Generates, Prompt, Request, Sampling
+from titan_rl.wire.types import Completion, ContextScore, Generates, Prompt, Request, Sampling
 
 MOST_ANSWERS = 4096  # to one request
 MOST_STOPS = 16

@@ -20,8 +20,7 @@ from titan_rl.batch import prefixes
 from titan_rl.batch.prefixes import Layout
 from titan_rl.config.sections import Aggregation
 from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.ranges import ranges
-from titan_rl.wire.types import Batch, Column, Rows, Sample
+from titan_rl.wire.types import Batch, Column, Rows, Sample, ranges
 
 ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisible by the usual TP degrees
 

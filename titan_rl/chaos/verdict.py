@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.chaos.subject import ChaosRun
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.summary import known_lines
 
 SHARED = Path("/dev/shm")

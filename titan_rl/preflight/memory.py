@@ -14,12 +14,8 @@ from types import MappingProxyType
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
-from titan_rl.preflight.shapes import role_shapes
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
-from titan_rl.wire.snapshot import peer_of, snapshot_bytes
-from titan_rl.wire.weight_source import SLOTS
+from titan_rl.preflight.quantities import GIB, count, gib, size
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
 GIB = 2**30
 CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process

@@ -14,9 +14,8 @@ from titan_rl.preflight.checks.machine import check_gpu_memory, check_host_memor
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.refusal import refuse
-from titan_rl.preflight.shapes import role_shapes
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+from titan_rl.preflight.setup import Setup
+from titan_rl.wire.model_shape import MeshQuestion, ModelShape, ShardedModel
 from titan_rl.wire.vllm_params import pieces
 
 SECONDS = 300.0  # measured: 10 for 8B over 8 ranks, 30 for 70B over 64

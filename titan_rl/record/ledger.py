@@ -32,11 +32,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from titan_rl.config.sections import Config
-from titan_rl.record.lines import LineFile, SelfClosing, encode, whole_lines
-from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
+from titan_rl.record.lines import (
+    LineFile,
+    SelfClosing,
+    encode,
+    fields,
+    is_count,
+    is_number,
+    is_text,
+    list_of,
+    whole_lines,
+)
+from titan_rl.wire.types import Completion, Group, Rollout, Status, extremes, uniform
 
 NAME = "ledger.jsonl"
 BOUNDS = (
@@ -207,3 +217,31 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return None
     numbered = isinstance(event, dict) and type(event.get("n")) is int and isinstance(event.get("event"), str)
     return event if numbered else None
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
+def _is_bounds(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        type(value.get(key)) in (int, bool) and is_count(int(value[key])) for key in BOUNDS
+    )
+
+
+EVENTS = {
+    "begun": fields("step next", "open"),
+    "admitted": fields("prompt turn attempt"),
+    "sampled": fields("prompt", "versions tokens"),
+    "turn": fields("prompt sample attempt turn tokens digest", "read"),
+    "scored": fields("prompt", rewards=list_of(_is_reward)),
+    "failed": fields("prompt attempt", error=is_text),
+    "dropped": fields("prompt tokens", reason=is_text),
+    "trained": fields("step", "prompts"),
+    "logged": fields("step metrics rollouts"),
+    "saved": fields("step"),
+}
+"""The fields of each event of the ledger, and what is a valid value of each."""
+OPTIONAL = fields("attempt config bad_rows", "digests attempts", time=is_number, bounds=_is_bounds) | {
+    "statuses": list_of(lambda value: value in get_args(Status))
+}

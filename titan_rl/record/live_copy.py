@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titan_rl.record.comparisons import METRICS, ROLLOUTS
 from titan_rl.record.ledger import NAME, decode
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_history import METRICS, ROLLOUTS
 from titan_rl.record.run_lock import in_use
 
 

@@ -21,8 +21,8 @@ from titan_rl.record.metrics import AFTER, ages_of, fit_metrics, step_metrics, s
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 from titan_rl.record.terminal import Progress, Terminal
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
 
 SAMPLES_SHOWN = 3

@@ -1,4 +1,4 @@
-"""Judges a group's rollouts by a reward model on its mesh. Reward functions: tasks/reward_thread.py."""
+"""Judges a group's rollouts by a reward model on its mesh. Reward functions: tasks/judging.py."""
 
 import math
 from collections.abc import Sequence

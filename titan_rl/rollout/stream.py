@@ -9,9 +9,8 @@ from typing import Any
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import GroupSampler, Judge, StreamSettings, Unjudged
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import Backlog
-from titan_rl.wire.spans import span
+from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import Decode, Generates, Group
 
 FLAT = "flat"

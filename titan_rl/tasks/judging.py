@@ -5,12 +5,11 @@ any other reward          in task.reward_workers processes, or on one thread of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from titan_rl.config.sections import Config, TaskSection
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, answer_of
-from titan_rl.tasks.reward_thread import SideThread, by_rule
-from titan_rl.tasks.rewards import BUILT_IN
+from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, SideThread, answer_of
+from titan_rl.tasks.rewards import BUILT_IN, Messages
 from titan_rl.tasks.rubric import RewardUnusable, Rubric, Scorer
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout
@@ -90,5 +89,22 @@ def on_thread(rubric: Rubric, seconds: float | None, thread: SideThread, attempt
         except TimeoutError:
             scorer = None  # its thread is still in it
             raise
+
+    return judge
+
+
+def by_rule(
+    reward: Callable[[Prompt, str, Messages], float], seconds: float | None = None, thread: SideThread | None = None
+) -> Callable[[Prompt, Sequence[Rollout]], Awaitable[Sequence[float]]]:
+    """Judge by a reward function. A user's function runs on `thread`, or on another one, for at most `seconds` per
+    call, which is a group in training and an answer in an evaluation (None: no limit). Built-in functions return at
+    once and run in the event loop."""
+    side = None if reward in BUILT_IN.values() else thread or SideThread()
+
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
+        def rewards() -> list[float]:
+            return [reward(prompt, rollout.text, rollout.messages) for rollout in rollouts]
+
+        return rewards() if side is None else await side.run(rewards, seconds)
 
     return judge

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_rl.tasks.reward_shapes import Component, ComponentScore, component
 from titan_rl.tasks.rewards import BUILT_IN, Answered, number
@@ -50,6 +50,17 @@ class Rubric:
         short = [name.rpartition(":")[2] for name, _ in self.parts]
         counts = Counter([*short, GRADER])
         return [own if counts[own] == 1 else name for own, (name, _) in zip(short, self.parts, strict=True)]
+
+
+class JudgeRequest(NamedTuple):
+    """Answers of one group to judge in another process. Without a prompt: only import the rubric."""
+
+    rubric: Rubric
+    prompt: Prompt | None = None
+    answers: Sequence[Answered] = ()
+    rows: Sequence[int] = ()  # of the answers, those to judge
+    ungraded: Sequence[int] = ()  # of these, those that the grader has failed on
+    seconds: float | None = None
 
 
 class RewardUnusable(RunError):

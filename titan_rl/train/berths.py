@@ -30,10 +30,9 @@ from titan_rl.preflight.placement import (
 from titan_rl.preflight.plan import Setup
 from titan_rl.wire.certificates import certified_name
 from titan_rl.wire.cores import usable_cores
-from titan_rl.wire.dial import address_of, route_to, split_address
 from titan_rl.wire.errors import RunError
-from titan_rl.wire.front_door import free_port, port_range
 from titan_rl.wire.gpus import PLANNED, visible_devices
+from titan_rl.wire.worker_address import address_of, free_port, port_range, route_to, split_address
 
 
 class Berths:

@@ -13,7 +13,7 @@ from titan_rl.train.bring_up import Meshes
 from titan_rl.train.regrowth import Regrowth
 from titan_rl.train.stop import Stop
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 
 
 @dataclass(frozen=True, slots=True)

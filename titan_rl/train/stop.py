@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from titan_rl.control.server import RequestRefused
 from titan_rl.record.terminal import Terminal
-from titan_rl.wire.clock import Clock
-from titan_rl.wire.spans import span
+from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import PhaseName
 
 T = TypeVar("T")

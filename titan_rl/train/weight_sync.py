@@ -23,14 +23,12 @@ from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import REFUSED
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import Replica
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
-from titan_rl.wire.manifest import Manifest, Publication
+from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.pickled_once import PickledOnce
 from titan_rl.wire.reports import SyncStats
-from titan_rl.wire.spans import span
+from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import WeightPlan, plan
 from titan_rl.wire.weight_source import Source

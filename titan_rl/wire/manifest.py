@@ -7,15 +7,18 @@ Checksums have 64 bits: XXH3 on a host; on a GPU, where its serial steps would b
 (kernels/block_hash.py). They detect accidents, not adversaries. Pure, as the plan is.
 """
 
+import pickle
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import xxhash
 
-from titan_rl.wire.pickled_once import PickledOnce
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import HashKind
+
+T = TypeVar("T")
 
 checksum = xxhash.xxh3_64_intdigest
 """13 GB/s on one core where memcpy reaches 10; it releases the GIL meanwhile."""
@@ -52,6 +55,20 @@ class Manifest:
     @property
     def intact(self) -> bool:
         return self.digest == _digest(self.version, self.serial, self.slot, self.layout, self.checksums)
+
+
+class PickledOnce(list[T]):
+    """A list that is sent to many processes and pickled for the first of them only: every replica reads from every
+    trainer rank, and gets the same lists. Do not change it, or what it contains. It arrives as a plain list."""
+
+    def __init__(self, values: Iterable[T]) -> None:
+        super().__init__(values)
+        self._pickled: bytes | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._pickled is None:
+            self._pickled = pickle.dumps(list(self), protocol=pickle.HIGHEST_PROTOCOL)
+        return pickle.loads, (self._pickled,)
 
 
 @dataclass(frozen=True, slots=True)

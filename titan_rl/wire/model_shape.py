@@ -2,14 +2,16 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titan_rl.config.choices import Family
+from titan_rl.config.sections import Config, ParallelismSection
 from titan_rl.wire.hf_config import experts_of, rope_of, scaling_of, unsupported
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, Head
+from titan_rl.wire.weight_plan import Piece
 
 HF_LM_HEAD = "lm_head.weight"
 HF_VALUE_HEAD = "score.weight"  # its name in transformers' *ForSequenceClassification
@@ -192,3 +194,24 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
         raise ValueError(f"{key}: expected a usable {path}, found JSON that is nested too deeply") from error
     except (AttributeError, LookupError, OSError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{key}: expected a usable {path}, found {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """Numbers of parameters on the fullest rank of a mesh, and how many of them FSDP2 gathers at once."""
+
+    held: int  # its own shards
+    whole: int  # all groups gathered: what tensor parallelism leaves
+    block: int  # the largest transformer block gathered
+    last: int  # the group of the head gathered
+    sent: Sequence[Sequence[int]] = ()  # by rank and reader: what a weight sync moves; empty without readers
+
+
+@dataclass(frozen=True, slots=True)
+class MeshQuestion:
+    """What has to be known to cut a model: `config` without "auto", and who reads the weights."""
+
+    config: Config
+    shape: ModelShape
+    parallelism: ParallelismSection
+    readers: Sequence[Sequence[Piece]] = ()

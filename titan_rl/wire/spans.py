@@ -9,8 +9,9 @@ Spans are measured on the host: a GPU may still run kernels launched in an earli
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 Value = int | float | str
@@ -126,3 +127,26 @@ class Stretch:
 
 span = Recorder()
 """This process's recorder."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self._lap_began = time.perf_counter()
+        self._lap: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            with span(name):
+                yield
+        finally:
+            self._lap[name] += time.perf_counter() - began
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds by name since the last lap, and the whole lap as "wall"."""
+        now = time.perf_counter()
+        lap = {**self._lap, "wall": now - self._lap_began}
+        self._lap_began = now
+        self._lap.clear()
+        return lap

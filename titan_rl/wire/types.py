@@ -11,13 +11,11 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.kept_sets import KeptSets
-from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
@@ -34,8 +32,30 @@ Column = Literal[
     "return",
 ]
 
+Status = Literal[  # why a rollout ended
+    "completed",
+    "max_turns",
+    "max_tokens",  # of the whole rollout
+    "context_overflow",  # the next turn's context leaves no room to sample
+    "parse_error",  # the driver could not read the policy's answer
+    "tool_error",
+    "timeout",  # the rollout's own deadline passed
+    "error",  # the user's code raised
+    "lost",  # its process died, on every attempt
+]
+FAILED: frozenset[Status] = frozenset(("timeout", "error", "lost"))
+"""Endings that say nothing about the policy: such a rollout has no reward, and is not trained on."""
+
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """Bin edges of the histogram of importance ratios."""
+
+
+class ContextScore(NamedTuple):
+    """What an engine says about a token that it read."""
+
+    logprob: float  # at temperature 1, of the whole distribution
+    best: int
+    best_logprob: float
 
 
 Demonstration = Sequence[tuple[str, str | list[dict[str, Any]]]]
@@ -323,3 +343,8 @@ class Batch:
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
     sequences: int  # sequences with a trained token over all dp rows, at least 1
     unshared: int = 0  # places that these microbatches would have if samples shared none
+
+
+def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return begins[0], begins[0] + 1, ..., lengths[0] numbers, then those of the next."""
+    return np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())

@@ -13,9 +13,8 @@ import pytest
 from support.agent_rollouts import USER, Client, chatting, writing
 from titan_rl.agents.conversation import Renderer
 from titan_rl.agents.policy_endpoint import PolicyEndpoint, first_part
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.errors import RequestRefused
-from titan_rl.wire.types import Completion, Request, Sampling
+from titan_rl.wire.types import Completion, ContextScore, Request, Sampling
 
 KEY = "sk-test"
 

@@ -15,8 +15,7 @@ from monarch.actor import HostMesh
 from titan_rl.meshes import deaths, remote_host
 from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
 from titan_rl.meshes.remote_host import Joined, Joining, Remote, _while_served, mismatch
-from titan_rl.wire.dial import address_of
-from titan_rl.wire.front_door import answer
+from titan_rl.wire.worker_address import address_of, answer
 
 FACTS = HostFacts(
     own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1", 1

@@ -12,7 +12,7 @@ from titan_rl.config.toml import find, load
 from titan_rl.preflight.memory import FRAGMENTED, GIB, HostLoad, by_formula, host_loads, needs, on_gpus
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.preflight.sharding import CannotShard, ask_titan, questions
-from titan_rl.wire.sharded_model import MeshQuestion, ShardedModel
+from titan_rl.wire.model_shape import MeshQuestion, ShardedModel
 
 TINY = shape_of(ModelSection())
 USUAL = on_device(Config(), "cpu")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.written_runs import WrittenRun, config
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME
 
 pytestmark = pytest.mark.usefixtures("fast_disk")

@@ -9,7 +9,7 @@ import pytest
 from support.forging import Change, Line, every, found_in, ledger, metrics, of, rollouts
 from support.turn_drivers import TOOL, Forking
 from support.written_runs import WrittenRun, config
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import events
 from titan_rl.wire.sessions import DriverLost, Outcome, Session
 

@@ -19,7 +19,7 @@ import pytest
 
 from support.written_runs import WrittenRun, config
 from titan_rl.config.sections import Config, FaultSection, MetricsSection
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.ledger import NAME, Ledger
 from titan_rl.record.lines import LineFile, Unwritable, whole_lines

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.config.sections import Config, RolloutSection, TrainingSection
-from titan_rl.record.history import bound_problems
+from titan_rl.record.audit_rules import BOUND_RULES
 from titan_rl.record.ledger import NAME, Damaged, Ledger, bounds_of, digest, events
 from titan_rl.record.lines import LineFile, superseded
-from titan_rl.record.replay import History
+from titan_rl.record.run_history import History
 from titan_rl.wire.types import Branch, Completion, Group, Prompt, Rollout, Turn
 
 COMPLETION = Completion([5, 6], [-0.5, -0.25], [0, 0], "stop")
@@ -129,10 +129,10 @@ def test_a_run_that_goes_back_within_its_process_is_replayed_as_one_that_resumes
         ledger.admitted(6, 4)
     history = History.of(tmp_path)
     assert history.problems == []
-    assert list(bound_problems(history, None)) == [
+    assert [problem for rule in BOUND_RULES for problem in rule(history)] == [
         "prompt 6 was neither trained on nor dropped, and the run is finished"
     ]
-    assert (len(history.lives), history.begun, list(history.steps)) == (7, 3, [1, 2, 3])
+    assert (len(history.lives), len(history.starts), list(history.steps)) == (7, 3, [1, 2, 3])
     attempts = [(event["prompt"], event["attempt"]) for event in events(tmp_path) if event["event"] == "admitted"]
     assert attempts[4:] == [(2, 2), (3, 2), (4, 1), (5, 1), (2, 3), (3, 3), (4, 2), (5, 2), (6, 1)]
     with Ledger(tmp_path) as ledger:  # another process counts on
@@ -155,7 +155,7 @@ def test_a_failed_group_is_no_problem_and_its_attempts_are_counted(tmp_path: Pat
         lived(ledger, 2, 3, step=2)
     history = History.of(tmp_path)
     assert history.problems == []
-    assert list(bound_problems(history, None)) == ["step 1 trained on 1 prompts, expected 2"]
+    assert [problem for rule in BOUND_RULES for problem in rule(history)] == ["step 1 trained on 1 prompts, expected 2"]
 
 
 @pytest.mark.parametrize(

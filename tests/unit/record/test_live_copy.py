@@ -6,9 +6,9 @@ import pytest
 
 from support.written_runs import WrittenRun, config
 from titan_rl.audit import main
-from titan_rl.record.comparisons import METRICS, ROLLOUTS
 from titan_rl.record.ledger import NAME
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_history import METRICS, ROLLOUTS
 from titan_rl.record.run_lock import RunLock
 
 STEPS = 4

@@ -28,7 +28,7 @@ from support.forging import (
 from support.written_runs import WrittenRun, config
 from titan_rl.config.sections import RolloutSection
 from titan_rl.config.toml import load, to_toml
-from titan_rl.record.history import audit
+from titan_rl.record.audit_rules import audit
 from titan_rl.record.ledger import NAME
 
 

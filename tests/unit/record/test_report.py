@@ -16,8 +16,8 @@ from titan_rl.record.lines import LineFile, Unwritable, whole_lines
 from titan_rl.record.report import Report
 from titan_rl.record.run_log import RunLog, checksum
 from titan_rl.record.terminal import Terminal
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.reports import Backlog, StepStats, SyncStats
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Group
 
 GAPS = {"logprob_gap/mean": 0.0, "logprob_gap/max": 0.0, "logprob_gap/mult": 1.0}

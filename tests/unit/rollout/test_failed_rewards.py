@@ -17,8 +17,8 @@ from support.rollout_streams import Echo, Failing, begin, ids, source, stream, t
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.metrics import ages_of
 from titan_rl.rollout.sampling import RewardFailed
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.prompts import PromptSource
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankFailed
 from titan_rl.wire.types import Completion, Prompt, Request, Rollout

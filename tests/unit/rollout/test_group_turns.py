@@ -17,8 +17,8 @@ from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import RolloutsFailed, StreamSettings
 from titan_rl.rollout.stream import RolloutStream
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.sessions import Driver, Outcome, Session
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Generates, Group, Judgement, Prompt, Rollout, Sampling
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from titan_rl.batch.packing import pack, unpack
 from titan_rl.config.sections import Config
 from titan_rl.rollout.judges import by_model, ranks_right, scores_of
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.prompts import to_judge
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Batch, Branch, Completion, Judgement, Prompt, Rollout, Turn
 

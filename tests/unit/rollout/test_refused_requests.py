@@ -11,9 +11,9 @@ from titan_rl.config.sections import RolloutSection
 from titan_rl.record.metrics import step_metrics, step_times
 from titan_rl.rollout.sampling import RewardFailed, SamplingFailed
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RequestRefused
 from titan_rl.wire.reports import StepStats, SyncStats
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Completion, Request
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from support.rollout_streams import Echo, begin, ids, replayed, source, stream, told
-from titan_rl.record.history import History
 from titan_rl.record.ledger import NAME, decode, events
 from titan_rl.record.metrics import _part_metrics
+from titan_rl.record.run_history import History
 from titan_rl.record.run_log import rollout_lines
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.text.tokenizer import TextTokenizer

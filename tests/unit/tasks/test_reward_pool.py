@@ -17,10 +17,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from titan_rl.tasks.reward_pool import PoolLimits, RewardPool
-from titan_rl.tasks.reward_process import RewardProcess
-from titan_rl.tasks.reward_worker import JudgeRequest
-from titan_rl.tasks.rubric import GRADER, RewardUnusable, Rubric
+from titan_rl.tasks.reward_pool import PoolLimits, RewardPool, RewardProcess
+from titan_rl.tasks.rubric import GRADER, JudgeRequest, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 T = TypeVar("T")
@@ -283,6 +281,17 @@ def test_a_process_that_is_being_started_when_the_pool_closes_does_not_outlive_i
 
     for _ in range(5):
         pooled(PoolLimits(8, 60), body)
+
+
+def test_a_chunk_of_fast_answers_has_a_verdict_for_each_and_the_one_that_dies_is_named() -> None:
+    async def body(pool: RewardPool) -> list[Judgement]:
+        await judge(pool, ["ok 1"] * 8)
+        return await judge(pool, [*[f"ok {k % 10}" for k in range(200)], "exit", "ok 5"])
+
+    found = pooled(PoolLimits(1, 60), body)
+    assert [verdict.reward for verdict in found[:200]] == [k % 10 for k in range(200)]
+    assert "exit code 3" in found[200].error
+    assert found[201].reward == 5
 
 
 def test_reward_processes_die_with_a_killed_controller() -> None:

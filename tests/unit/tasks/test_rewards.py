@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.reward_shapes import component
-from titan_rl.tasks.reward_thread import by_rule
 from titan_rl.tasks.rewards import Answered, Messages, Reward
 from titan_rl.wire.types import Prompt, Rollout
 

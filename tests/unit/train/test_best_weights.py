@@ -14,8 +14,8 @@ from titan_rl.preflight.plan import prepare
 from titan_rl.record.checkpoints import METADATA, Checkpoints
 from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.train.best_weights import MEASURED, BestWeights, kept_in
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
+from titan_rl.wire.spans import Clock
 
 
 class Trainers:

@@ -20,8 +20,8 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import sound_resume
 from titan_rl.train.learner import Learner
 from titan_rl.wire.checkpoint_sums import SummedFile, write_sums
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankFailed, RunError
+from titan_rl.wire.spans import Clock
 
 Outcome = Literal["good", "fails", "killed", "resumed"]
 WRITES = 4  # of one rank's save

@@ -17,10 +17,10 @@ from titan_rl.train.health import Ruined
 from titan_rl.train.regrowth import Regrow
 from titan_rl.train.step_loop import StepDone, StepLoop
 from titan_rl.train.stop import Stop
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
+from titan_rl.wire.spans import Clock
 
 STATS = StepStats(loss=0.0, grad_norm=1.0, lr=1e-3, tokens=8, seconds=1.0)
 IN_MEMORY = Resume(3, None, Snapshot("rl", 3, "{}", 1, {}))

@@ -14,11 +14,11 @@ import pytest
 from titan_rl.control.server import RequestRefused
 from titan_rl.record.terminal import Terminal
 from titan_rl.train.stop import Stop
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 
 PROGRAM = """
 import asyncio, sys
-from titan_rl.wire.clock import Clock
+from titan_rl.wire.spans import Clock
 from titan_rl.train.stop import Stop
 from titan_rl.record.terminal import Terminal
 

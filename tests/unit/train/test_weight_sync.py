@@ -12,9 +12,9 @@ from titan_rl.config import sections as c
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.replica import Replica
 from titan_rl.train.weight_sync import WeightSync
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed
 from titan_rl.wire.manifest import Publication
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.weight_plan import Shard
 from titan_rl.wire.weight_source import Connection
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.wire.certificates import certificate_problems, certified_name, make_certificates
-from titan_rl.wire.dial import split_address, takes_connections, why_silent
+from titan_rl.wire.worker_address import split_address, takes_connections, why_silent
 from titan_rl.worker import refusals
 
 

@@ -9,8 +9,17 @@ import time
 
 import pytest
 
-from titan_rl.wire.dial import address_of, split_address
-from titan_rl.wire.front_door import NoDoor, answer, ask_door, free_port, listener, open_door, port_range
+from titan_rl.wire.worker_address import (
+    NoDoor,
+    address_of,
+    answer,
+    ask_door,
+    free_port,
+    listener,
+    open_door,
+    port_range,
+    split_address,
+)
 
 
 def test_a_door_tells_where_its_worker_serves_now() -> None:

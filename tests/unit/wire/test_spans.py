@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan_rl.wire.clock import Clock
-from titan_rl.wire.spans import Recorder, Stretch, span
+from titan_rl.wire.spans import Clock, Recorder, Stretch, span
 
 
 def test_a_span_says_what_when_how_long_and_where() -> None:

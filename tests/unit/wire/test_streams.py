@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import logging, sys, warnings
-from titan_rl.wire.streams import outlive_readers
+from titan_rl.wire.program import outlive_readers
 
 outlive_readers()
 from titan_rl.record.terminal import Terminal

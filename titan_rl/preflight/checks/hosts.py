@@ -14,8 +14,7 @@ from titan_rl.config.toml import as_toml
 from titan_rl.preflight.placement import Unplaceable, numbers, place, slots_per_host
 from titan_rl.preflight.refusal import problem
 from titan_rl.wire.certificates import CERT, certificate_problems
-from titan_rl.wire.dial import split_address
-from titan_rl.wire.front_door import port_range
+from titan_rl.wire.worker_address import port_range, split_address
 
 MOUNT = re.compile(r"(/[^:,]*|(pvc|secret)/[a-z0-9.-]+):/[^:,]*(:ro)?")
 MOST_PROCESSES = 64  # hosts on one machine

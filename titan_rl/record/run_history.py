@@ -1,16 +1,24 @@
-"""Replays a run's ledger: the life of every prompt, the steps and the starts, and what contradicts itself in them."""
+"""Reads a run's folder: replays the ledger into the life of every prompt, the steps and the starts, and notes what
+contradicts itself in it."""
 
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_rl.record.event_fields import FIELDS, OPTIONAL
-from titan_rl.record.ledger import NAME, decode
-from titan_rl.record.lines import whole_lines
-from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.config.sections import Config
+from titan_rl.config.toml import ConfigError, load
+from titan_rl.record.ledger import EVENTS, NAME, OPTIONAL, bounds_of, decode
+from titan_rl.record.lines import fields, invalid, is_text, objects, whole_lines
+from titan_rl.wire.types import FAILED
+
+METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+SKIPPED = 1000  # skipped prompts that are named one by one
+
+METRIC = fields("step", kind=is_text)
 
 
 @dataclass(slots=True)
@@ -86,13 +94,17 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class History:
-    """The lives of all prompts, and the contradictions found while replaying the ledger."""
+    """What a run's folder says: the lives of all prompts, and the contradictions found while replaying the ledger."""
 
+    folder: Path = Path()
+    config: Config | None = None
+    unread: str = ""  # why config.toml cannot be read
     lives: dict[int, Life] = field(default_factory=dict)
     steps: dict[int, TrainedStep] = field(default_factory=dict)  # in order, without those that the run undid
     starts: list[Start] = field(default_factory=list)
     last: int = 0  # step
-    cut: float = math.inf  # the other files may lack later steps: a process that is not in the ledger removed them
+    cut: float = math.inf  # the other files may lack later steps: a process that is not in the ledger yet, or was
+    # killed before it was, has written config.toml and removed them
     reached: int = 0  # the highest step of all, with those that the run undid
     saved: set[int] = field(default_factory=set)  # every step that a checkpoint was begun for
     problems: list[str] = field(default_factory=list)
@@ -103,8 +115,8 @@ class History:
 
     @classmethod
     def of(cls, folder: Path) -> "History":
-        """Replay a ledger, whatever is in it."""
-        history, expected = cls(), 0
+        """Read a folder, also one with invalid lines. Raise OSError if there is no ledger."""
+        history, expected = cls(folder), 0
         for number, line in enumerate(whole_lines(folder / NAME), 1):
             event = decode(line)
             if event is None:
@@ -115,27 +127,43 @@ class History:
                 history._say_at(number, f"expected event {expected}, found event {event['n']}: lines are missing")
             expected = event["n"] + 1
             history.read(event, number)
+        try:
+            history.config = load(folder / "config.toml")
+        except (ConfigError, OSError, ValueError) as error:
+            history.unread = str(error)
+        with suppress(OSError):
+            for _, _, line in objects(folder / METRICS, METRIC):
+                if isinstance(line, dict) and line["kind"] == "startup":
+                    later = isinstance(time := line.get("time"), float) and time > history.start.time
+                    history.cut = line["step"] if later else math.inf
         return history
-
-    @property
-    def begun(self) -> int:
-        return len(self.starts)
 
     @property
     def start(self) -> Start:
         return self.starts[-1] if self.starts else Start()
 
+    def bounds(self, start: Start) -> Mapping[str, int] | None:
+        """Return the bounds of a start. A ledger of an earlier version has none: config.toml has them of its last
+        start, and earlier ones are not known."""
+        if start.bounds is None and start is self.start and self.config is not None:
+            return bounds_of(self.config)
+        return start.bounds
+
+    def written(self, step: int) -> bool:
+        """Return True if the ledger proves that the other files have the step: a process can end between the two."""
+        trained = self.steps.get(step)
+        if trained is None or step > self.cut:
+            return False
+        return step < self.last or trained.saved or trained.logged is not None
+
     def read(self, event: dict[str, Any], number: int | None = None) -> None:
         """Replay the event of the ledger's line `number`."""
         kind = event["event"]
         self._at = f"{NAME}, line {number or event['n'] + 1} ({kind})"
-        if kind not in FIELDS:
-            self._say(f"unknown event, expected one of {', '.join(FIELDS)}")
-            return
-        wrong = [key for key, valid in FIELDS[kind].items() if not valid(event.get(key))]
-        wrong += [key for key, valid in OPTIONAL.items() if key in event and not valid(event[key])]
-        if wrong:
-            self._say(f"expected a valid {wrong[0]}, found {str(event.get(wrong[0], 'none'))[:80]}")
+        if kind not in EVENTS:
+            self._say(f"unknown event, expected one of {', '.join(EVENTS)}")
+        elif wrong := invalid(event, EVENTS[kind], OPTIONAL):
+            self._say(wrong)
         elif kind in ("begun", "admitted", "trained", "logged", "saved"):
             getattr(self, f"_{kind}")(event)
         else:
@@ -316,6 +344,3 @@ class History:
 
     def _say_at(self, number: int, what: str) -> None:
         self.problems.append(f"{NAME}, line {number}: {what}")
-
-
-SKIPPED = 1000  # skipped prompts that are named one by one
