@@ -45,11 +45,11 @@ class DocumentSDPA(VarlenAttention):
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
         outputs = list[torch.Tensor]()
-        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.count * each.length for each in masks.classes])
-        keys = [each.count * each.keys for each in masks.classes]
+        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.segments * each.length for each in masks.classes])
+        keys = [each.segments * each.keys for each in masks.classes]
         parts_k, parts_v = (masks.keys(x.flatten(0, 1)).split(keys) for x in (k_BLNH, v_BLNH))
         for each, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
-            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.count, -1)).transpose(1, 2) for x in qkv)
+            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.segments, -1)).transpose(1, 2) for x in qkv)
             mask = seen_by(each, self.window_size[0], q_BLNH.device)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa

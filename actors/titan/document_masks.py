@@ -56,7 +56,7 @@ class SharedMetadata(NamedTuple):
 class SegmentClass(NamedTuple):
     """Segments of one shape, which are attended to together."""
 
-    count: int
+    segments: int
     length: int  # of each segment
     prefix: int
 

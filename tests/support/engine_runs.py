@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from support.forked_programs import output_of
-from titan_rl.actors.vllm.engine import Engine, SampleId
+from titan_rl.actors.vllm.engine import Engine
 from titan_rl.wire.types import Completion, Request
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from support.fake_kubernetes import FakeKubernetes
 from support.fake_slurm import FakeSlurm, wait_until
 from support.outputs import same
-from support.running import SMALL, WHOLE, Run
+from support.running import SMALL, WHOLE, Run, RunFiles
 from titan_rl.record.audit_rules import audit
 
 

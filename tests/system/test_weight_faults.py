@@ -30,7 +30,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.replica import GeneratorPolicy
-from titan_rl.preflight.setup import write_model_folder
+from titan_rl.preflight.plan import write_model_folder
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.record.incidents import Incidents
 from titan_rl.train.weight_sync import WeightSync

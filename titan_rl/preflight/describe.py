@@ -16,7 +16,7 @@ from titan_rl.preflight.tables import after_loss, host_rows, memory_tables
 from titan_rl.record.plan_view import MeshRow, RunPlan
 from titan_rl.text.inspection import inspect_template, verdict
 from titan_rl.wire.cores import usable_cores
-from titan_rl.wire.model_shape import ModelShape, ShardedModel
+from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
 
 

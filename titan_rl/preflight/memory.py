@@ -2,7 +2,8 @@
 
 Weights, optimizer states, caches and activations follow from the shapes: tests/unit/preflight/test_device_memory.py
 counts the activations in TorchTitan's own blocks. CONTEXT and FRAGMENTED are what a trainer rank took on an H200
-(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements.
+(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements. docs/gpu.md
+has the formulas.
 """
 
 import math
@@ -14,8 +15,11 @@ from types import MappingProxyType
 from titan_rl.batch.prefixes import MOST_TARGETS
 from titan_rl.config.auto import resolved
 from titan_rl.config.sections import BYTES, Config, ParallelismSection
-from titan_rl.preflight.quantities import GIB, count, gib, size
+from titan_rl.preflight.placement import Unplaceable, place, slots_per_host
+from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import ModelShape, ShardedModel
+from titan_rl.wire.snapshot import peer_of, snapshot_bytes
+from titan_rl.wire.weight_source import SLOTS
 
 GIB = 2**30
 CONTEXT = 5 * GIB // 4  # CUDA's context with the loaded kernels and libraries, in every process

@@ -14,7 +14,7 @@ from titan_rl.preflight.checks.machine import check_gpu_memory, check_host_memor
 from titan_rl.preflight.placement import gpus_of_hosts
 from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.refusal import refuse
-from titan_rl.preflight.setup import Setup
+from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import MeshQuestion, ModelShape, ShardedModel
 from titan_rl.wire.vllm_params import pieces
 

@@ -60,5 +60,5 @@ def test_classes_are_segments_one_by_one(segments_G4: np.ndarray, window: int) -
     for a, b in zip(gradients, torch.autograd.grad((theirs * weights).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
-    assert sum(each.count for each in masks.classes) == len(segments_G4)
+    assert sum(each.segments for each in masks.classes) == len(segments_G4)
     assert len({each[1:] for each in masks.classes}) == len(masks.classes)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,39 +138,45 @@ def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None
     asyncio.run(body())
 
 
-async def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
+def test_a_replica_that_still_imports_is_not_hung(tmp_path: Path) -> None:
     """Until it serves its first weights, its calls have the start-up deadline; then the deadline of a hang applies."""
 
-    engines = [FakeEngine()]
-    mesh = fake_mesh(engines, tmp_path, init_seconds=30, hang_seconds=0.1)
-    await mesh.start()
-    mesh.tend(lambda _: asyncio.sleep(0), lambda _: None)
-    engines[0].steps.clear()
-    await asyncio.sleep(0.5)
-    assert mesh.replicas[0].error is None
-    engines[0].steps.set()
-    await mesh.pull(0)
-    await asyncio.sleep(0.2)  # the call that was made before is answered
-    assert mesh.replicas[0].error is None
-    replica = mesh.replicas[0]
-    engines[0].steps.clear()
-    await asyncio.sleep(0.5)
-    assert "generator0[tp=0].take did not answer within" in str(replica.error)
+    async def body() -> None:
+        engines = [FakeEngine()]
+        mesh = fake_mesh(engines, tmp_path, init_seconds=30, hang_seconds=0.1)
+        await mesh.start()
+        mesh.tend(lambda _: asyncio.sleep(0), lambda _: None)
+        engines[0].steps.clear()
+        await asyncio.sleep(0.5)
+        assert mesh.replicas[0].error is None
+        engines[0].steps.set()
+        await mesh.pull(0)
+        await asyncio.sleep(0.2)  # the call that was made before is answered
+        assert mesh.replicas[0].error is None
+        replica = mesh.replicas[0]
+        engines[0].steps.clear()
+        await asyncio.sleep(0.5)
+        assert "generator0[tp=0].take did not answer within" in str(replica.error)
+
+    asyncio.run(body())
 
 
-async def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
+def test_the_first_weights_have_the_start_up_deadline_too(tmp_path: Path) -> None:
     class Importing(FakeEngine):
         async def do_switch(self, version: int, timeout: float) -> ReaderCost:
             await asyncio.sleep(0.3 if version == 0 else 0)
             return await super().do_switch(version, timeout)
 
-    mesh = fake_mesh([Importing()], tmp_path, init_seconds=30, seconds=0.05)
-    await mesh.start()
-    for version in (0, 1):
-        assert list((await mesh.pull(version)).engines) == ["generator0"]
+    async def body() -> None:
+        mesh = fake_mesh([Importing()], tmp_path, init_seconds=30, seconds=0.05)
+        await mesh.start()
+        for version in (0, 1):
+            assert list((await mesh.pull(version)).engines) == ["generator0"]
+
+    asyncio.run(body())
 
 
-async def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None:
+def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -> None:
     """It imports, compiles and allocates; so does the first one after a respawn."""
 
     class Importing(FakeEngine):
@@ -177,12 +184,15 @@ async def test_the_first_call_of_a_verb_to_a_model_has_the_start_up_deadline() -
             await asyncio.sleep(1.5)
             return []
 
-    config = c.Config(comm=c.CommSection(init_timeout_seconds=30, train_timeout_seconds=1))
-    mesh = ModelMesh(None, "trainer", config, TINY, {})  # type: ignore[arg-type]
-    mesh._ranks = {"trainer[dp=0 tp=0]": Importing()}
-    assert await mesh.shards() == [[]]
-    with pytest.raises(DeadlinePassed, match=r"shards did not answer within 1 s"):
-        await mesh.shards()
+    async def body() -> None:
+        config = c.Config(comm=c.CommSection(init_timeout_seconds=30, train_timeout_seconds=1))
+        mesh = ModelMesh(None, "trainer", config, TINY, {})  # type: ignore[arg-type]
+        mesh._ranks = {"trainer[dp=0 tp=0]": Importing()}
+        assert await mesh.shards() == [[]]
+        with pytest.raises(DeadlinePassed, match=r"shards did not answer within 1 s"):
+            await mesh.shards()
+
+    asyncio.run(body())
 
 
 def test_a_request_that_cannot_be_sampled_is_its_own_failure(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from titan_rl.preflight import sharding
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.run import main
 from titan_rl.text import tokenizer as characters
-from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.sharded_model import ShardedModel
+from titan_rl.wire.model_shape import ModelShape, ShardedModel
 
 FETCHED = ("grpo_smollm2", "grpo_smollm2_mixed")  # their model needs a network the first time
 GPU_CONFIGS = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.sections import Config
+from titan_rl.record.audit_rules import History
 from titan_rl.record.ledger import Ledger, bounds_of, events
-from titan_rl.record.replay import History
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.summary import summarize
 

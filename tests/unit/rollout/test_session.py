@@ -113,15 +113,18 @@ def test_a_turn_that_was_cut_off_continues_with_an_end_that_is_not_trained_on() 
     async def ask(turn: int, context: list[int], most: int) -> Completion:
         return Completion([10, 11], [-0.5] * 2, [0] * 2, "length" if turn == 0 else "stop")
 
-    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-    await session.sample(PROMPT.tokens)
-    await session.sample([*PROMPT.tokens, 10, 11, EOS, TOOL])
-    (branch,) = session.branches()
-    assert branch.tokens == [*PROMPT.tokens, 10, 11, EOS, TOOL, 10, 11]
-    assert branch.mask == [0, 0, 0, 1, 1, 0, 0, 1, 1]
+    async def body() -> list[int]:
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        await session.sample(PROMPT.tokens)
+        await session.sample([*PROMPT.tokens, 10, 11, EOS, TOOL])
+        (branch,) = session.branches()
+        assert branch.tokens == [*PROMPT.tokens, 10, 11, EOS, TOOL, 10, 11]
+        return branch.mask
+
+    assert asyncio.run(body()) == [0, 0, 0, 1, 1, 0, 0, 1, 1]
 
 
-async def test_of_several_branches_the_longest_continues() -> None:
+def test_of_several_branches_the_longest_continues() -> None:
     """The second answer to a prompt begins with the first one, so what extends it extends both."""
     answers = [[10], [10, 11], [12]]
 
@@ -129,13 +132,13 @@ async def test_of_several_branches_the_longest_continues() -> None:
         said = answers[turn]
         return Completion(said, [-0.5] * len(said), [0] * len(said), "stop")
 
-    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-    for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
-        await session.sample(context)
-    assert [[turn.context for turn in branch.turns] for branch in session.branches()] == [
-        [PROMPT.tokens],
-        [PROMPT.tokens, [TOOL]],
-    ]
+    async def body() -> list[list[list[int]]]:
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        for context in ([*PROMPT.tokens], [*PROMPT.tokens], [*PROMPT.tokens, 10, 11, TOOL]):
+            await session.sample(context)
+        return [[turn.context for turn in branch.turns] for branch in session.branches()]
+
+    assert asyncio.run(body()) == [[PROMPT.tokens], [PROMPT.tokens, [TOOL]]]
 
 
 @pytest.mark.parametrize(
@@ -173,23 +176,26 @@ def test_a_limit_lowers_the_last_turns_and_then_ends_the_rollout_by_name(
     assert rollout.sampled <= limits.tokens
 
 
-async def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
-    may_answer = asyncio.Event()
+def test_nothing_is_kept_of_a_turn_that_is_answered_after_the_end() -> None:
+    async def body() -> None:
+        may_answer = asyncio.Event()
 
         async def ask(turn: int, context: list[int], most: int) -> Completion:
             await may_answer.wait()
             return Completion([10], [-0.5], [0], "stop")
 
-    session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
-    asking = asyncio.create_task(session.sample(PROMPT.tokens))
-    await asyncio.sleep(0)
-    session.end()
-    may_answer.set()
-    with pytest.raises(SessionOver):
-        await asking
-    with pytest.raises(SessionOver):
-        await session.sample(PROMPT.tokens)
-    assert session.branches() == []
+        session = RolloutSession("p", PROMPT, 0, ask, limits=SessionLimits())
+        asking = asyncio.create_task(session.sample(PROMPT.tokens))
+        await asyncio.sleep(0)
+        session.end()
+        may_answer.set()
+        with pytest.raises(SessionOver):
+            await asking
+        with pytest.raises(SessionOver):
+            await session.sample(PROMPT.tokens)
+        assert session.branches() == []
+
+    asyncio.run(body())
 
 
 def test_every_turn_has_its_own_seed_and_the_first_has_that_of_a_single_answer() -> None:

@@ -21,8 +21,8 @@ from titan_rl.config.sections import (
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.record.run_folder import Resume
 from titan_rl.train.learner import Learner
-from titan_rl.wire.clock import Clock
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
+from titan_rl.wire.spans import Clock
 from titan_rl.wire.types import Batch, Sample
 
 

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.wire.context_scores import ContextScore
 from titan_rl.wire.kept_sets import KeptSets, packed, size_of
-from titan_rl.wire.manifest import Manifest, Publication
-from titan_rl.wire.pickled_once import PickledOnce
-from titan_rl.wire.types import Branch, Completion, Request, Rollout, Sample, Sampling, Turn
+from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
+from titan_rl.wire.types import Branch, Completion, ContextScore, Request, Rollout, Sample, Sampling, Turn
 
 
 def test_a_completion_crosses_processes_unchanged() -> None:
