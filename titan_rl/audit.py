@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         "config and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "
         "Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
-        "docs/operations.md says what is compared, docs/rewards.md what --rewards looks for.",
+        "docs/operations.md says what is compared, docs/data.md what --rewards looks for.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")

@@ -2,8 +2,8 @@
 
 Weights, optimizer states, caches and activations follow from the shapes: tests/unit/preflight/test_device_memory.py
 counts the activations in TorchTitan's own blocks. CONTEXT and FRAGMENTED are what a trainer rank took on an H200
-(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements. docs/gpu.md
-has the formulas.
+(docs/benchmarks/gpu); COLLECTIVES, GRAPHS and the engine's working memory are allowances, not measurements.
+docs/clusters.md lists them.
 """
 
 import math

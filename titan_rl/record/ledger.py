@@ -46,7 +46,8 @@ from titan_rl.record.lines import (
     list_of,
     whole_lines,
 )
-from titan_rl.wire.types import Completion, Group, Rollout, Status, extremes, uniform
+from titan_rl.wire.stop_reasons import Status
+from titan_rl.wire.types import Completion, Group, Rollout, extremes, uniform
 
 NAME = "ledger.jsonl"
 BOUNDS = (

@@ -8,7 +8,7 @@ number of tokens of each age from 0 on. Rollouts may report numbers of their own
 
 from typing import get_args
 
-from titan_rl.wire.types import Status
+from titan_rl.wire.stop_reasons import Status
 
 EVAL_SCORE = "eval/score"
 

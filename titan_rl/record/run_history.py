@@ -13,7 +13,7 @@ from titan_rl.config.sections import Config
 from titan_rl.config.toml import ConfigError, load
 from titan_rl.record.ledger import EVENTS, NAME, OPTIONAL, bounds_of, decode
 from titan_rl.record.lines import fields, invalid, is_text, objects, whole_lines
-from titan_rl.wire.types import FAILED
+from titan_rl.wire.stop_reasons import FAILED
 
 METRICS, ROLLOUTS, SUMMARY = "metrics.jsonl", "rollouts.jsonl", "summary.json"
 SKIPPED = 1000  # skipped prompts that are named one by one

@@ -17,7 +17,8 @@ from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.seeds import derive, turn_seed
 from titan_rl.wire.sessions import Driver, DriverLost, LimitReached, Outcome
 from titan_rl.wire.spans import span
-from titan_rl.wire.types import FAILED, Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
+from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.wire.types import Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
 
 MOST_CHARACTERS = 200  # of an error's message
 

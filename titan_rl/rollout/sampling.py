@@ -18,8 +18,8 @@ from titan_rl.wire.errors import DeadlinePassed, RequestRefused, RunError
 from titan_rl.wire.seeds import sample_seed
 from titan_rl.wire.sessions import Driver
 from titan_rl.wire.spans import span
+from titan_rl.wire.stop_reasons import FAILED
 from titan_rl.wire.types import (
-    FAILED,
     Branch,
     Completion,
     Decode,

@@ -9,7 +9,8 @@ from titan_rl.record.evaluation import Answer, Evaluation
 from titan_rl.tasks.reward_pool import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
-from titan_rl.wire.types import FAILED, Judge, Judgement, Prompt, Rollout, Sampling
+from titan_rl.wire.stop_reasons import FAILED
+from titan_rl.wire.types import Judge, Judgement, Prompt, Rollout, Sampling
 
 MOST_HUNG = 3
 """Rewards that may hang in one evaluation, a deadline each; then its other answers are not judged."""

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from titan_rl.wire.kept_sets import KeptSets
+from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
@@ -31,20 +32,6 @@ Column = Literal[
     "value",  # the critic's, before the step's first update
     "return",
 ]
-
-Status = Literal[  # why a rollout ended
-    "completed",
-    "max_turns",
-    "max_tokens",  # of the whole rollout
-    "context_overflow",  # the next turn's context leaves no room to sample
-    "parse_error",  # the driver could not read the policy's answer
-    "tool_error",
-    "timeout",  # the rollout's own deadline passed
-    "error",  # the user's code raised
-    "lost",  # its process died, on every attempt
-]
-FAILED: frozenset[Status] = frozenset(("timeout", "error", "lost"))
-"""Endings that say nothing about the policy: such a rollout has no reward, and is not trained on."""
 
 RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float("inf"))
 """Bin edges of the histogram of importance ratios."""
