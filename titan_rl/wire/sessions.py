@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from titan_rl.wire.types import FAILED as FAILED
+from titan_rl.wire.stop_reasons import FAILED as FAILED
+from titan_rl.wire.stop_reasons import Status as Status
 from titan_rl.wire.types import Completion, Prompt, Rollout, Sampling
-from titan_rl.wire.types import Status as Status
 
 
 class LimitReached(Exception):
