@@ -60,7 +60,7 @@ class Replica:
         self.set_state(State.STARTING)
         self._procs, self._policy = procs, policy
         self._warm = False  # it has served weights: a fresh process still imports modules and reads them from disk
-        self.connections = list[Connection]()  # of its ranks, if they read weights
+        self.connections = list[Connection]()  # by rank; none before `connect`
         self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree

@@ -21,7 +21,7 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused
 from titan_rl.wire.types import Completion, Request
 
-MOST_NAMES = 1 << 16  # of rollouts and groups whose replica is known; the oldest is forgotten
+MOST_NAMES = 1 << 16  # rollouts and groups whose replica is known; the oldest is forgotten
 SPARE = 64  # outdated entries that the heap of replicas may have besides three for each replica
 
 

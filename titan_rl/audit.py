@@ -13,7 +13,8 @@ from pathlib import Path
 from titan_rl.record.audit_rules import RULES, audit
 from titan_rl.record.ledger import NAME
 from titan_rl.record.live_copy import frozen
-from titan_rl.record.reward_audit import ROLLOUTS, SUSPECT, reward_report
+from titan_rl.record.reward_audit import SUSPECT, reward_report
+from titan_rl.record.run_history import ROLLOUTS
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
 
 SHOWN = 20
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "config and checkpoints agree. Nothing is changed, and the run may be active.",
         epilog=f"Rules: {' '.join(str(rule.__doc__) for rule in RULES)} "
         "Exit codes: 0 no problem, or a report on rewards; 1 problems, which are printed; 2 bad usage. "
-        "docs/operations.md says what is compared, docs/data.md what --rewards looks for.",
+        "docs/operations.md lists the comparisons, docs/data.md explains --rewards.",
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")

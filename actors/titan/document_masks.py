@@ -56,8 +56,8 @@ class SharedMetadata(NamedTuple):
 class SegmentClass(NamedTuple):
     """Segments of one shape, which are attended to together."""
 
-    segments: int
-    length: int  # of each segment
+    segments: int  # how many
+    length: int  # in places
     prefix: int
 
     @property

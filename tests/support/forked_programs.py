@@ -1,5 +1,6 @@
-"""Run a program in a process that the session's fork servers fork, as a rank of a run: what it needs is imported."""
+"""Run a program as a fork of the session's fork servers, which have imported the libraries of a rank."""
 
+import json
 import os
 import socket
 import subprocess
@@ -8,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titan_rl.meshes.fork_servers import KIND_ENV, OFF, VARIABLE, WORKER_ENV, Kind
 
@@ -21,8 +22,14 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "monarch"
 """
 
 
+def results_of(kind: Kind, program: str, *arguments: object, given: str = "") -> list[Any]:
+    """Return the values that a program prints as JSON on lines that begin with FOUND."""
+    lines = (line.partition(" ") for line in output_of(kind, program, *arguments, given=given).splitlines())
+    return [json.loads(rest) for first, _, rest in lines if first == "FOUND"]
+
+
 def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> str:
-    """Return what a program prints, or fail with the end of what it says."""
+    """Return the output of a program, or fail with the end of its error output. `given` is its input."""
     with tempfile.TemporaryDirectory(prefix="program-") as scratch, ExitStack() as stack:
         stdin, stdout, stderr = (stack.enter_context(open(Path(scratch, name), "w+")) for name in ("in", "out", "err"))
         stdin.write(given)
@@ -31,7 +38,9 @@ def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> 
         environment = {**os.environ, **WORKER_ENV, **KIND_ENV[kind], "CUDA_VISIBLE_DEVICES": ""}
         if (folder := os.environ.get(VARIABLE, OFF)) == OFF:
             command = [sys.executable, "-c", program, *argv[1:]]
-            code = subprocess.run(command, env=environment, stdin=stdin, stdout=stdout, stderr=stderr).returncode
+            code = subprocess.run(
+                command, env=environment, stdin=stdin, stdout=stdout, stderr=stderr, timeout=SECONDS
+            ).returncode
         else:
             rank = Path(scratch, RANK)
             rank.parent.mkdir(parents=True)
@@ -40,8 +49,8 @@ def output_of(kind: Kind, program: str, *arguments: object, given: str = "") -> 
             rank.write_text(BEGIN + f"sys.path.remove({scratch!r})\nsys.argv[:] = {argv!r}\n{program}")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [scratch, environment.get("PYTHONPATH")]))
             code = forked(Path(folder, kind), environment, files)
-        said = Path(scratch, "err").read_text()
-        assert code == 0, said[-3000:]
+        errors = Path(scratch, "err").read_text()
+        assert code == 0, errors[-3000:]
         return Path(scratch, "out").read_text()
 
 

@@ -1,9 +1,8 @@
 """Run a program with one rank of a model, without Monarch, in a process of its own."""
 
-import json
 from typing import Any
 
-from support.forked_programs import output_of
+from support.forked_programs import results_of
 
 BEGIN = """
 import json, os, socket, sys
@@ -46,7 +45,6 @@ def tell(**found):
 """
 
 
-def told(program: str, *arguments: object) -> list[dict[str, Any]]:
-    out = output_of("model", BEGIN + program, *arguments)
-    lines = (line.partition(" ") for line in out.splitlines())
-    return [json.loads(rest) for first, _, rest in lines if first == "FOUND"]
+def results_of_rank(program: str, *arguments: object) -> list[dict[str, Any]]:
+    """Return the values that a program has passed to `tell`."""
+    return results_of("model", BEGIN + program, *arguments)

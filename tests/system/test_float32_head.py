@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from support.forked_programs import results_of
 from support.tiny import tiny_llama
-from support.told_programs import told
 
 ENGINE = """
 import json, sys
@@ -65,12 +65,12 @@ print("FOUND", json.dumps(found))
 def test_both_sides_keep_float32_logits(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_llama(max_position_embeddings=128).bfloat16().save_pretrained(folder)
-    kinds, error, samples = told("generator", ENGINE, folder)
+    ((kinds, error, samples),) = results_of("generator", ENGINE, folder)
     assert kinds == [["torch.float32", "torch.bfloat16"]]  # of the logits, of the hidden states
     assert error < 1e-5
 
     tokens, sampled = [tokens for tokens, _ in samples], np.concatenate([logprobs for _, logprobs in samples])
-    scored = told("model", TRAINER, folder, tmp_path, given=json.dumps(tokens))
+    (scored,) = results_of("model", TRAINER, folder, tmp_path, given=json.dumps(tokens))
     rounded, float32 = map(np.concatenate, scored)
     assert 1e-4 < np.abs(rounded - float32).mean() < 0.02  # that is what the key changes
     assert np.abs(float32 - sampled).mean() < 0.02  # the hidden states still differ

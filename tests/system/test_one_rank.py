@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from support.one_rank import told
+from support.one_rank import results_of_rank
 
 RESUME = """
 shape = shape_of(config.model)
@@ -68,7 +68,7 @@ SCHEDULED = {"lr", "initial_lr", "steps"}  # what is not a setting of the optimi
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found = told(RESUME, tmp_path_factory.mktemp("resume"))
+    found = results_of_rank(RESUME, tmp_path_factory.mktemp("resume"))
     assert [(one["role"], one["at"], one["changed"]) for one in found] == [
         (role, at, changed)
         for role in ("trainer", "critic")
@@ -126,7 +126,7 @@ tell(steps=[step.name for step in steps], wrong=wrong, others=[sorted(names) for
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_rank_deletes_no_checkpoint_and_sums_every_file(mode: str, tmp_path: Path) -> None:
     """Which of them may go depends on the other models' as well: the controller decides."""
-    (found,) = told(KEPT, tmp_path, mode)
+    (found,) = results_of_rank(KEPT, tmp_path, mode)
     assert found["steps"] == ["step-1", "step-2", "step-3", "step-4"]
     assert found["files"] == ["__0_0.distcp", ".metadata"]
     assert found["wrong"] == [""] * 4
@@ -163,7 +163,7 @@ tell(resumed=resumed, outcomes=outcomes, steps=steps)
 
 def test_a_failed_asynchronous_save_is_told_once_and_the_next_one_counts(tmp_path: Path) -> None:
     """That of step 2 fails in the background, that of step 5 at once, because it had to be on disk."""
-    (found,) = told(FULL, tmp_path, "async")
+    (found,) = results_of_rank(FULL, tmp_path, "async")
     assert found["outcomes"] == ["begun", "begun", "failed", "on disk", "failed", "on disk"]
     assert found["steps"] == ["step-1", "step-4", "step-6"]
     assert found["resumed"] == 6, "that of step 7 fails while the next phase begins"
@@ -198,7 +198,7 @@ for family in ("Qwen3", "Llama"):
 
 
 def test_a_reward_model_scores_as_in_transformers_tied_or_not(tmp_path: Path) -> None:
-    found = told(TIED, tmp_path)
+    found = results_of_rank(TIED, tmp_path)
     assert [(one["family"], one["tied"]) for one in found] == [
         ("Qwen3", True),
         ("Qwen3", False),

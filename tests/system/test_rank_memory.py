@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from support.one_rank import told
+from support.one_rank import results_of_rank
 
 OFFLOADED = """
 import torch
@@ -67,7 +67,7 @@ for offloads in (False, True):
 
 
 def test_offloaded_parameters_train_sync_and_resume_as_those_on_the_device(tmp_path: Path) -> None:
-    on_device, offloaded = told(OFFLOADED, tmp_path)
+    on_device, offloaded = results_of_rank(OFFLOADED, tmp_path)
     assert (on_device["pinned"], offloaded["pinned"]) == ([False], [True])
     assert offloaded["resumed"] == on_device["resumed"] == [[True, True]] * 2
     assert offloaded["same"] == on_device["same"]
@@ -97,5 +97,5 @@ for compute in ("float32", "bfloat16"):
 
 
 def test_an_interrupted_update_leaves_no_gradients_for_the_next_phase(tmp_path: Path) -> None:
-    for found in told(INTERRUPTED, tmp_path):
+    for found in results_of_rank(INTERRUPTED, tmp_path):
         assert found["interrupted"] == found["whole"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from support.forked_programs import results_of
 from support.running import Runs
 from support.tiny import tiny_llama
-from support.told_programs import told
 from titan_rl.wire.kept_sets import size_of
 
 TRUNCATED: dict[str, Any] = {"rollout__top_p": 0.9, "rollout__top_k": 8, "rollout__min_p": 0.05}
@@ -125,14 +125,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampled(folder: Path) -> dict[str, Any]:
-    return told("generator", ENGINE, folder)
+    (sampled,) = results_of("generator", ENGINE, folder)
+    return sampled
 
 
 @pytest.mark.parametrize("kind", ["all", "top_k"])
 def test_log_probs_and_gradients_are_those_of_full_logits_with_explicit_masks(
     folder: Path, sampled: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
-    found = told("model", TRAINER, folder, tmp_path, given=json.dumps(sampled[kind]))
+    (found,) = results_of("model", TRAINER, folder, tmp_path, given=json.dumps(sampled[kind]))
     assert found["forward"] < 1e-5
     assert found["of_head"] < 1e-4
     assert found["of_norm"] < 1e-4

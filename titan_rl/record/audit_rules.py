@@ -1,5 +1,5 @@
-"""The rules that a run's folder is audited by. Each is a function: its name, what it claims (its docstring), and what
-it finds against that in what was read (run_history.py).
+"""The rules that a run's folder is audited by. Each is a function: its docstring is the claim, and it yields what
+contradicts that in the history (run_history.py).
 
 config.toml, rollouts.jsonl, metrics.jsonl, summary.json and the checkpoints are written by other code than the ledger
 is. Whatever is in the files, the result is a list of findings.

@@ -242,7 +242,7 @@ EVENTS = {
     "logged": fields("step metrics rollouts"),
     "saved": fields("step"),
 }
-"""The fields of each event of the ledger, and what is a valid value of each."""
+"""The fields of each event of the ledger, and the check of each value."""
 OPTIONAL = fields("attempt config bad_rows", "digests attempts", time=is_number, bounds=_is_bounds) | {
     "statuses": list_of(lambda value: value in get_args(Status))
 }

@@ -22,8 +22,8 @@ from typing import Any
 from titan_rl.config.toml import ConfigError, load
 from titan_rl.record.ledger import Damaged, events
 from titan_rl.record.lines import whole_lines
+from titan_rl.record.run_history import ROLLOUTS
 
-ROLLOUTS = "rollouts.jsonl"
 GRADER = "grader"  # as tasks/rubric.py calls it
 PERIODS = 3  # the first and the last of so many are compared
 ALONE = 0.7

@@ -94,7 +94,7 @@ class TrainedStep:
 
 @dataclass(slots=True)
 class History:
-    """What a run's folder says: the lives of all prompts, and the contradictions found while replaying the ledger."""
+    """A run's folder as read: the lives of all prompts, and the contradictions found while replaying the ledger."""
 
     folder: Path = Path()
     config: Config | None = None

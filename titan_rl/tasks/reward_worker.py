@@ -55,12 +55,12 @@ def main(controller: int, connection: int, stack: int) -> None:
 
     outlive_readers()
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)  # also while a regular expression runs
-    told, scorers = Told(Connection(connection)), dict["Rubric", "Scorer"]()
-    os.register_at_fork(after_in_child=told.connection.close)  # its copy would hide that this process died
+    reply, scorers = Reply(Connection(connection)), dict["Rubric", "Scorer"]()
+    os.register_at_fork(after_in_child=reply.connection.close)  # its copy would hide that this process died
     with suppress(EOFError, ConnectionError):
         while True:
-            for request in told.connection.recv():
-                _answer(told, scorers, request)
+            for request in reply.connection.recv():
+                _answer(reply, scorers, request)
 
 
 def fork_worker(controller: int, workers: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ def _children() -> Iterator[int]:
                 yield int(entry)
 
 
-class Told:
+class Reply:
     """Sends to the controller, from the worker only."""
 
     def __init__(self, connection: "Connection[Any, Any]") -> None:
@@ -129,21 +129,21 @@ class Told:
         self.connection.send(message)
 
 
-def _answer(told: Told, scorers: "dict[Rubric, Scorer]", request: "JudgeRequest") -> None:
+def _answer(reply: Reply, scorers: "dict[Rubric, Scorer]", request: "JudgeRequest") -> None:
     if request.prompt is None:
         from titan_rl.tasks.rubric import Scorer
 
         try:
             scorer = scorers[request.rubric] = Scorer(request.rubric)
         except BaseException as error:  # importing the user's module runs it
-            told(ImportFailed(f"{type(error).__name__}: {error}"))
+            reply(ImportFailed(f"{type(error).__name__}: {error}"))
         else:
-            told(Imported(scorer.at_once, os.getpid()))
+            reply(Imported(scorer.at_once, os.getpid()))
         return
     began = time.perf_counter()
     for _, verdict in scorers[request.rubric].verdicts(
-        request.prompt, request.answers, request.rows, ungraded=request.ungraded, seconds=request.seconds, at=told
+        request.prompt, request.answers, request.rows, ungraded=request.ungraded, seconds=request.seconds, at=reply
     ):
         now = time.perf_counter()
-        told(Judged(verdict, now - began))
+        reply(Judged(verdict, now - began))
         began = now

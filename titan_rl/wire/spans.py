@@ -130,6 +130,8 @@ span = Recorder()
 
 
 class Clock:
+    """Adds up the seconds of the named parts of a lap, which is a step."""
+
     def __init__(self) -> None:
         self._lap_began = time.perf_counter()
         self._lap: defaultdict[str, float] = defaultdict(float)

@@ -38,7 +38,7 @@ RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float
 
 
 class ContextScore(NamedTuple):
-    """What an engine says about a token that it read."""
+    """How an engine scores a token of a context."""
 
     logprob: float  # at temperature 1, of the whole distribution
     best: int
@@ -333,5 +333,5 @@ class Batch:
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return begins[0], begins[0] + 1, ..., lengths[0] numbers, then those of the next."""
+    """Return lengths[0] numbers from begins[0] on, then lengths[1] numbers from begins[1] on, and so forth."""
     return np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
