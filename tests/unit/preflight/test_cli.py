@@ -90,8 +90,9 @@ def test_messages(capsys: pytest.CaptureFixture[str], argv: list[str], message: 
     assert problem.startswith(f"  - {message}")
 
 
-def test_a_run_that_cannot_start_leaves_with_2_and_no_traceback() -> None:
+def test_a_run_that_cannot_start_leaves_with_2_and_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "titan_rl.run", "--config", "grpo_llama", "--algorithm.name=ppo"]
+    command.append(f"--job.dump_folder={tmp_path / 'run'}")  # the checkout may hold a run of this config
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
     heading, problem = run.stderr.splitlines()
     assert (run.returncode, run.stdout, heading) == (2, "", "titan_rl: 1 problem in grpo_llama")
