@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import pwd
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,19 +37,22 @@ def prepare_environment(detect_seconds: float = 2.0, tls: str = "", meshes: int 
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """Give the run a TMPDIR of its own that only its user can open, and remove it at the end. Monarch leaves socket
-    directories there when a process dies; the next run removes what a killed controller left behind."""
+    """Give the run a private TMPDIR that only its user can open, and remove it at the end. Monarch leaves socket
+    directories there when a process dies; the next run removes the folder of a killed controller."""
+    claim_monarch_log_folder()
     base = short_enough(Path(tempfile.gettempdir()))
     remove_abandoned(base)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
     with open(folder / LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
         own = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compile_cache(base, folder)}
-        before = {name: os.environ.get(name) for name in own}
+        before, before_tempdir = {name: os.environ.get(name) for name in own}, tempfile.tempdir
         os.environ.update(own)
+        tempfile.tempdir = str(folder)  # gettempdir() has cached the shared folder
         try:
             yield folder
         finally:
+            tempfile.tempdir = before_tempdir
             for name, value in before.items():
                 os.environ.pop(name)
                 if value is not None:
@@ -68,12 +73,45 @@ def short_enough(base: Path) -> Path:
 
 
 def remove_abandoned(base: Path) -> None:
-    """Remove the folders that killed controllers of this user left behind: those that no process has locked."""
-    for left in base.glob(f"{PREFIX}*"):
-        with suppress(OSError), open(left / LOCK, "rb") as lock:
-            if left.stat().st_uid == os.getuid():
+    """Remove the folders that killed controllers of this user left behind: those whose lock is free."""
+    for folder in base.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if not _is_own_folder(folder):  # another user's lock may be a FIFO, on which open() would wait
+                continue
+            lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def claim_monarch_log_folder(shared: Path = Path("/tmp")) -> None:
+    """Make /tmp/USER, in which Monarch appends to monarch_log.log, or exit: no setting of Monarch's changes this path,
+    and another user who made it first could link the log to any file of this user."""
+    name = (os.environ.get("USER") or _name_of_user()).partition("/")[0]
+    folder, log = shared / name, shared / name / "monarch_log.log"
+    if not name or not shared.is_dir():
+        return
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not _is_own_folder(folder) or log.is_symlink():
+        why = f"because Monarch writes {log.name} there, found one of another user, or a link"
+        print(f"titan_rl: expected {folder} to be a folder of yours, {why}. Set USER to a free name", file=sys.stderr)
+        raise SystemExit(2)
+    folder.chmod(folder.stat().st_mode & ~0o022)
+
+
+def _is_own_folder(path: Path) -> bool:
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _name_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def compile_cache(base: Path, folder: Path) -> str:
@@ -84,6 +122,5 @@ def compile_cache(base: Path, folder: Path) -> str:
     shared = base / f"torchinductor_{os.getuid()}"
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)
-    found = shared.lstat()
-    ours = found.st_uid == os.getuid() and not shared.is_symlink() and not found.st_mode & 0o022
-    return str(shared if ours else folder / "torchinductor")
+    private = _is_own_folder(shared) and not shared.lstat().st_mode & 0o022
+    return str(shared if private else folder / "torchinductor")

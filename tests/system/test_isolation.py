@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -123,6 +124,16 @@ def test_no_other_user_reaches_a_socket_of_a_run_and_its_reward_reaches_the_netw
             assert reached(sockets) == []
         else:  # this user may open the run's folder
             assert reached([(family, address) for family, address in sockets if address[0] != "/"]) == []
+
+
+def test_a_run_leaves_the_temporary_folder_as_it_found_it(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short name: sockets lie below it
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        runs.finish(tmp_path / "run", training__steps=1, cold_start__steps=0)
+        assert os.listdir(folder) == [f"torchinductor_{os.getuid()}"]  # compiled code outlives a run
 
 
 HOST = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.environment import LONGEST_TMPDIR, socket_folder
+from titan_rl.environment import LONGEST_TMPDIR, claim_monarch_log_folder, compile_cache, socket_folder
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -82,14 +82,67 @@ def test_a_long_tmpdir_is_not_used(
     assert f"TMPDIR={long} is too long" in capsys.readouterr().err
 
 
-def test_a_user_without_a_name_and_another_users_compile_cache(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 123456)  # in no /etc/passwd, and not the owner of what is made here
-    with socket_folder() as folder:
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "torchinductor"), "whoever owns the shared one"
-    monkeypatch.undo()
-    monkeypatch.setattr("tempfile.tempdir", str(short))
+def test_a_compile_cache_of_another_user_is_not_used(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with socket_folder():
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(short / f"torchinductor_{os.getuid()}")
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setattr(os, "getuid", lambda: 123456)  # not the owner of the folder that is made here
+    assert compile_cache(short, short / "run") == str(short / "run" / "torchinductor")
+
+
+def test_another_users_fifo_and_links_neither_hang_nor_redirect_a_start(short: Path) -> None:
+    foreign, linked, target = short / "titan_rl-foreign", short / "titan_rl-linked", short / "target"
+    for folder in (foreign, linked, target):
+        folder.mkdir()
+    os.mkfifo(foreign / "in-use")
+    (target / "in-use").touch()
+    (linked / "in-use").symlink_to(target / "in-use")
+    (short / "titan_rl-link").symlink_to(target)
+    with socket_folder() as folder:
+        assert folder.is_dir()
+    assert target.is_dir()
+    assert linked.is_dir()
+
+
+def test_temporary_files_of_a_run_lie_in_its_folder(short: Path) -> None:
+    import tempfile
+
+    with socket_folder() as folder:
+        assert tempfile.gettempdir() == str(folder)
+        tempfile.NamedTemporaryFile(delete=False).close()
+    assert tempfile.gettempdir() == str(short)
+    assert [path.name for path in short.iterdir()] == [f"torchinductor_{os.getuid()}"]
+
+
+@pytest.mark.parametrize("trap", ["folder of another user", "link to a folder", "link to a file"])
+def test_monarchs_log_is_not_written_where_another_user_chose(
+    short: Path, trap: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("USER", "victim")
+    folder, precious = short / "victim", short / "precious"
+    precious.mkdir()
+    if trap == "link to a folder":
+        folder.symlink_to(precious)
+    else:
+        folder.mkdir()
+    if trap == "link to a file":
+        (folder / "monarch_log.log").symlink_to(precious / "file")
+    if trap == "folder of another user":
+        monkeypatch.setattr(os, "getuid", lambda: 123456)
+    with pytest.raises(SystemExit) as stopped:
+        claim_monarch_log_folder(short)
+    assert stopped.value.code == 2
+    assert f"expected {folder} to be a folder of yours" in capsys.readouterr().err
+
+
+def test_monarchs_log_folder_is_made_private(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "someone")
+    claim_monarch_log_folder(short)
+    assert (short / "someone").stat().st_mode & 0o777 == 0o700
+    (short / "someone").chmod(0o777)
+    claim_monarch_log_folder(short)
+    assert (short / "someone").stat().st_mode & 0o777 == 0o755
+    monkeypatch.delenv("USER")
+    monkeypatch.setattr("titan_rl.environment._name_of_user", lambda: "")  # a user without a name in a container
+    claim_monarch_log_folder(short)

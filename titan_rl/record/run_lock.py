@@ -49,7 +49,13 @@ class RunLock(SelfClosing):
 
 def in_use(folder: Path) -> bool:
     """Return True if a process has the folder locked; this one may, too."""
-    with suppress(FileNotFoundError), (folder / LOCK).open("rb") as lock:
+    try:
+        lock_file = (folder / LOCK).open("rb")
+    except FileNotFoundError:
+        return False
+    except PermissionError:  # another user's run: its end removes the file
+        return True
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,7 +84,7 @@ def _lock(folder: Path) -> int:
 
 def _locked(path: Path) -> int | None:
     """Return a locked file descriptor; None if the file was removed meanwhile by the process that held the lock."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # another user who can open it could hold the lock
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -102,7 +108,7 @@ def _by_name(path: Path, holder: tuple[int, str] | None) -> int:
     """Take the file on a filesystem without locks, unless the process that it names may be alive."""
     if holder is not None and holder[0] != os.getpid() and _may_be_alive(holder):
         raise _in_use(path, holder, f" If that process is gone, delete {path}: this filesystem has no locks.")
-    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
 
 
 def _may_be_alive(holder: tuple[int, str]) -> bool:
