@@ -269,6 +269,8 @@ class Controller:
         generators = self.meshes.generators
         if generators is None or self.proven:
             return
+        if not generators.replicas:  # the only one was lost together with the trainers: its successor is asked
+            await generators.settled()
         found = await engine_proof.continuations(self.setup, generators, len(generators.replicas))
         await self.meshes.turn_of_trainers()
         scores = await self.learner.scores([each.sample for each in found])
