@@ -87,7 +87,10 @@ def test_every_role_may_die_and_the_losses_are_those_of_an_undisturbed_run(
         others = {name for name in before if name.partition("[")[0] != victim.partition("[")[0]}
         assert {name: run.workers()[name] for name in others} == {name: before[name] for name in others}
     run.wait_for_step(12)
-    for victim in ("trainer[dp=0 tp=0]", "generator0[tp=0]"):  # both at once: no generator serves as the trainer is back
+    for victim in (
+        "trainer[dp=0 tp=0]",
+        "generator0[tp=0]",
+    ):  # both at once: no generator serves as the trainer is back
         hit(run, victim)
     until(run, lambda: len(faults(run)) == len(victims) + 2)
     ends_well(run)

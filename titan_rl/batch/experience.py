@@ -110,12 +110,22 @@ def dead(samples: Sequence[Sample]) -> bool:
     return not any((np.asarray(s.columns["advantage"])[np.asarray(s.mask) > 0] != 0).any() for s in samples)
 
 
-def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection) -> list[list[Sample]]:
-    """Return the step's updates: `epochs` passes over `minibatches` equal parts of whole rollouts, in order."""
-    begins = [i for i, s in enumerate(samples) if i == 0 or s.sequence < 0 or s.sequence != samples[i - 1].sequence]
-    size = -(-len(begins) // algorithm.minibatches)
-    cuts = [*begins[::size], len(samples)] if samples else []
-    parts = [list(samples[begin:end]) for begin, end in pairwise(cuts)]
+def teaches(group: Group, algorithm: AlgorithmSection) -> bool:
+    """Return True if the rewards of a group give some token an advantage over its siblings."""
+    rollouts = [rollout for rollout in group.rollouts if rollout.valid]
+    if algorithm.credit == "outcome":
+        return len({rollout.signal for rollout in rollouts}) > 1
+    returns = (_discounted_turns(_turn_rewards(rollout), algorithm.gamma) for rollout in rollouts)
+    return any(len({value for value in turn if value is not None}) > 1 for turn in zip_longest(*returns))
+
+
+def minibatches(samples: Sequence[Sample], algorithm: AlgorithmSection, group_size: int) -> list[list[Sample]]:
+    """Return the step's updates: `epochs` passes over `minibatches` parts of whole groups, in order. Parts differ by
+    one group at most, however many rollouts failed; there are fewer only if there are fewer groups."""
+    keys = [sample.sequence // group_size if sample.sequence >= 0 else -1 - i for i, sample in enumerate(samples)]
+    begins = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+    first_groups = [part[0] for part in np.array_split(begins, algorithm.minibatches) if len(part)]
+    parts = [list(samples[begin:end]) for begin, end in pairwise([*first_groups, len(samples)])]
     return parts * algorithm.epochs
 
 
@@ -133,14 +143,34 @@ Owned = Sequence[tuple[Rollout, Sequence[Sample]]]  # a group's valid rollouts, 
 
 def _rewards(valid: Owned, algorithm: AlgorithmSection) -> list[float]:
     """Return the reward of each rollout of a group, less its KL if that is in the reward."""
-    charged = algorithm.kl_in == "reward"
-    return [r.signal - float(sum(_kl(s, algorithm).sum() for s in of if charged)) for r, of in valid]
+    if algorithm.kl_in != "reward":
+        return [rollout.signal for rollout, _ in valid]
+    charges = _charges(valid, [[float(sum(_kl(s, algorithm).sum() for s in own))] for _, own in valid])
+    return [rollout.signal - charge for (rollout, _), (charge,) in zip(valid, charges, strict=True)]
+
+
+def _charges(valid: Owned, charges: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the KL that each rollout's turns are charged. A rollout without trained tokens (overlong_filter) has no
+    KL: it is charged its siblings' mean, so that their baseline does not depend on whether it was filtered."""
+    trained = [any(np.asarray(s.mask).any() for s in own) for _, own in valid]
+    turns = zip_longest(*(charge for charge, on in zip(charges, trained, strict=True) if on))
+    means = [float(np.mean([charge for charge in turn if charge is not None])) for turn in turns]
+    return [
+        list(charge) if on else [means[k] if k < len(means) else 0.0 for k in range(len(charge))]
+        for charge, on in zip(charges, trained, strict=True)
+    ]
 
 
 def _of_turns(valid: Owned, relative: Baseline, algorithm: AlgorithmSection) -> Arrays:
     """Return the advantage of each token of a group's samples, which is its turn's: that of credit "turn". A KL in the
     reward is subtracted before the baseline."""
-    returns = [_turn_returns(rollout, of, algorithm) for rollout, of in valid]
+    kl = [np.concatenate([_kl(s, algorithm) for s in own]) for _, own in valid]
+    spans = [_spans(rollout) for rollout, _ in valid]
+    charges = _charges(valid, [[float(k[b:e].sum()) for b, e in own] for k, own in zip(kl, spans, strict=True)])
+    returns = [
+        _discounted_turns([r - c for r, c in zip(_turn_rewards(rollout), charge, strict=True)], algorithm.gamma)
+        for (rollout, _), charge in zip(valid, charges, strict=True)
+    ]
     turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before
     reached = [iter(relative([g for g in turn if g is not None])) for turn in turns]
     return [
@@ -198,12 +228,11 @@ def _turn_rewards(rollout: Rollout) -> list[float]:
     return rewards
 
 
-def _turn_returns(rollout: Rollout, own: Sequence[Sample], algorithm: AlgorithmSection) -> list[float]:
-    """Return G_k = r_k + gamma G_{k+1} of each turn, r_k less the KL of its tokens if that is in the reward."""
-    kl = np.concatenate([_kl(s, algorithm) for s in own])
+def _discounted_turns(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Return G_k = r_k + gamma G_{k+1} of each turn."""
     returns, following = [], 0.0
-    for reward, (begin, end) in reversed(list(zip(_turn_rewards(rollout), _spans(rollout), strict=True))):
-        following = reward - float(kl[begin:end].sum()) + algorithm.gamma * following
+    for reward in reversed(rewards):
+        following = reward + gamma * following
         returns.append(following)
     return returns[::-1]
 

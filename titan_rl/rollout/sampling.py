@@ -142,17 +142,18 @@ class GroupSampler:
         ended = [rollout for rollout in rollouts if rollout.branches and rollout.status not in FAILED]
         if len(ended) < min(2, len(rollouts)):
             return self._too_few(prompt, rollouts, len(ended))
-        unjudged = [rollout for rollout in ended if not rollout.valid]
+        unjudged = {i: r for i, r in enumerate(rollouts) if r.branches and r.status not in FAILED and not r.valid}
+        rewarded = len(ended) - len(unjudged)  # by their environment
         with span("judge", lane="groups", id=prompt.id):
-            rewards = await self._judged(prompt, unjudged) if unjudged else ()
+            rewards = await self._judged(prompt, unjudged, rewarded) if unjudged else ()
             grades = await self._grades(
                 prompt, {i: r for i, r in enumerate(rollouts) if r.valid and r.branches and r.status not in FAILED}
             )
         if isinstance(rewards, GroupFailed):
             return Unjudged(prompt, [replace(rollout, reward=math.nan) for rollout in rollouts], rewards)
         self.failures = []
-        found = dict(zip(map(id, unjudged), rewards, strict=True))
-        rollouts = [_rewarded(r, found.get(id(r)), grades.get(i), self._penalty(r)) for i, r in enumerate(rollouts)]
+        verdicts = dict(zip(unjudged, rewards, strict=True))
+        rollouts = [_rewarded(r, verdicts.get(i), grades.get(i), self._penalty(r)) for i, r in enumerate(rollouts)]
         group = Group(prompt, rollouts)
         self._ledger.scored(prompt.id, group.rewards, {i: r.unrewarded for i, r in enumerate(rollouts) if r.unrewarded})
         return group
@@ -217,8 +218,12 @@ class GroupSampler:
         self._ledger.failed(prompt.id, 1, reason)
         return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
 
-    async def _judged(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Sequence[Judgement] | GroupFailed:
-        """Return the verdicts, or why there are none, or too few with a reward."""
+    async def _judged(
+        self, prompt: Prompt, unjudged: Mapping[int, Rollout], rewarded: int
+    ) -> Sequence[Judgement] | GroupFailed:
+        """Return the verdicts on these samples, by their numbers in the group, of which `rewarded` others have a reward
+        already; or why too few of the group have one."""
+        rollouts = list(unjudged.values())
         errors: list[Exception] = []
         while len(errors) < self._settings.reward_attempts:
             try:
@@ -233,7 +238,7 @@ class GroupSampler:
                 errors.append(error)
                 self._ledger.failed(prompt.id, len(errors), RewardFailed.of(prompt.id, error).reason)
             else:
-                return self._enough(prompt, verdicts, len(errors) + 1)
+                return self._enough(prompt, dict(zip(unjudged, verdicts, strict=True)), rewarded, len(errors) + 1)
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
 
     async def _grades(self, prompt: Prompt, rewarded: Mapping[int, Rollout]) -> dict[int, float]:
@@ -255,15 +260,18 @@ class GroupSampler:
                 self._name(prompt, sample, f"the grader: {verdict.error}")
         return {sample: verdict.reward for sample, verdict in by_sample.items() if math.isfinite(verdict.reward)}
 
-    def _enough(self, prompt: Prompt, verdicts: Sequence[Judgement], attempt: int) -> Sequence[Judgement] | GroupFailed:
-        """Name the answers that failed. Return the failure of the group if fewer than two have a reward."""
-        failed = [(sample, verdict.error) for sample, verdict in enumerate(verdicts) if verdict.error]
-        for sample, error in failed:
-            self._name(prompt, sample, error)
-        missing = [error for verdict, error in ((v, v.error) for v in verdicts) if math.isnan(verdict.reward)]
-        if len(verdicts) - len(missing) >= min(2, len(verdicts)):
-            return verdicts
-        reason = f"{len(missing)} of {len(verdicts)} answers have no reward; the first: {missing[0]}"
+    def _enough(
+        self, prompt: Prompt, verdicts: Mapping[int, Judgement], rewarded: int, attempt: int
+    ) -> Sequence[Judgement] | GroupFailed:
+        """Name the samples that failed. Return the failure of the group if fewer than two have a reward."""
+        for sample, verdict in verdicts.items():
+            if verdict.error:
+                self._name(prompt, sample, verdict.error)
+        missing = [verdict.error for verdict in verdicts.values() if math.isnan(verdict.reward)]
+        judged = rewarded + len(verdicts)
+        if judged - len(missing) >= min(2, judged):
+            return list(verdicts.values())
+        reason = f"{len(missing)} of {judged} answers have no reward; the first: {missing[0]}"
         self._ledger.failed(prompt.id, attempt, reason[: 2 * BRIEF])
         return self._count(RewardFailed(prompt.id, reason, ""))
 

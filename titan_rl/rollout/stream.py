@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from titan_rl.batch.experience import teaches
 from titan_rl.record.ledger import Ledger
 from titan_rl.rollout.sampling import GroupSampler, Judge, StreamSettings, Unjudged
 from titan_rl.tasks.prompts import PromptSource
@@ -14,7 +15,7 @@ from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import Decode, Generates, Group
 
 FLAT = "flat"
-"""Why a group is dropped whose rewards are all equal."""
+"""Why a group is dropped whose rewards give no token an advantage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +127,7 @@ class RolloutStream:
         with self._clock("generate"):
             self._hurry(n, step)
             taken, self.dropped = list(await self._gather(n, step)), []
-            while useless := {group: why for group in taken if (why := _useless(group.group, flat=refills > 0))}:
+            while useless := {group: why for group in taken if (why := self._useless(group.group, refills))}:
                 refills -= FLAT in useless.values()
                 self._replace(useless)
                 taken = [group for group in taken if group not in useless]
@@ -148,7 +149,7 @@ class RolloutStream:
             with self._clock("generate"):
                 while len(part) < size and n > 0:
                     (group,) = self._taken([await finished.get()], step)
-                    if why := _useless(group.group, flat=False):
+                    if why := self._useless(group.group, refills=0):
                         self._replace({group: why})
                         watch(self._oldest(n, step)[-1])
                     else:
@@ -224,6 +225,12 @@ class RolloutStream:
                 )
         return chosen
 
+    def _useless(self, group: Group, refills: int) -> str:
+        """Return why a group must be replaced: its judge failed, or (with refills left) it teaches nothing. Else ""."""
+        if isinstance(group, Unjudged):
+            return f"failed: {group.failure.reason}"
+        return FLAT if refills > 0 and not teaches(group, self._algorithm) else ""
+
     async def aclose(self) -> None:
         self._left = self._allowed = 0  # a weight sync in progress admits nothing more
         for group in self._inflight.values():
@@ -244,10 +251,3 @@ async def _finished(groups: Sequence[InFlight], count: int) -> None:
     finally:
         for task in open:
             task.remove_done_callback(ended.put_nowait)
-
-
-def _useless(group: Group, *, flat: bool) -> str:
-    """Return why a group must be replaced: its judge failed, or (if `flat`) its rewards are all equal; else empty."""
-    if isinstance(group, Unjudged):
-        return f"failed: {group.failure.reason}"
-    return FLAT if flat and group.flat else ""

@@ -134,7 +134,7 @@ class Learner:
         """Make the step's updates from what was accumulated."""
         if not self._config.training.stream_groups:
             samples, self._held = self._held, []
-            return await self.step(minibatches(samples, self._config.algorithm))
+            return await self.step(minibatches(samples, self._config.algorithm, self._config.rollout.group_size))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
         with self._clock("train"):

@@ -283,7 +283,7 @@ class Group:
 
     @property
     def flat(self) -> bool:
-        """True if all signals are equal, so that the group teaches nothing."""
+        """True if all signals are equal."""
         return len({r.signal for r in self.rollouts if r.valid}) == 1
 
 

@@ -98,5 +98,5 @@ def test_with_credit_by_turn_a_groups_turns_are_compared_with_those_of_the_same_
 
 def test_minibatches_never_cut_a_rollout() -> None:
     groups = [group(branched(1.0), rollout(0.0), branched(2.0), rollout(3.0))]
-    parts = minibatches(samples_of(groups, algorithm()), algorithm(minibatches=2))
+    parts = minibatches(samples_of(groups, algorithm()), algorithm(minibatches=2), 2)
     assert [[s.sequence for s in part] for part in parts] == [[0, 0, 1], [2, 2, 3]]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.judged_groups import RL, TOOL, advantages, algorithm, group, rollout, told, with_column, with_tool
 from titan_rl.batch.advantages import gae, kl_penalty
-from titan_rl.batch.experience import dead, minibatches, samples_of, with_advantages
+from titan_rl.batch.experience import dead, minibatches, samples_of, teaches, with_advantages
 from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.types import Branch, Completion, Rollout, Sample, Turn
 
@@ -186,12 +186,56 @@ def test_an_advantage_off_the_mask_is_no_signal() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_minibatches_are_whole_groups_in_order_once_an_epoch(parts: int, each: int, size: int, epochs: int) -> None:
-    samples = [Sample([i], [0]) for i in range(parts * each * size)]
-    updates = minibatches(samples, algorithm(minibatches=parts, epochs=epochs))
+    samples = [Sample([i], [0], sequence=i) for i in range(parts * each * size)]
+    updates = minibatches(samples, algorithm(minibatches=parts, epochs=epochs), size)
     assert len(updates) == parts * epochs == algorithm(minibatches=parts, epochs=epochs).updates
     assert {len(update) for update in updates} == {each * size}
     for epoch in range(epochs):
         assert [s for update in updates[epoch * parts : (epoch + 1) * parts] for s in update] == samples
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+def test_failed_rollouts_neither_change_the_number_of_updates_nor_split_a_group(
+    data: st.DataObject, parts: int, each: int, size: int
+) -> None:
+    groups = parts * each
+    survivors = [data.draw(st.sets(st.integers(0, size - 1), min_size=1)) for _ in range(groups)]
+    samples = [Sample([i], [0], sequence=g * size + i) for g, left in enumerate(survivors) for i in sorted(left)]
+    updates = minibatches(samples, algorithm(minibatches=parts), size)
+    assert [s for update in updates for s in update] == samples
+    numbers = [{sample.sequence // size for sample in update} for update in updates]
+    assert [len(groups) for groups in numbers] == [each] * parts
+    assert len(set().union(*numbers)) == groups
+
+
+def turns_of(*rewards: float) -> Rollout:
+    turns = [
+        Turn([1], Completion([5], [-0.5], [0], "stop"), reward=reward, index=i) for i, reward in enumerate(rewards)
+    ]
+    return Rollout([Branch(turns)], "", sum(rewards))
+
+
+def test_a_group_teaches_if_some_token_has_an_advantage() -> None:
+    equal_sums = group(turns_of(1, 0), turns_of(0, 1), turns_of(0, 1), turns_of(1, 0))
+    by_turn = algorithm(credit="turn")
+    assert teaches(equal_sums, by_turn)
+    assert not teaches(equal_sums, algorithm())
+    assert not dead(with_advantages([equal_sums], samples_of([equal_sums], by_turn), by_turn)[1])
+    assert not teaches(group(turns_of(1, 0), turns_of(1, 0)), by_turn)
+    assert teaches(group(turns_of(1, 0), turns_of(1, 1)), algorithm())
+    assert not teaches(group(turns_of(1.0), turns_of(1.0, 0.0)), by_turn)  # nothing to compare the second turn with
+
+
+@pytest.mark.parametrize("credit", ["outcome", "turn"])
+def test_a_filtered_siblings_missing_kl_moves_no_baseline(credit: Any) -> None:
+    groups = [group(rollout(1.0), rollout(1.0), rollout(1.0), rollout(1.0, cut=True))]
+    for filtered in (False, True):
+        a = algorithm("rloo", kl_coef=0.5, overlong_filter=filtered, credit=credit)
+        samples = with_column(samples_of(groups, a), reference=-2.0)
+        for sample in samples:  # scores of tokens outside the mask are 0
+            sample.columns["reference"][:] = np.where(np.asarray(sample.mask) > 0, -2.0, 0.0).tolist()  # type: ignore[index]
+        _, samples = with_advantages(groups, samples, a)
+        assert [max(map(abs, each)) for each in advantages(samples)] == pytest.approx([0.0] * 4)
 
 
 def test_every_estimator_of_the_config_has_a_case() -> None:

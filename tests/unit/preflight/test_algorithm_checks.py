@@ -25,6 +25,11 @@ from titan_rl.preflight.checks import problems, warnings
             "rollout.group_size = 1, found true",
         ),
         (
+            'advantage = "return"\nnormalize = "batch"\ndynamic_sampling = true',
+            'algorithm.dynamic_sampling: expected false, because algorithm.advantage = "return" does not compare the '
+            "samples of a group, and equal rewards teach too, found true",
+        ),
+        (
             "dual_clip = 1.25\nclip_high = 0.28",
             "algorithm.dual_clip: expected a value above 1 + clip_high = 1.28, or 0 for off, found 1.25",
         ),

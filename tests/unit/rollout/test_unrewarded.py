@@ -65,6 +65,27 @@ def test_an_answer_without_a_reward_is_named_and_its_group_goes_on(tokenizer: Te
     replayed(tmp_path)
 
 
+def test_rewards_of_an_environment_count_where_a_judge_has_none(tokenizer: TextTokenizer) -> None:
+    """Three samples have their environment's reward; the judge has none for the fourth, which is named by its number."""
+
+    async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
+        return [LOST] * len(rollouts)
+
+    async def body() -> tuple[object, list[str]]:
+        warned: list[str] = []
+        rollouts = stream(Echo([0]), source(tokenizer), tokenizer, judge=judge)
+        sampler = rollouts._sampler
+        sampler._settings = replace(rollouts._settings, warn=warned.append)
+        async with aclosing(rollouts):
+            answered = (await sampler._answers(source(tokenizer).next()))[0]
+            group = {3: answered}
+            return await sampler._judged(source(tokenizer).next(), group, rewarded=3), warned
+
+    verdicts, warned = asyncio.run(body())
+    assert verdicts == [LOST]
+    assert warned == ["the reward failed on prompt 0, sample 3: my:f did not return within 5 s"]
+
+
 def test_lines_and_metrics_have_the_components_and_count_the_failures(tokenizer: TextTokenizer, tmp_path: Path) -> None:
     groups, _ = played(tokenizer, tmp_path, [])
     lines = list(rollout_lines(1, groups))

@@ -39,6 +39,9 @@ def check_algorithm(config: Config) -> Iterator[str]:
     if a.dynamic_sampling and rollout.group_size < 2:
         equal = f"all rewards of a group are equal with rollout.group_size = {rollout.group_size}"
         yield wrong("algorithm.dynamic_sampling", f"false, because {equal}")
+    elif a.dynamic_sampling and a.advantage not in ("group", "leave_one_out"):
+        alone = f"{because} does not compare the samples of a group, and equal rewards teach too"
+        yield wrong("algorithm.dynamic_sampling", f"false, {alone}")
     if 0 < a.dual_clip <= 1 + a.clip_high:
         yield wrong("algorithm.dual_clip", f"a value above 1 + clip_high = {1 + a.clip_high:g}, or 0 for off")
     if a.dual_clip and a.clip != "ppo":
