@@ -66,7 +66,7 @@ def test_an_answer_without_a_reward_is_named_and_its_group_goes_on(tokenizer: Te
 
 
 def test_rewards_of_an_environment_count_where_a_judge_has_none(tokenizer: TextTokenizer) -> None:
-    """Three samples have their environment's reward; the judge has none for the fourth, which is named by its number."""
+    """Three samples have their environment's reward; the judge has none for the last, named by its number."""
 
     async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Judgement]:
         return [LOST] * len(rollouts)
