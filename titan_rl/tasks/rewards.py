@@ -45,14 +45,34 @@ _SIGN = r"(?:(?<![\w.)])-\$?|\$-?)?"
 _UNSIGNED = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?!\d))?"
 NUMBER = re.compile(rf"({_SIGN}{_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
 """A number, or a fraction of two."""
-PART = re.compile(r"(?:[\^√/]|\d:|\\[A-Za-z]+\{)$"), re.compile(r"\^|/|:\d|√|π|\s?\\(?:pi|sqrt)")
-"""What stands directly before, or directly after, a number that is only a part of a term: x^2, 10:30, 2\\sqrt{3}."""
+_OPERAND = r"(?:[\d)}\]]|\b[A-Za-z])"
+BEFORE = re.compile(
+    r"(?:[\^_√]\{?|\d:|/\s*"  # x^2, x_2, 10:30, 3/4/5
+    r"|\\[A-Za-z]+(?:\[[^][]*\])?(?:\{[^{}]*\})*\{"  # \sqrt[3]{8}, \binom{7}{2}
+    r"|[A-Za-z0-9_}]\("  # log_10(2), f(2)
+    rf"|{_OPERAND}\s*(?:[-+×·÷±–—]|\\(?:times|cdot|div|pm|mp))\s*\$?"  # 4 + 3, 8-3
+    rf"|{_OPERAND}(?:\s+\*\s+|\*)\$?"  # 4*3, but not *3* in italics
+    r"|\d\s+(?:minus|plus|times|divided by)\s+)$"
+)
+"""Text before a number that is only a part of a term."""
+AFTER = re.compile(r"\^|/|:\d|√|π|[⁰¹²³⁴-⁹]|\s?\\(?:pi|sqrt)")
+"""Text after a number that is only a part of a term: x^2, 10:30, 2\\sqrt{3}."""
+PROSE = re.compile(r"[A-Za-z]{2}:?\s+\W*$")
+"""Text before a number whose "!" is no factorial."""
+MAX_NUMBER_CHARS = 1000
 PLAIN = (
     (re.compile("[\u2212\ufe63\uff0d]"), "-"),  # minus signs
+    (re.compile(r"(?<![\w)}\]])[–—](?=\$?\.?\d)"), "-"),
+    (re.compile(r"((?:^|[=:(\[{<>≈]|\b(?:is|equals))\s*)-\s+(?=\$?\.?\d)"), r"\1-"),
+    (re.compile(r"(?i)(?<![\d)}\]]\s)\b(?:minus|negative)\s+(?=\$?\.?\d)"), "-"),
+    (re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?"), r"e\1"),
     (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\{\s*([^{}]*?)\s*\\over\s*([^{}]*?)\s*\}"), r"\1/\2"),
+    (re.compile("\u2044"), "/"),
+    (re.compile(r"\\(?:left|right|[bB]ig[lr]?)\b"), ""),
     (re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{"), ""),
 )
-"""LaTeX that only dresses a number, and what it stands for."""
+"""LaTeX and words around a number, and their plain form."""
 
 
 def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
@@ -62,7 +82,7 @@ def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
 
 def last_number(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
     """Return 1.0 if the completion's last number equals the answer's: the one after "####" (GSM8K), else its last. A
-    fraction is a number; a part of another term (x^2, 10:30, 2\\sqrt{3}) is none."""
+    fraction is a number; a part of another term (x^2, 4 + 3, 10:30, 2\\sqrt{3}) is none."""
     expected = last_number_of(prompt.answer.rpartition("####")[2])
     if expected is None:
         raise ValueError(
@@ -170,8 +190,10 @@ def last_number_of(text: str) -> Fraction | None:
     last = None
     for last in NUMBER.finditer(text):  # noqa: B007 (the last one is used)
         pass
-    before, after = PART
-    if last is None or before.search(text[max(0, last.start() - 20) : last.start()]) or after.match(text, last.end()):
+    if last is None or len(last[0]) > MAX_NUMBER_CHARS:
+        return None
+    before, after = text[max(0, last.start() - 40) : last.start()], text[last.end() :]
+    if BEFORE.search(before) or AFTER.match(after) or (after.startswith("!") and not PROSE.search(before)):
         return None
     value, *below = (Fraction(Decimal(re.sub("[$,]", "", part))) for part in last.groups() if part is not None)
     if not below:

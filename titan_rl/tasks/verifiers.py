@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def json_schema(arguments: Arguments) -> Verify:
     def validator(schema: Any) -> Any:
         kind = validator_for(schema, default=jsonschema.Draft202012Validator)
         kind.check_schema(schema)
-        return kind(schema)
+        return kind(schema, format_checker=kind.FORMAT_CHECKER)
 
     fixed = None
     if "schema" in arguments:
@@ -98,30 +99,55 @@ def json_schema(arguments: Arguments) -> Verify:
         valid = fixed or validator(json.loads(given) if isinstance(given, str) else given)
         blocks = FENCED.findall(answer.text)
         try:
-            found = json.loads(blocks[-1] if blocks else answer.text)
-        except (ValueError, RecursionError):
+            found = json.loads(
+                blocks[-1] if blocks else answer.text,
+                parse_constant=_no_json,
+                parse_float=_finite,
+                object_pairs_hook=_without_doubles,
+            )
+            return float(valid.is_valid(found))
+        except (ValueError, RecursionError, OverflowError):
             return 0.0
-        return float(valid.is_valid(found))
 
     return verify
 
 
+def _no_json(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(f"{text} is beyond any float")
+    return value
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
 def math(arguments: Arguments) -> Verify:
-    """1.0 if the answer's mathematical expression equals the reference's, by math-verify."""
+    """1.0 if the answer's mathematical expression equals the reference's, by math-verify. An answer that cannot be
+    evaluated in time is wrong: else an unsure policy would gain by one, as an answer without a reward costs nothing."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError('"math" needs a package: pip install titan-rl[math]') from error
 
-    how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}  # what times out is not wrong
+    how: Any = {"parsing_timeout": MATH_SECONDS, "raise_on_error": True}
 
     def judge(prompt: Prompt, answer: Answered) -> float:
         text = prompt.answer
         gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", **how)
         if not gold:
             raise ValueError(f'"math" expects an expression in the reference answer, found {text[:80]!r}')
-        found = parse(answer.text, **how)
-        return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
+        try:
+            found = parse(answer.text, **how)
+            return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
+        except Exception:  # a timeout, or too deep, large or odd an expression for SymPy
+            return 0.0
 
     return judge
 

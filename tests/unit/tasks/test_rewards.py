@@ -58,7 +58,6 @@ def test_exact(completion: str, reward: float) -> None:
         ("**$1,200.00**", "1200"),
         ("it loses -$5", "-5"),
         ("it loses $-5.0", "-5"),
-        ("8-3", "3"),
         ("x = -3", "-3"),
         ("1,2,3", "3"),
         ("\\boxed{.5}", "0.50"),
@@ -76,6 +75,24 @@ def test_exact(completion: str, reward: float) -> None:
         ("\\text{so } \\mathrm{5}", "5"),
         ("5%", "5"),
         ("5 km/h", "5"),
+        ("5 \\times 10^{3}", "5000"),
+        ("1.5 × 10^-3", "0.0015"),
+        ("{1 \\over 5}", "1/5"),
+        ("1\u20445", "1/5"),
+        ("\u20135", "-5"),
+        ("- 5", "-5"),
+        ("x = - 5", "-5"),
+        ("it is minus 5", "-5"),
+        ("Negative 5", "-5"),
+        ("The answer is 5!", "5"),
+        ("it is *5*", "5"),
+        ("that is **5**.", "5"),
+        ("* 5 apples", "5"),
+        ("it is +5", "5"),
+        ("GPT-4", "4"),
+        ("4 + 3 = 7", "7"),
+        ("\\left(5\\right)", "5"),
+        ("(5)", "5"),
     ],
 )
 def test_last_number_agrees(completion: str, answer: str) -> None:
@@ -105,13 +122,36 @@ def test_last_number_agrees(completion: str, answer: str) -> None:
         ("0.30", "3"),
         ("12,34", "1234"),
         ("18", "18 #### 19"),
+        ("10^{2}", "2"),
+        ("x_{2}", "2"),
+        ("\\binom{7}{2}", "2"),
+        ("\\sqrt[3]{8}", "8"),
+        ("5 \\times 10^{3}", "3"),
+        ("5!", "5"),
+        ("= 5!", "5"),
+        ("log_10(2)", "2"),
+        ("4 + 3", "3"),
+        ("4*3", "3"),
+        ("4 * 3", "3"),
+        ("8-3", "3"),
+        ("17 \\cdot 3", "3"),
+        ("7 ± 3", "3"),
+        ("{1 \\over 5}", "5"),
+        ("1\u20445", "5"),
+        ("\u20135", "5"),
+        ("between 3\u20135", "5"),
+        ("- 5", "5"),
+        ("minus 5", "5"),
+        ("8 minus 3", "3"),
+        ("3²", "3"),
+        ("9" * 300_000, "9"),
     ],
 )
 def test_last_number_disagrees(completion: str, answer: str) -> None:
     assert last_number(completion, answer) == 0.0
 
 
-@given(st.integers(-(10**12), 10**12), st.text(st.characters(exclude_categories=["Nd"]), max_size=20))
+@given(st.integers(-(10**12), 10**12), st.text(st.characters(categories=["L", "Zs", "Po"]), max_size=20))
 def test_last_number_reads_any_integer_however_written(number: int, words: str) -> None:
     for form in (f"{number}", f"{number:,}", f"{number}.0", f"${number:,}.00"):
         assert last_number(f"{words} {form} apples.", f"5 #### {number}") == 1.0

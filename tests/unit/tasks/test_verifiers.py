@@ -65,6 +65,22 @@ def test_json_is_held_to_a_schema(text: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "schema"),
+    [
+        ('{"x": NaN}', {"type": "object"}),
+        ("Infinity", {"type": "number"}),
+        ("1e400", {"type": "number"}),
+        ("1e400", {"multipleOf": 7}),
+        ("1" + "0" * 400, {"multipleOf": 0.1}),
+        ('{"x": 9, "x": 5}', {"properties": {"x": {"maximum": 6}}}),
+        ('"not an email"', {"type": "string", "format": "email"}),
+    ],
+)
+def test_answers_that_are_no_json_or_match_no_format_are_wrong(text: str, schema: dict[str, Any]) -> None:
+    assert verified("json_schema", text, json.dumps(schema)) == 0.0
+
+
+@pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("<think>a</think>\n<answer>b</answer>", 1.0),
@@ -106,6 +122,12 @@ def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.Monke
     assert verified("math", "x+1", "x+1") == 1.0
     assert verified("math", "x", "$x+1$") == 0.0
     assert asked == ["$x+1$", "x+1", "$x+1$", "x"]
+
+    def slow(gold: list[Any], target: list[Any], **how: Any) -> bool:
+        raise TimeoutError
+
+    fake.__dict__["verify"] = slow
+    assert verified("math", "9^{9^{9}}", "x") == 0.0
     fake.__dict__["parse"] = lambda pred, **how: []
     with pytest.raises(ValueError, match="expects an expression in the reference answer, found 'no'"):
         verified("math", "x", "no")
