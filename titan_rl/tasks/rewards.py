@@ -50,22 +50,22 @@ BEFORE = re.compile(
     r"(?:[\^_√]\{?|\d:|/\s*"  # x^2, x_2, 10:30, 3/4/5
     r"|\\[A-Za-z]+(?:\[[^][]*\])?(?:\{[^{}]*\})*\{"  # \sqrt[3]{8}, \binom{7}{2}
     r"|[A-Za-z0-9_}]\("  # log_10(2), f(2)
-    rf"|{_OPERAND}\s*(?:[-+×·÷±–—]|\\(?:times|cdot|div|pm|mp))\s*\$?"  # 4 + 3, 8-3
+    rf"|{_OPERAND}\s*(?:[-+\u00d7\u00b7\u00f7\u00b1\u2013\u2014]|\\(?:times|cdot|div|pm|mp))\s*\$?"  # 4 + 3, 8-3
     rf"|{_OPERAND}(?:\s+\*\s+|\*)\$?"  # 4*3, but not *3* in italics
     r"|\d\s+(?:minus|plus|times|divided by)\s+)$"
 )
 """Text before a number that is only a part of a term."""
-AFTER = re.compile(r"\^|/|:\d|√|π|[⁰¹²³⁴-⁹]|\s?\\(?:pi|sqrt)")
+AFTER = re.compile(r"\^|/|:\d|√|π|[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]|\s?\\(?:pi|sqrt)")
 """Text after a number that is only a part of a term: x^2, 10:30, 2\\sqrt{3}."""
 PROSE = re.compile(r"[A-Za-z]{2}:?\s+\W*$")
 """Text before a number whose "!" is no factorial."""
 MAX_NUMBER_CHARS = 1000
 PLAIN = (
     (re.compile("[\u2212\ufe63\uff0d]"), "-"),  # minus signs
-    (re.compile(r"(?<![\w)}\]])[–—](?=\$?\.?\d)"), "-"),
-    (re.compile(r"((?:^|[=:(\[{<>≈]|\b(?:is|equals))\s*)-\s+(?=\$?\.?\d)"), r"\1-"),
+    (re.compile(r"(?<![\w)}\]])[\u2013\u2014](?=\$?\.?\d)"), "-"),
+    (re.compile(r"((?:^|[=:(\[{<>\u2248]|\b(?:is|equals))\s*)-\s+(?=\$?\.?\d)"), r"\1-"),
     (re.compile(r"(?i)(?<![\d)}\]]\s)\b(?:minus|negative)\s+(?=\$?\.?\d)"), "-"),
-    (re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?"), r"e\1"),
+    (re.compile(r"(?<=\d)\s*(?:\\times|\\cdot|[\u00d7\u00b7*])\s*10\s*\^\s*\{?\s*([-+]?\d+)\s*\}?"), r"e\1"),
     (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\{\s*([^{}]*?)\s*\\over\s*([^{}]*?)\s*\}"), r"\1/\2"),
     (re.compile("\u2044"), "/"),

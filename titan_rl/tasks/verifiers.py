@@ -133,6 +133,7 @@ def math(arguments: Arguments) -> Verify:
     evaluated in time is wrong: else an unsure policy would gain by one, as an answer without a reward costs nothing."""
     try:
         from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+        from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError('"math" needs a package: pip install titan-rl[math]') from error
 
@@ -146,7 +147,7 @@ def math(arguments: Arguments) -> Verify:
         try:
             found = parse(answer.text, **how)
             return float(verify(gold, found, timeout_seconds=MATH_SECONDS, raise_on_error=True))
-        except Exception:  # a timeout, or too deep, large or odd an expression for SymPy
+        except (Exception, TimeoutException):  # or too deep, large or odd an expression for SymPy
             return 0.0
 
     return judge
