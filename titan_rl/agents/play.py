@@ -67,12 +67,13 @@ class Policy:
             kept, new = self._renderer.extend(self._tokens, self.messages, observation, self._tools)
         else:
             kept, new = self._renderer.open(self._prompt, observation, self._tools)
-        most = self._limits.max_tokens - self.spent - len(new) if self._limits.max_tokens else None
+        read = len(new) if self.turns else 0  # the first turn reads the prompt, with its tools and first observation
+        most = self._limits.max_tokens - self.spent - read if self._limits.max_tokens else None
         if most is not None and most <= 0:
             raise EpisodeOver("max_tokens")
         sampled = await self._ask(kept, new, most)
         self._tokens = [*self._tokens[:kept], *new, *sampled.tokens]
-        self.spent += len(new) + len(sampled.tokens)
+        self.spent += read + len(sampled.tokens)
         self.turns += 1
         reply = self._renderer.reply(sampled.tokens, sampled.finish, self._tools)
         self.messages += [*messages_from(observation), reply.message]

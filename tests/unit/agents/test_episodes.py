@@ -113,7 +113,7 @@ def test_the_last_turn_may_sample_what_is_left(tmp_path: Path) -> None:
         (second,) = played.news()
         assert isinstance(first, Ask)
         assert isinstance(second, Ask)
-        assert (first.most, second.most) == (5, 2)
+        assert (first.most, second.most) == (6, 3), "the first observation is a part of the prompt"
         played.loop.answer([Answer(0, [], "abort", "context_overflow", 1)])
         (ended,) = played.news()
         assert isinstance(ended, Ended)
