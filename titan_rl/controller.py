@@ -22,9 +22,10 @@ admitted only once the generators hold the weights that the last step made. `lag
 a lag, generators sample and take weights while the trainers step.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from titan_rl.batch.experience import samples_of, with_advantages
@@ -47,9 +48,10 @@ from titan_rl.train.run_parts import RunParts
 from titan_rl.train.step_loop import UNMEASURED, StepDone, StepLoop
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.seeds import derive
-from titan_rl.wire.types import Group, PhaseName, Sample
+from titan_rl.wire.types import Group, PhaseName, Prompt, Sample
 
 BEFORE_RL = -1  # the version of weights during a cold start; RL starts with version 0
+NO_PROMPTS: Mapping[PhaseName, Collection[int]] = {"cold_start": (), "rl": ()}
 
 
 class Controller:
@@ -63,14 +65,16 @@ class Controller:
         *,
         attempt: int = 1,
         began: Callable[[int], None] = lambda step: None,
+        bad_prompts: Mapping[PhaseName, Collection[int]] = NO_PROMPTS,
     ) -> None:
-        """`attempt` counts the attempts of this process; `began` is called with the step it resumed at."""
+        """`attempt` counts the attempts of this process; `began` is called with the step it resumed at; steps with the
+        ids in `bad_prompts` were undone."""
         self.run, self.setup, self.config = run, run.setup, run.config
         configure(run.config.sandbox)
         self.meshes, self.weights, self.learner = run.meshes, run.weights, learner
         self.report, self.stop, self.clock = run.report, run.stop, run.clock
         self.health = Health(run.config, run.terminal.warn)
-        self.resume, self.attempt, self.began = resume, attempt, began
+        self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
         self.proven = False  # the engines compute what the trainers do
@@ -121,7 +125,8 @@ class Controller:
         if not self.overlaps:
             stream.admit(self.config.rollout.groups_per_step)
         self.report.step(n, groups, stats, sync, evaluations, dropped=stream.dropped, backlog=stream.backlog)
-        hopeless = self.health.after(n, stats, groups, samples, sync.engines)
+        prompts = [group.prompt.id for group in groups]
+        hopeless = self.health.after(n, stats, groups, samples, sync.engines, prompts=prompts)
         unmeasured = {} if served else {UNMEASURED: self.held_out.due(n)}
         return StepDone(stream.cut() | unmeasured, partial(self.record_save, stream), hopeless)
 
@@ -195,7 +200,8 @@ class Controller:
 
     async def fit_step(self, examples: PromptSource, n: int) -> StepDone | None:
         await self.meshes.turn_of_trainers()
-        batch = self.samples(examples, self.config.algorithm.kind, self.config.training.global_batch_size)
+        prompts = self.next_examples(examples, "rl", self.config.training.global_batch_size)
+        batch = self.samples(prompts, self.config.algorithm.kind)
         samples = await self.stop.in_time(self.learner.judge(batch))
         if samples is None or (stats := await self.loop.train(self.learner.step([samples]))) is None:
             return None
@@ -203,7 +209,9 @@ class Controller:
         evaluations = await self.stop.in_time(self.sync_and_evaluate(n)) if due else []
         self.report.fitted(n, stats, evaluations or [])
         unmeasured = {UNMEASURED: due} if self.stop.given_up and evaluations is None else {}
-        return StepDone(examples.state_dict() | unmeasured, hopeless=self.health.after(n, stats))
+        return StepDone(
+            examples.state_dict() | unmeasured, hopeless=self.health.after(n, stats, prompts=[p.id for p in prompts])
+        )
 
     async def sync_and_evaluate(self, n: int) -> list[Evaluation]:
         await self.sync(n)
@@ -225,7 +233,8 @@ class Controller:
     async def cold_start_step(self, examples: PromptSource, n: int) -> StepDone | None:
         cold = self.config.cold_start
         await self.meshes.turn_of_trainers()
-        batch = self.samples(examples, "supervised", cold.batch_size)
+        prompts = self.next_examples(examples, "cold_start", cold.batch_size)
+        batch = self.samples(prompts, "supervised")
         if (stats := await self.loop.train(self.learner.supervise(batch))) is None:
             return None
         self.report.cold_start(n, stats)
@@ -234,10 +243,16 @@ class Controller:
         enough = measures and score is not None and score >= cold.stop_at
         unmeasured = {UNMEASURED: True} if score is None else {}
         state = examples.state_dict() | {"enough": enough} | unmeasured
-        return StepDone(state, hopeless=self.health.after(n, stats, phase="cold_start"), enough=enough)
+        hopeless = self.health.after(n, stats, phase="cold_start", prompts=[prompt.id for prompt in prompts])
+        return StepDone(state, hopeless=hopeless, enough=enough)
 
-    def samples(self, source: PromptSource, kind: str, count: int) -> list[Sample]:
-        return [s for _ in range(count) for s in SAMPLES[kind](source.next(), self.setup.tokenizer)]
+    def next_examples(self, source: PromptSource, phase: PhaseName, count: int) -> list[Prompt]:
+        """Return the next examples whose step was not undone."""
+        good = (prompt for prompt in iter(source.next, None) if prompt.id not in self.bad_prompts[phase])
+        return list(islice(good, count))
+
+    def samples(self, prompts: Sequence[Prompt], kind: str) -> list[Sample]:
+        return [sample for prompt in prompts for sample in SAMPLES[kind](prompt, self.setup.tokenizer)]
 
     # -- shared by the phases -------------------------------------------------------------------------------------
 
@@ -322,6 +337,7 @@ class Controller:
             groups=(config.training.steps - start) * config.rollout.groups_per_step,
             reward_attempts=config.fault.reward_attempts,
             attempt=self.attempt,
+            bad_prompts=frozenset(self.bad_prompts["rl"]),
             driver=self.meshes.environments,
             driver_attempts=config.fault.environment_attempts,
             limits=SessionLimits.of(config, played=self.meshes.environments is not None),

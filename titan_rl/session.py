@@ -77,7 +77,14 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                     if recovery.attempt > 1:
                         log.rewind(resume.kept_rl, resume.kept_cold_start)
                     report.ready(resume.rl or 0, setup.task.bad_rows)
-                    controller = Controller(run, learner, resume, attempt=recovery.attempt, began=recovery.began)
+                    controller = Controller(
+                        run,
+                        learner,
+                        resume,
+                        attempt=recovery.attempt,
+                        began=recovery.began,
+                        bad_prompts=recovery.bad_prompts,
+                    )
                     await controller.drive()
 
                 await recovery.drive(attempt)

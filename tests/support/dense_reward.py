@@ -11,6 +11,12 @@ def huge(completion: str) -> float:
     return 1e38 * digits(completion)
 
 
+def huge_for_some(prompt: str, completion: str) -> float:
+    """Huge for one in twelve prompts, for every sample."""
+    first, _, rest = prompt.removesuffix("=").partition("+")
+    return 1e38 * len(completion) if (int(first) + 7 * int(rest)) % 12 == 0 else digits(completion)
+
+
 def broken(completion: str, answer: str) -> float:
     """Fails on what a model says, not on the reference answer, with which the checks call it."""
     if completion == answer:

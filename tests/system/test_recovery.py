@@ -17,6 +17,7 @@ import pytest
 from support.outputs import losses, sampled, shared_memory
 from support.running import Run, Runs
 from titan_rl.record.audit_rules import audit
+from titan_rl.record.ledger import events
 
 ROLES: dict[str, Any] = {  # a policy, a critic, a reference and a generator, each on a mesh of its own
     "task__reward": "dense_reward:digits",
@@ -194,6 +195,16 @@ def test_steps_without_a_finite_gradient_are_rolled_back_and_change_no_weight(ru
     dense = {"task__reward": "dense_reward:digits", "task__eval_reward": "exact", "optimizer__lr": 1e-3}
     resumed = runs.finish(run.folder, **keys | {"training__steps": lines[-1]["step"] + 1}, **dense)
     assert resumed.lines("metrics.jsonl")[-1]["logprob_gap/mean"] <= 1e-5
+
+
+def test_a_bad_step_that_its_prompts_cause_is_not_made_again(runs: Runs, tmp_path: Path) -> None:
+    some = {"task__reward": "dense_reward:huge_for_some", "task__eval_reward": "exact", "algorithm__normalize": "none"}
+    keys: dict[str, Any] = {"fault__on_bad_steps": "rollback", "fault__max_bad_steps": 1, "fault__max_restarts": 20}
+    run = runs.start(tmp_path / "run", training__steps=16, eval__interval=0, checkpoint__interval=4, **some, **keys)
+    out = ends_well(run)
+    rolled_back = [e["prompt"] for e in events(run.folder) if e.get("reason") == "rolled back"]
+    assert rolled_back, out
+    assert all(line["updates/skipped"] == 0 for line in run.lines("metrics.jsonl"))
 
 
 @pytest.mark.parametrize("victim", ["generator1[tp=0]"])

@@ -99,6 +99,7 @@ class StreamSettings:
     first: int  # the step that trains the first group
     groups: int  # number of groups that the rest of the run trains on
     reward_attempts: int = 2
+    bad_prompts: frozenset[int] = frozenset()  # ids of those to drop: their steps were undone
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
     driver: Driver | None = None  # none: a rollout is one answer
     driver_attempts: int = 2  # of one whose process is lost

@@ -17,6 +17,9 @@ from titan_rl.wire.types import Decode, Generates, Group
 FLAT = "flat"
 """Why a group is dropped whose rewards give no token an advantage."""
 
+ROLLED_BACK = "rolled back"
+"""Why a group is dropped that a step trained on which was undone (fault.on_bad_steps)."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlight:
@@ -226,9 +229,12 @@ class RolloutStream:
         return chosen
 
     def _useless(self, group: Group, refills: int) -> str:
-        """Return why a group must be replaced: its judge failed, or (with refills left) it teaches nothing. Else ""."""
+        """Return why a group must be replaced: its judge failed, its step was undone, or (with refills left) it teaches
+        nothing. Else ""."""
         if isinstance(group, Unjudged):
             return f"failed: {group.failure.reason}"
+        if group.prompt.id in self._settings.bad_prompts:
+            return ROLLED_BACK
         return FLAT if refills > 0 and not teaches(group, self._algorithm) else ""
 
     async def aclose(self) -> None:

@@ -15,12 +15,15 @@ REMEDY = "A smaller learning rate, float32 instead of bfloat16, or rewards witho
 
 
 class Rewind(RunError):
-    """Asks to undo the latest steps and to continue from before them."""
+    """Asks to undo the latest steps and to continue from before them, without their prompts."""
 
-    def __init__(self, headline: str, details: str, *, before: int, phase: PhaseName = "rl") -> None:
+    def __init__(
+        self, headline: str, details: str, *, before: int, phase: PhaseName = "rl", prompts: Sequence[int] = ()
+    ) -> None:
         super().__init__(headline, details)
         self.before = before  # the first step to undo
         self.phase: PhaseName = phase
+        self.prompts = prompts  # ids of the undone steps' prompts: the same ones would give the same steps again
 
 
 class Ruined(RunError):
@@ -36,6 +39,7 @@ class Health:
         self._most_dead, self._most_bad = config.algorithm.max_dead_steps, config.fault.max_bad_steps
         self._rolls_back = config.fault.on_bad_steps == "rollback"
         self._dead = self._bad = self._unsound = 0  # steps in a row
+        self._bad_prompts: list[int] = []  # ids of the prompts of these bad steps
         self._last = ""  # what was not finite in the last step
 
     def after(
@@ -46,8 +50,9 @@ class Health:
         samples: Sequence[Sample] = (),
         engines: Mapping[str, EngineStats] | None = None,
         phase: PhaseName = "rl",
+        prompts: Sequence[int] = (),
     ) -> RunError | None:
-        """Return why the run cannot continue after this step, or None."""
+        """Return why the run cannot continue after this step, or None. `prompts`: ids of what the step trained on."""
         paces = {name: e.seconds / e.steps for name, e in (engines or {}).items() if e.steps}
         for straggler in [*self._ranks.seen(step, stats.ranks), *self._replicas.seen(step, paces)]:
             self._warn(straggler)
@@ -65,6 +70,7 @@ class Health:
         )
         self._dead = self._dead + 1 if samples and dead(samples) else 0
         self._bad = self._bad + 1 if bad else 0
+        self._bad_prompts = [*self._bad_prompts, *prompts] if bad else []
         self._unsound = self._unsound + 1 if unsound else 0
         if 0 < self._most_bad <= self._unsound:
             return Ruined(
@@ -93,7 +99,13 @@ class Health:
         what = f"{self._bad} steps in a row had a {'gradient' if finite_loss else 'loss'} that is not finite"
         if self._rolls_back:
             before = step - self._bad + 1
-            return Rewind(what, 'fault.on_bad_steps = "rollback" rewinds the run.', before=before, phase=phase)
+            return Rewind(
+                what,
+                'fault.on_bad_steps = "rollback" rewinds the run.',
+                before=before,
+                phase=phase,
+                prompts=self._bad_prompts,
+            )
         limit = f"{REMEDY} fault.max_bad_steps sets the limit."
         if finite_loss:
             return RunError(

@@ -36,6 +36,8 @@ class Recovery:
         self._growing: Regrow | None = None  # until an attempt is running with more trainers
         self._rows = run.meshes.trainers.dp  # when they were started last
         self.attempt = 0
+        self.bad_prompts: dict[PhaseName, set[int]] = {"cold_start": set(), "rl": set()}
+        """Ids of the prompts of undone steps. The next attempts leave them out."""
 
     @property
     def resume(self) -> Resume:
@@ -106,6 +108,7 @@ class Recovery:
 
         if isinstance(error, Rewind):
             self._undo(error.before, error.phase)
+            self.bad_prompts[error.phase].update(error.prompts)
         if mesh is not None:
             self._lost.add(mesh)
 
