@@ -195,6 +195,13 @@ class Watch:
         finally:
             self._driven = None
 
+    def fail(self, error: RunError) -> None:
+        """End the driven work with an error that no rank has."""
+        self.failures.append(error)
+        if self._driven is not None:
+            self._driven.cancel()
+            self._driven = None
+
     def close(self) -> None:
         """Stop watching, because processes are about to be ended on purpose."""
         self._driven = None
@@ -218,7 +225,7 @@ class Watch:
         return next((report for report in self._reports if report.rank == error.rank), error)
 
     def _forget(self) -> None:
-        self.failures: list[RankFailed] = []
+        self.failures: list[RunError] = []
         self._reports: list[RankDied] = []  # from Monarch: later, but with details
         self._died, self._reported = asyncio.Event(), asyncio.Event()  # from any source; from Monarch
 
@@ -238,9 +245,6 @@ class Watch:
             self._reported.set()
             if deaths.follows(failed.rank):  # reported by the kernel before, or killed on purpose
                 return
-        self.failures.append(failed)
         if isinstance(failed, RankDied):
             self._died.set()
-        if self._driven is not None:
-            self._driven.cancel()
-            self._driven = None
+        self.fail(failed)

@@ -11,7 +11,7 @@ from titan_rl.controller import Controller
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.report import Report
-from titan_rl.record.run_folder import Resume
+from titan_rl.record.run_folder import Resume, watch_folder
 from titan_rl.record.run_log import RunLog
 from titan_rl.record.terminal import Terminal
 from titan_rl.record.timeline import timeline
@@ -40,6 +40,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
     control.offer(checkpoint=stop.checkpoint, pause=stop.pause, resume=stop.resume, stop=stop.leave)
     if not config.checkpoint.enable:
         control.withhold("checkpoint", "pause", why="expected checkpoint.enable = true, found false: nothing is saved")
+    folder_watch: asyncio.Task[None] | None = None
     try:
         async with (
             control,
@@ -47,6 +48,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
             timeline(folder / "timeline.json", meshes.all, terminal.note) if config.metrics.timeline else nullcontext(),
         ):
             status.meshes = meshes
+            folder_watch = asyncio.create_task(watch_folder(folder, watch.fail))
             snapshots = await watch.drive(start_snapshots(config, meshes, incidents, terminal))
             weights = None
             if meshes.generators is not None:
@@ -94,5 +96,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                     raise asyncio.CancelledError  # ranks may be busy: they are asked for nothing more
         return not stop.requested
     finally:
+        if folder_watch is not None:
+            folder_watch.cancel()
         await setup.judges.close()
         await shutdown()

@@ -12,6 +12,7 @@ from titan_rl.preflight.memory import on_cpu, on_gpus
 from titan_rl.preflight.refusal import refusing
 from titan_rl.preflight.row_lengths import first_unfit, fits, unfit_rows
 from titan_rl.preflight.shapes import shape_of
+from titan_rl.record.missing_records import missing_records
 from titan_rl.record.run_folder import Resume, check_folder, sound_resume
 from titan_rl.record.run_lock import RunLock
 from titan_rl.tasks.examples import Example
@@ -110,7 +111,10 @@ def prepare(name: str, given: Config, *, device: str, scratch: Path, gpus: Gpus 
         )
 
     sets = tuple(map(problems_of, eval_sets(config.eval.sets)))
-    resume, notes = (Resume(None, None), []) if config.job.fresh else sound_resume(folder, config, dry=True)
+    resume, notes = Resume(None, None), list[str]()
+    if not config.job.fresh:
+        resume, notes = sound_resume(folder, config, dry=True)
+        notes += missing_records(folder, config, resume)
     on_gpu = device == "cuda"
     return Setup(
         name=name,
@@ -148,6 +152,7 @@ def settle(setup: Setup, lock: RunLock) -> Setup:
         lock.move_old_run()
     else:
         resume, notes = sound_resume(folder, config)
+        notes += missing_records(folder, config, resume)
         setup = replace(setup, resume=resume, resume_notes=tuple(notes))
     if config.model.hf_assets_path:
         return setup

@@ -49,8 +49,9 @@ class Checkpoints:
         return None, damaged
 
     def damage(self, step: int, *, read: bool = False) -> str:
-        """Say what is wrong with a whole step, and in which folder; "" if nothing is."""
-        found = ((folder / f"step-{step}", damage(folder / f"step-{step}", read=read)) for folder in self.folders)
+        """Return the folder and the damage of a whole step; "" if there is none."""
+        paths = [folder / f"step-{step}" for folder in self.folders]
+        found = ((path, _misplaced(path) or damage(path, read=read)) for path in paths)
         return next((f"{path}: {why}" for path, why in found if why), "")
 
     def without_sums(self, step: int) -> bool:
@@ -79,3 +80,16 @@ def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         if found := re.fullmatch(r"step-(\d+)", path.name):
             yield int(found[1]), path
+
+
+def _misplaced(path: Path) -> str:
+    """Return why a step's folder is not what the run wrote under this name; "" if it may be."""
+    if path.is_symlink():
+        return "it is a link"
+    step, sums = int(path.name.removeprefix("step-")), path / SUMS
+    others = [(n, other / SUMS) for n, other in _steps(path.parent) if other != path and (other / SUMS).is_file()]
+    if not sums.is_file():
+        return f"{SUMS} is missing, which this run writes" if others else ""
+    written = sums.read_bytes()  # also of the optimizer's step count, so no two steps have the same
+    copied = next((other for n, other in others if n < step and other.read_bytes() == written), None)
+    return f"it is a copy of {copied.parent.name}" if copied else ""

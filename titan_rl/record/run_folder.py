@@ -1,6 +1,8 @@
 """What a run finds in its folder: checkpoints to resume from, and free names for what is moved aside."""
 
+import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +11,8 @@ from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
+
+FOLDER_CHECK_SECONDS = 1.0
 
 
 class FolderRefused(Exception):
@@ -107,6 +111,28 @@ def _set_aside(checkpoints: Checkpoints, step: int) -> str:
         (folder / f"step-{step}").rename(moved := aside(folder / f"damaged-{step}"))
         names.append(moved.name)
     return names[-1]
+
+
+async def watch_folder(folder: Path, lost: Callable[[RunError], None]) -> None:
+    """Call `lost` once this folder has been removed, renamed or replaced."""
+    before = os.stat(folder)
+    while True:
+        await asyncio.sleep(FOLDER_CHECK_SECONDS)
+        try:
+            same = os.path.samestat(os.stat(folder), before)
+        except FileNotFoundError:
+            same = False
+        except OSError:  # a network filesystem that does not answer now
+            continue
+        if not same:
+            lost(
+                RunError(
+                    f"job.dump_folder: {folder} was removed or renamed while the run wrote to it",
+                    "Checkpoints, ledger, metrics and rollouts went with it. A renamed folder can be resumed under its "
+                    "new name: --job.dump_folder NEW_NAME.",
+                )
+            )
+            return
 
 
 def check_folder(job: JobSection) -> None:
