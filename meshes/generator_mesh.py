@@ -20,7 +20,7 @@ from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all
 from titan_rl.meshes.healing import Fleet, Make
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.replica import GeneratorPolicy, Replica
 from titan_rl.meshes.router import Router
 from titan_rl.meshes.spawn import meeting_file, process_group, spawn
@@ -47,7 +47,7 @@ class GeneratorMesh:
     @classmethod
     async def spawn(
         cls,
-        host: HostMesh | Callable[[int, bool], Berth],
+        host: HostMesh | Callable[[int, bool], RankPlace],
         settings: EngineSettings,
         *,
         replicas: int,
@@ -59,17 +59,17 @@ class GeneratorMesh:
         tp = settings.tensor_parallel_degree
 
         async def make(replica: int, elsewhere: bool = False) -> Replica:
-            berth = Berth(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
+            rank_place = RankPlace(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
             name = f"generator{replica}"
             procs = await spawn(
-                berth.host,
+                rank_place.host,
                 name=name,
                 shape={"tp": tp},
                 kind="generator",
-                env={**ENV, **env, **berth.env, **(meeting_file(berth.host) if tp > 1 else {})},
+                env={**ENV, **env, **rank_place.env, **(meeting_file(rank_place.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
-            return Replica(replica, name, procs, settings, policy, berth.host.name)
+            return Replica(replica, name, procs, settings, policy, rank_place.host.name)
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, make=make)

@@ -3,7 +3,7 @@
     local        ranks are children of this process
     processes    workers on this machine, started here; each has a folder of sockets, and a log in the run's folder
 
-A mesh gets berths on them, which titan_rl/train/berths.py deals.
+titan_rl/train/rank_places.py assigns each mesh its place on them.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class RankPlace:
     """A host for consecutive ranks of a mesh, and what those are launched with there: GPUs, for example."""
 
     host: Host

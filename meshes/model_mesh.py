@@ -17,7 +17,7 @@ from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.spawn import end, meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED
@@ -38,7 +38,7 @@ class ModelMesh:
 
     def __init__(
         self,
-        host: HostMesh | Callable[[], Sequence[Berth]],
+        host: HostMesh | Callable[[], Sequence[RankPlace]],
         role: RoleName,
         config: Config,
         shape: ModelShape,
@@ -49,10 +49,10 @@ class ModelMesh:
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
-        self._berths_of = host if callable(host) else lambda: [Berth(Host(host), self.dp * self.tp)]
-        self._berths: Sequence[Berth] = ()
+        self._rank_places_of = host if callable(host) else lambda: [RankPlace(Host(host), self.dp * self.tp)]
+        self._rank_places: Sequence[RankPlace] = ()
         self._env, self._given, self._planned = env, (role, config, shape), parallelism
-        self._procs: list[ProcMesh] = []  # by berth
+        self._procs: list[ProcMesh] = []  # one per rank place
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
@@ -63,23 +63,23 @@ class ModelMesh:
         self._warm.clear()
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its fork server has deferred TorchTitan's own compiling
-        self._berths = self._berths_of()
-        self.dp = sum(berth.ranks for berth in self._berths) // self.tp
+        self._rank_places = self._rank_places_of()
+        self.dp = sum(rank_place.ranks for rank_place in self._rank_places) // self.tp
         parallelism = self._planned.of_rows(self.dp)
-        members = process_group(*(berth.ranks for berth in self._berths))
-        first_host = self._berths[0].host
-        apart = len(self._berths) > 1 and first_host.facts is not None  # else a file of one machine
+        members = process_group(*(rank_place.ranks for rank_place in self._rank_places))
+        first_host = self._rank_places[0].host
+        apart = len(self._rank_places) > 1 and first_host.facts is not None  # else a file of one machine
         meeting = {} if apart else meeting_file(first_host)
         self._procs, self._ranks = [], {}
-        for berth in self._berths:
-            first, rows = len(self._ranks) // self.tp, berth.ranks // self.tp
+        for rank_place in self._rank_places:
+            first, rows = len(self._ranks) // self.tp, rank_place.ranks // self.tp
             procs = await spawn(
-                berth.host,
+                rank_place.host,
                 name=self.name,
                 shape={"dp": rows, "tp": self.tp},
                 first=first,
                 kind=kind,
-                env={**self._env, **berth.env, **meeting},
+                env={**self._env, **rank_place.env, **meeting},
                 members=members[len(self._ranks) :],
             )
             actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism)
@@ -102,12 +102,12 @@ class ModelMesh:
     @property
     def near(self) -> bool:
         """Return True if all ranks can open the files of this process."""
-        return all(berth.host.near for berth in self._berths)
+        return all(rank_place.host.near for rank_place in self._rank_places)
 
     @property
     def hosts(self) -> dict[str, Host]:
         """Return the host of each rank, by the rank's name, in rank order."""
-        each = [berth.host for berth in self._berths for _ in range(berth.ranks)]
+        each = [rank_place.host for rank_place in self._rank_places for _ in range(rank_place.ranks)]
         return dict(zip(self._ranks, each, strict=True))
 
     async def kill(self) -> None:
@@ -119,7 +119,7 @@ class ModelMesh:
         """Replace these processes, dead or alive, by new ones in the state after `start`. Ranks of a host that was cut
         off may live on, and finish a checkpoint: this returns when they have ended."""
         await self.kill()
-        lost = [berth.host for berth in self._berths if berth.host.lost()]
+        lost = [rank_place.host for rank_place in self._rank_places if rank_place.host.lost()]
         await self.start()
         await asyncio.gather(*(host.silenced() for host in lost))
 

@@ -39,7 +39,7 @@ from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import Berth, Host, worker_processes
+from titan_rl.meshes.hosts import Host, RankPlace, worker_processes
 from titan_rl.meshes.keepers import Keepers
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
@@ -93,8 +93,8 @@ async def start_mesh(model: c.ModelSection, ranks: int, folder: str, host: Host 
         training=c.TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
         cold_start=c.ColdStartSection(steps=10_000),
     )
-    berth = Berth(host or Host(this_host()), ranks)
-    mesh = ModelMesh(lambda: [berth], "trainer", config, shape_of(model), {})
+    rank_place = RankPlace(host or Host(this_host()), ranks)
+    mesh = ModelMesh(lambda: [rank_place], "trainer", config, shape_of(model), {})
     await mesh.start()
     await mesh.begin_phase("cold_start", 0)
     return mesh

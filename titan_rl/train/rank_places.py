@@ -15,7 +15,7 @@ from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.fork_servers import Kind
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.ssh_workers import ssh_workers
 from titan_rl.preflight.placement import (
@@ -35,8 +35,8 @@ from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.worker_address import address_of, free_port, port_range, route_to, split_address
 
 
-class Berths:
-    """The berths of a run on `joined` hosts."""
+class RankPlaces:
+    """Assigns each mesh of a run its place on the `joined` hosts."""
 
     def __init__(self, setup: Setup, joined: Sequence[Host]) -> None:
         self._setup, self._hosts = setup, joined
@@ -47,10 +47,10 @@ class Berths:
         self._left_out = defaultdict[str, list[Host]](list)  # by mesh: hosts on which it did not start
         self._before: set[int] = set()  # hosts of the trainer before it was placed last
 
-    def of_model(self, role: str) -> list[Berth]:
-        return [self._berth(share, "model") for share in self._shares(role)]
+    def of_model(self, role: str) -> list[RankPlace]:
+        return [self._rank_place(share, "model") for share in self._shares(role)]
 
-    def of_replica(self, index: int, elsewhere: bool = False) -> Berth:
+    def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
         """Return where a replica goes. One that is added during a run goes where slots are left. One whose last start
         failed goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
         name = f"generator{index}"
@@ -64,7 +64,7 @@ class Berths:
             if not self._left_out.pop(name, None):
                 raise
             (share,) = self._shares(name)
-        return self._berth(share, "generator")
+        return self._rank_place(share, "generator")
 
     def of_environment(self, number: int) -> Host:
         first = environment_host(self._setup.config, number)
@@ -119,9 +119,9 @@ class Berths:
         self._left_out["trainer"] += left
         return [host.name for host in left]
 
-    def _berth(self, share: Share, kind: Kind) -> Berth:
+    def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
         environment = resources(self._setup, kind, self._devices(share), self._cores)
-        return Berth(self._hosts[share.host], len(share.slots), environment)
+        return RankPlace(self._hosts[share.host], len(share.slots), environment)
 
     def _devices(self, share: Share) -> list[str]:
         """Return the GPUs of a share, in rank order. The hosts of `processes` divide those of this machine."""
