@@ -42,7 +42,7 @@ class Taken(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TakenHere:
+class LocalSnapshot:
     """Its parts are files of this process."""
 
     snapshot: Snapshot
@@ -76,7 +76,7 @@ class Snapshots:
             return
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}
-        taken = TakenHere(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
+        taken = LocalSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
         await self._begin(taken, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
@@ -133,7 +133,7 @@ class Snapshots:
         """Return parts for N ranks per mesh: those of a snapshot that is no longer the newest, or new ones."""
         free: Fds | None = None
         for taken in self._spare():
-            fds = taken.fds if isinstance(taken, TakenHere) and taken.whole else {}
+            fds = taken.fds if isinstance(taken, LocalSnapshot) and taken.whole else {}
             if free is None and {name: len(each) for name, each in fds.items()} == ranks:
                 free = fds
             else:

@@ -1,4 +1,4 @@
-"""A part of a snapshot from one keeper to another: by messages, by one-sided reads, and by bare reads."""
+"""A part of a snapshot from one server to another: by messages, by one-sided reads, and by bare reads."""
 
 import asyncio
 import os
@@ -12,8 +12,8 @@ from bench.ranks import IMPORTABLE
 from bench.rows import Row, in_turn
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
-from titan_rl.meshes.kept_parts import BLOCK, IN_FLIGHT
-from titan_rl.meshes.snapshot_keeper import Keeper, verb
+from titan_rl.meshes.snapshot_parts import BLOCK, IN_FLIGHT
+from titan_rl.meshes.snapshot_server import SnapshotServer, verb
 from titan_rl.meshes.spawn import spawn
 from titan_rl.wire.snapshot import HEAD
 
@@ -27,8 +27,8 @@ MESSAGES, ONE_SIDED, TENTH, BARE = (
 )
 
 
-class BenchKeeper(Keeper):
-    """A keeper that can also copy a part without proof: by messages, or by nothing but reads."""
+class BenchServer(SnapshotServer):
+    """A server that can also copy a part without proof: by messages, or by nothing but reads."""
 
     @verb
     async def piece(self, fd: int, start: int, size: int) -> bytes:
@@ -36,7 +36,7 @@ class BenchKeeper(Keeper):
 
     @verb
     async def by_messages(self, fd: int, source: Any, source_fd: int, nbytes: int) -> int:
-        """Copy as keepers did before one-sided reads: the next piece travels while one is written."""
+        """Copy as servers did before one-sided reads: the next piece travels while one is written."""
 
         def asked(start: int) -> Any:
             call = source.piece.call_one(source_fd, start, min(MESSAGE, nbytes - start))
@@ -77,8 +77,8 @@ async def copying(megabytes: int, repeats: int) -> list[Row]:
         sockets.mkdir()
         async with worker_processes(2, sockets, Path(folder) / "logs", SECONDS) as hosts:
             source, reader = [
-                (await spawn(host, name="keeper", shape={"number": 1}, first=number, env=IMPORTABLE))
-                .spawn("keeper", BenchKeeper)  # pyright: ignore[reportArgumentType]
+                (await spawn(host, name="snapshots", shape={"number": 1}, first=number, env=IMPORTABLE))
+                .spawn("snapshots", BenchServer)  # pyright: ignore[reportArgumentType]
                 .slice(number=0)
                 for number, host in enumerate(hosts)
             ]
@@ -106,12 +106,12 @@ async def copying(megabytes: int, repeats: int) -> list[Row]:
                     moved[way].append(arrived / 1e6)
             os.close(memory)
             await deaths.kill(deaths.living())
-    row, rows = partial(Row, "copies", f"{megabytes} MB from one keeper to another"), list[Row]()
+    row, rows = partial(Row, "copies", f"{megabytes} MB from one server to another"), list[Row]()
     for way in ways:
         rows += [
             row(f"{way}: MB", moved[way]),
             row(f"{way}: s", seconds[way], ratio=min(seconds[way]) / min(seconds[BARE])),
-            row(f"{way}: CPU s of both keepers", worked[way], ratio=min(worked[way]) / min(worked[BARE])),
+            row(f"{way}: CPU s of both servers", worked[way], ratio=min(worked[way]) / min(worked[BARE])),
         ]
     return rows
 
@@ -124,5 +124,5 @@ def write(memory: int, serial: int, nbytes: int, *, every: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of both keepers, by each process's own CPU clock."""
+    """Return the CPU seconds of both servers, by each process's own CPU clock."""
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in deaths.alive().values())

@@ -24,7 +24,7 @@ from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import Config
-from titan_rl.meshes import deaths, fork_servers, keepers
+from titan_rl.meshes import deaths, fork_servers, snapshot_servers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
@@ -101,7 +101,7 @@ async def launch(
     fork_servers.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     # A host whose agent dies is lost (remote_host.py).
-    watch = Watch(tended=["generator", "environment", "agent", keepers.MESH])
+    watch = Watch(tended=["generator", "environment", "agent", snapshot_servers.MESH])
     meshes: Meshes | None = None
 
     def back() -> None:
@@ -155,13 +155,15 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
 
 
 async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, terminal: Terminal) -> Snapshots:
-    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with keepers."""
+    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with snapshot servers."""
     trainers, critic = meshes.trainers, meshes.critic
     if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
         return Snapshots(trainers, critic, incidents.note)
-    ends = keepers.Keepers(meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+    ends = snapshot_servers.SnapshotServers(
+        meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
+    )
     snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
-    with terminal.phase("snapshots: keepers"):
+    with terminal.phase("snapshots: servers"):
         copies, how = await snapshots.start()
     terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")
     return snapshots

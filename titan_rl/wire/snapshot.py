@@ -1,5 +1,5 @@
 """Snapshots of all trained state in memory: as the controller names them, as a rank finds its part, which host has the
-other copy of it, and how that host's keeper reads it."""
+other copy of it, and how that host's server reads it."""
 
 import os
 import struct
@@ -27,7 +27,7 @@ class SnapshotPart:
     >>> SnapshotPart("/proc/4711/fd/23", 8)
     """
 
-    path: str  # of memory that the controller holds, or the keeper of the rank's host
+    path: str  # of memory that the controller holds, or the server of the rank's host
     serial: int
 
 
@@ -67,7 +67,7 @@ class PartManifest:
 
 @dataclass(frozen=True, slots=True)
 class PartOffer:
-    """A whole part that its keeper offers to another one."""
+    """A whole part that its server offers to another one."""
 
     manifest: PartManifest
     blocks: "tuple[RDMABuffer, ...]"  # registered for one-sided reads
@@ -79,7 +79,7 @@ def head(fd: int) -> tuple[int, int, int]:
 
 
 def peer_of(host: int, machines: Sequence[str]) -> int | None:
-    """Return the host whose keeper has copies of a host's parts: the next one, in a ring, that is on another machine;
+    """Return the host whose server has copies of a host's parts: the next one, in a ring, that is on another machine;
     or the next one, if all are on one machine. `machines`, by host: "" if it is lost. None: no other host is left.
 
     >>> [peer_of(host, ["a", "b", "c"]) for host in range(3)]

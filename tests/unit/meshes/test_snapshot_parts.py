@@ -1,4 +1,4 @@
-"""Copies of parts between two keepers in one process: which blocks are read, and when a copy has its stamp."""
+"""Copies of parts between two servers in one process: which blocks are read, and when a copy has its stamp."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from titan_rl.meshes.kept_parts import IN_FLIGHT, KeptParts, ReadRate
+from titan_rl.meshes.snapshot_parts import IN_FLIGHT, Parts, ReadRate
 from titan_rl.wire.snapshot import HEAD, WRITING, head
 
 BLOCK = 1000  # bytes
@@ -16,10 +16,10 @@ STATE = os.urandom(10 * BLOCK)
 
 @dataclass
 class Pair:
-    """A part, and memory for its copy with another keeper."""
+    """A part, and memory for its copy with another server."""
 
-    source: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
-    peer: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
+    source: Parts = field(default_factory=lambda: Parts(BLOCK))
+    peer: Parts = field(default_factory=lambda: Parts(BLOCK))
     reads: list[int] = field(default_factory=list)  # numbers of blocks
     meanwhile: Callable[[int], Awaitable[None]] | None = None  # awaited before each read
 
@@ -83,7 +83,7 @@ async def test_a_copy_equals_its_part_and_only_blocks_that_changed_are_read_agai
 
 
 async def test_memory_that_another_wrote_to_since_its_last_copy_is_read_whole(pair: Pair) -> None:
-    """A keeper whose host's ranks move becomes the one whose part they write."""
+    """A server whose host's ranks move becomes the one whose part they write."""
 
     pair.write(3, STATE)
     await pair.fetch(3)
@@ -95,7 +95,7 @@ async def test_memory_that_another_wrote_to_since_its_last_copy_is_read_whole(pa
 
 
 async def test_a_copy_is_offered_in_its_turn(pair: Pair) -> None:
-    """Its host's keeper is gone: a third one fetches the copy."""
+    """Its host's server is gone: a third one fetches the copy."""
 
     pair.write(3, STATE)
     await pair.fetch(3)

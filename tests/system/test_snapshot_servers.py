@@ -1,5 +1,4 @@
-"""Keepers of three hosts on this machine, without ranks: what one-sided reads bring from one to the other, and what is
-left when the source of a copy dies."""
+"""Snapshot servers of three hosts on this machine, without ranks: copies by one-sided reads, also when the source dies."""
 
 import asyncio
 import os
@@ -11,9 +10,9 @@ import pytest
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
-from titan_rl.meshes.keepers import KeeperEnd, Keepers, Place
-from titan_rl.meshes.kept_parts import BLOCK
-from titan_rl.meshes.snapshot_keeper import BLOCK_SECONDS
+from titan_rl.meshes.snapshot_parts import BLOCK
+from titan_rl.meshes.snapshot_server import BLOCK_SECONDS
+from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import HEAD
 
@@ -42,23 +41,23 @@ def held(place: Place) -> int:
     return 512 * os.stat(place.path).st_blocks
 
 
-def with_keepers(folder: Path, work: Callable[[list[KeeperEnd]], Awaitable[None]]) -> None:
+def with_servers(folder: Path, work: Callable[[list[ServerHandle]], Awaitable[None]]) -> None:
     async def run() -> None:
         (folder / "s").mkdir()
         async with worker_processes(3, folder / "s", folder / "logs", SECONDS) as hosts:
-            keepers = Keepers(hosts, SECONDS, SECONDS)
-            copies, how = await keepers.start(hosts)
+            servers = SnapshotServers(hosts, SECONDS, SECONDS)
+            copies, how = await servers.start(hosts)
             assert copies == ["host0's on host1", "host1's on host2", "host2's on host0"]
             assert how.startswith("RDMABuffer (")
-            await work([await keepers.of(host) for host in hosts])
+            await work([await servers.of(host) for host in hosts])
             await deaths.kill(deaths.living())
 
     asyncio.run(asyncio.wait_for(run(), SECONDS))
 
 
 def test_one_sided_reads_bring_what_has_changed_and_a_dead_source_holds_nothing_up(tmp_path: Path) -> None:
-    async def work(keepers: list[KeeperEnd]) -> None:
-        source, reader, other = keepers
+    async def work(servers: list[ServerHandle]) -> None:
+        source, reader, other = servers
         part, copy = await source.hold("trainer", SECONDS), await reader.hold("trainer", SECONDS)
         write(part, 1, STATE)
         moved = await reader.fetch(copy.fd, 1, part)
@@ -90,7 +89,7 @@ def test_one_sided_reads_bring_what_has_changed_and_a_dead_source_holds_nothing_
             await reader.fetch(whole.fd, 2, second)
             assert read(whole, 2) == changed
 
-    with_keepers(tmp_path, work)
+    with_servers(tmp_path, work)
 
 
 def read_some(place: Place) -> bytes:

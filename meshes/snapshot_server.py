@@ -1,12 +1,12 @@
 """A process of the run on each host that holds parts of snapshots: those of the host's own ranks, and copies of a
 peer's.
 
-    rank ── /proc ──> its part             a memfd of the keeper of its host
-    keeper <── one-sided reads ── a peer's keeper          one copy of that part on another host
+    rank ── /proc ──> its part             a memfd of the server of its host
+    server <── one-sided reads ── a peer's server          one copy of that part on another host
 
-A part outlives its rank, because the keeper holds it; its copy outlives the host. The bytes of a copy go as those of a
+A part outlives its rank, because the server holds it; its copy outlives the host. The bytes of a copy go as those of a
 weight sync between hosts do, by RDMABuffer. Messages have only the part's head, its digests, and where its blocks are.
-A copy gets its stamp when all of its bytes are there and have those digests (kept_parts.py): a torn one never counts.
+Only a copy whose bytes all have those digests gets its stamp (snapshot_parts.py): a torn one never counts.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from titan_rl.actors.endpoint import fallible, quiet_rdma
-from titan_rl.meshes.kept_parts import KeptParts
+from titan_rl.meshes.snapshot_parts import Parts
 from titan_rl.wire.snapshot import PartOffer
 from titan_rl.wire.weight_source import one_sided
 
@@ -34,17 +34,17 @@ def verb(method: Any) -> Any:
     return concurrent_endpoint(fallible(method))
 
 
-class Keeper(Actor):
+class SnapshotServer(Actor):
     """The parts as an actor: what another process asks of them."""
 
     def __init__(self) -> None:
-        self._parts = KeptParts()
+        self._parts = Parts()
         self._registered: dict[int, tuple[tuple[int, int], list[RDMABuffer]]] = {}  # by descriptor: cut and blocks
         self._backend = ""  # of one-sided reads, once this process has used it
 
     @verb
     async def transport(self) -> str:
-        """Return how this keeper reads the parts of others."""
+        """Return how this server reads the parts of others."""
         return await self._prepared()
 
     @verb
@@ -72,7 +72,7 @@ class Keeper(Actor):
 
     @verb
     async def fetch(self, fd: int, serial: int, source: Any, source_fd: int, seconds: float, rate: float) -> int:
-        """Copy a part of the keeper `source` into a part of this one within `seconds`, at most `rate` bytes a second
+        """Copy a part of the server `source` into a part of this one within `seconds`, at most `rate` bytes a second
         over all copies; return the bytes that were read."""
         from monarch.rdma import RDMAAction
 

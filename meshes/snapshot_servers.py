@@ -1,4 +1,4 @@
-"""The controller's end of the keepers of snapshots (snapshot_keeper.py): one process per host, started when it is
+"""The controller's end of the snapshot servers (snapshot_server.py): one process per host, started when it is
 needed first, and again after it has died."""
 
 import asyncio
@@ -12,19 +12,19 @@ from monarch.actor import this_host
 from titan_rl.meshes import deaths
 from titan_rl.meshes.faults import ask, label
 from titan_rl.meshes.hosts import Host
-from titan_rl.meshes.snapshot_keeper import Keeper
+from titan_rl.meshes.snapshot_server import SnapshotServer
 from titan_rl.meshes.spawn import spawn
 from titan_rl.wire.cores import machine
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import peer_of
 
-MESH = "keeper"
+MESH = "snapshots"
 STAMP_SECONDS = 1.0  # of one look for stamps
 
 
 @dataclass(eq=False, slots=True)
-class KeeperEnd:
-    """What the controller asks of one keeper. A call raises a RunError if the keeper or its host has died."""
+class ServerHandle:
+    """What the controller asks of one server. A call raises a RunError if the server or its host has died."""
 
     host: Host
     name: str
@@ -48,13 +48,13 @@ class KeeperEnd:
         return await ask(call, actor=self.name, verb="stamped", seconds=self.seconds)
 
     async def fetch(self, fd: int, serial: int, source: "Place", nbytes: int = 0, rate: float = 0.0) -> int:
-        """Let the keeper copy a part of another one; return the bytes that it read. `rate`: at most so many bytes a
+        """Let the server copy a part of another one; return the bytes that it read. `rate`: at most so many bytes a
         second, over all copies to it, which have `nbytes`; 0: no bound. Raise at once if either dies: the one that
         reads would wait."""
         seconds = self.seconds + (nbytes / rate if rate else 0.0)
-        call = self.actor.fetch.call(fd, serial, source.keeper.actor, source.fd, seconds, rate)
+        call = self.actor.fetch.call(fd, serial, source.server.actor, source.fd, seconds, rate)
         fetched = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=seconds))
-        task, other = asyncio.current_task(), source.keeper.name
+        task, other = asyncio.current_task(), source.server.name
         with deaths.cancelled_by_death(other, fetched) as dying:
             try:
                 return await fetched
@@ -69,42 +69,42 @@ class KeeperEnd:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory that a keeper holds for one part."""
+    """Memory that a server holds for one part."""
 
-    keeper: KeeperEnd
+    server: ServerHandle
     pid: int
     fd: int
 
     @property
     def path(self) -> str:
-        """Return where ranks of the keeper's host find it."""
+        """Return where ranks of the server's host find it."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
 
-class Keepers:
-    """The keepers of a run, on its hosts; and on the controller's machine when only one host is left."""
+class SnapshotServers:
+    """The servers of a run, on its hosts; and on the controller's machine when only one host is left."""
 
     def __init__(self, hosts: Sequence[Host], init_seconds: float, seconds: float) -> None:
-        """`init_seconds`: for a new keeper's first answer; `seconds`: for copying one part to a peer."""
+        """`init_seconds`: for a new server's first answer; `seconds`: for copying one part to a peer."""
         self._hosts, self._init_seconds, self._seconds = hosts, init_seconds, seconds
         self._here = Host(this_host(), "the controller's machine")
         self._numbers = count()
-        self._ends: dict[str, KeeperEnd] = {}  # by host
+        self._ends: dict[str, ServerHandle] = {}  # by host
 
-    async def of(self, host: Host) -> KeeperEnd:
-        """Return the keeper of a host. It may have just been asked to start."""
+    async def of(self, host: Host) -> ServerHandle:
+        """Return the server of a host. It may have just been asked to start."""
         end = self._ends.get(host.name)
         if end is None or not end.alive:
-            number = next(self._numbers)  # no name is used twice: a dead keeper stays dead
+            number = next(self._numbers)  # no name is used twice: a dead server stays dead
             procs = await spawn(host, name=MESH, shape={"number": 1}, first=number, env={"CUDA_VISIBLE_DEVICES": ""})
-            actor: Any = procs.spawn(MESH, Keeper)
+            actor: Any = procs.spawn(MESH, SnapshotServer)
             name = label(MESH, {"number": number})
-            end = self._ends[host.name] = KeeperEnd(host, name, actor.slice(number=0), self._seconds)
+            end = self._ends[host.name] = ServerHandle(host, name, actor.slice(number=0), self._seconds)
         return end
 
-    async def hold(self, keeper: KeeperEnd, mesh: str) -> Place:
-        """Return new memory at a keeper."""
-        return await keeper.hold(mesh, self._init_seconds)
+    async def hold(self, server: ServerHandle, mesh: str) -> Place:
+        """Return new memory at a server."""
+        return await server.hold(mesh, self._init_seconds)
 
     def peer_of(self, host: Host) -> Host:
         """Return the host that has copies of this host's parts."""
@@ -113,7 +113,7 @@ class Keepers:
         return self._here if peer is None else self._hosts[peer]
 
     async def start(self, hosts: Sequence[Host]) -> tuple[list[str], str]:
-        """Start the keepers that ranks on these hosts need; return which keeps a copy of whose parts, and how they
+        """Start the servers that ranks on these hosts need; return which keeps a copy of whose parts, and how they
         read them."""
         pairs = {host.name: (host, self.peer_of(host)) for host in hosts}
         every = {host.name: host for pair in pairs.values() for host in pair}

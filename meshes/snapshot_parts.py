@@ -1,4 +1,4 @@
-"""The parts of snapshots that a keeper holds: their memory, the digests of what it holds, and copies of other parts.
+"""The parts of snapshots that a server holds: their memory, the digests of what it holds, and copies of other parts.
 
     part     [ head | block | block | ... ]        the head begins with the part's stamp
     offer    a whole part's digests, block by block
@@ -23,14 +23,14 @@ from titan_rl.wire.snapshot import HEAD, WRITING, PartManifest, head
 T = TypeVar("T")
 
 BLOCK = 8 << 20  # bytes of one read: 4 to 8 MB measured best over Monarch's TCP fallback
-IN_FLIGHT = 4  # reads of a keeper at a time, over all copies: what bounds the memory of Monarch's messages
+IN_FLIGHT = 4  # reads of a server at a time, over all copies: what bounds the memory of Monarch's messages
 LOOK_SECONDS = 0.005  # between two looks at a stamp
 
 Read = Callable[[int, memoryview], Awaitable[None]]  # of a block's number, and where its bytes belong
 
 
 @dataclass(eq=False, slots=True)
-class KeptPart:
+class Part:
     """The memory of one part."""
 
     fd: int
@@ -72,19 +72,19 @@ class ReadRate:
         return begin - now
 
 
-class KeptParts:
+class Parts:
     """The parts that this process holds, by file descriptor."""
 
     def __init__(self, block_bytes: int = BLOCK) -> None:
         self._block_bytes = block_bytes
-        self._parts: dict[int, KeptPart] = {}
+        self._parts: dict[int, Part] = {}
         self._in_flight = asyncio.Semaphore(IN_FLIGHT)
         self._rate = ReadRate()
 
     def hold(self, mesh: str) -> int:
         """Return a new part, without memory until it is written."""
         fd = os.memfd_create(f"titan_rl snapshot of {mesh}")
-        self._parts[fd] = KeptPart(fd)
+        self._parts[fd] = Part(fd)
         return fd
 
     def drop(self, fds: Sequence[int]) -> None:
@@ -102,7 +102,7 @@ class KeptParts:
             await asyncio.sleep(LOOK_SECONDS)
         return found
 
-    def part(self, fd: int) -> KeptPart:
+    def part(self, fd: int) -> Part:
         if (part := self._parts.get(fd)) is None:
             raise RuntimeError(f"expected a part of a snapshot under {fd}, found that it was dropped")
         return part
@@ -124,7 +124,7 @@ class KeptParts:
         part.manifest = PartManifest(serial, start, end, nbytes, self._block_bytes, digests)
         return part.manifest
 
-    async def fetch(self, part: KeptPart, manifest: PartManifest, read: Read, rate: float = 0.0) -> int:
+    async def fetch(self, part: Part, manifest: PartManifest, read: Read, rate: float = 0.0) -> int:
         """Make a part the copy of another one, whose blocks `read` reads, at most `rate` bytes a second over all
         copies; 0: no bound. Return the bytes that were read: of blocks that the memory lacked."""
         self.check(part)
@@ -150,14 +150,12 @@ class KeptParts:
         part.manifest = manifest
         return sum(len(part.blocks[number]) for number in lacking)
 
-    def check(self, part: KeptPart) -> None:
+    def check(self, part: Part) -> None:
         """Raise if a part was dropped: its descriptor may be another one's by now."""
         if self._parts.get(part.fd) is not part:
             raise RuntimeError("expected a part of a snapshot until it was whole, found that it was dropped")
 
-    async def _copy(
-        self, part: KeptPart, manifest: PartManifest, lacking: Sequence[int], read: Read, rate: float
-    ) -> None:
+    async def _copy(self, part: Part, manifest: PartManifest, lacking: Sequence[int], read: Read, rate: float) -> None:
         """Read and compare the blocks that are lacking; the first failure ends the reads of the others."""
         numbers = iter(lacking)
 
