@@ -1,14 +1,14 @@
 """Snapshots of ranks on other machines than the controller's: each part, and a copy of it on another host.
 
-    rank ──> its part, with the server of its host ──> the copy, with the server of the next host
+    rank ──> its part, at its host's snapshot server ──> the copy, at the next host's server
 
-    a rank dies           it is restored from its own host's server
-    a host is lost        its ranks start elsewhere, and their servers fetch their parts from the peer
-    a server dies         its parts are gone, their copies stay; a new one starts with the next snapshot
+    a rank dies           it is restored from its host's server
+    a host is lost        its ranks start elsewhere, and the servers there fetch their parts from the copies
+    a server dies         its parts are lost, their copies remain; a new one starts with the next snapshot
 
 A snapshot is whole when every part and every copy has its stamp. Copies are made while training continues; the next
-snapshot is left out if they take that long. The first copy that fails ends the others, and the snapshot. Otherwise all
-is as in snapshot_store.py.
+snapshot is left out if they take that long. The first copy that fails ends the others, and the snapshot. The rest is as
+in snapshot_store.py.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, replace
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_parts import ended, together
+from titan_rl.meshes.snapshot_parts import together
 from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
-SETTLE_SECONDS = 10.0  # that ranks which are alive may still copy, after a mesh was lost: a hung one never ends it
+SETTLE_SECONDS = 10.0  # how long live ranks may still copy after a mesh was lost: a hung one never finishes
 
 _drops: set[asyncio.Task[None]] = set()
 
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class ServedSnapshot:
-    """A snapshot whose parts are with servers."""
+    """A snapshot whose parts are at snapshot servers."""
 
     snapshot: Snapshot
     pieces: list[Piece]
@@ -70,13 +70,13 @@ class ServedSnapshot:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the memory. A server ends the copies that it still makes there."""
+        """Free the memory. A server ends the copies that it still makes there."""
         release([place for piece in self.pieces for place in (piece.own, piece.copy)])
         self.pieces = []
 
     async def copy(self, sizes: Sequence[int], rate: float) -> int:
         """Wait for the stamp of every part, then copy every part, of these sizes, to its peer, which reads at most
-        `rate` bytes a second. Return the bytes that moved."""
+        `rate` bytes a second. Return the number of bytes."""
         serial, owners = self.snapshot.serial, {piece.own.server for piece in self.pieces}
         await together(self._stamped([p for p in self.pieces if p.own.server is server]) for server in owners)
         arriving = Counter[ServerHandle]()
@@ -92,24 +92,20 @@ class ServedSnapshot:
         """Return when these parts of one server have their stamps. Raise if one will not get it."""
         until = None
         while True:
-            died = {piece.rank for piece in pieces if deaths.ended(piece.rank) is not None}  # before the look
+            died = {piece.rank for piece in pieces if deaths.ended(piece.rank) is not None}  # before stamps are read
             if self.hurried.is_set() and until is None:
                 until = asyncio.get_running_loop().time() + SETTLE_SECONDS
             late = until is not None and asyncio.get_running_loop().time() > until
-            found = await pieces[0].own.server.stamped([p.own.fd for p in pieces], self.snapshot.serial)
-            torn = [piece.rank for piece, whole in zip(pieces, found, strict=True) if not whole]
+            stamped = await pieces[0].own.server.stamped([p.own.fd for p in pieces], self.snapshot.serial)
+            torn = [piece.rank for piece, whole in zip(pieces, stamped, strict=True) if not whole]
             if not torn:
                 return
             if late or died & set(torn):
                 raise RunError(f"{', '.join(torn)} did not finish copying")
 
-    def move(self, paths: Mapping[str, tuple[str, ...]]) -> None:
-        """Let ranks find their parts there."""
-        self.snapshot = replace(self.snapshot, paths=paths)
-
 
 class PeerSnapshots(Snapshots):
-    """The snapshots of a run, with servers."""
+    """The snapshots of a run, at snapshot servers."""
 
     def __init__(
         self,
@@ -123,11 +119,11 @@ class PeerSnapshots(Snapshots):
         super().__init__(trainers, critic, note)
         self._servers = servers
         self._rate = gbps * 1e9 / 8
-        self.moved = 0  # bytes that went to peers for the newest snapshot that is whole
-        self._late = False  # a snapshot was left out, which was said
+        self.moved = 0  # bytes copied for the newest whole snapshot
+        self._late = False  # a snapshot was left out, and the user was notified
 
     async def start(self) -> tuple[list[str], str]:
-        """Start the servers; return which keeps copies of whose parts, and how they read them."""
+        """Start the servers; return whose parts are copied where, and by which transport."""
         hosts = {host.name: host for mesh in self._meshes("rl") for host in mesh.hosts.values()}
         return await self._servers.start([*hosts.values()])
 
@@ -138,8 +134,8 @@ class PeerSnapshots(Snapshots):
         if isinstance(last, ServedSnapshot) and last.copying is not None and not last.copying.done():
             if not self._late:
                 self._note(
-                    f"there is no snapshot of step {step}: that of step {last.snapshot.step} is still being copied to "
-                    "other hosts. A larger fault.snapshot_interval leaves more time; this is said once"
+                    f"there is no snapshot of step {step}: step {last.snapshot.step}'s is still being copied to other "
+                    "hosts. A larger fault.snapshot_interval leaves more time; this is said once"
                 )
             self._late = True
             return
@@ -154,14 +150,14 @@ class PeerSnapshots(Snapshots):
         taken.copying = asyncio.create_task(self._copy(taken))
 
     async def settle(self) -> None:
-        """Wait until copies that are being made are whole, or will not be."""
+        """Wait until each copy in progress is whole or has failed."""
         for taken in self._taken:
             if isinstance(taken, ServedSnapshot) and taken.copying is not None:
                 taken.hurried.set()
                 await asyncio.wait({taken.copying})
 
     async def bring(self) -> None:
-        """Let the server of each rank's host have the rank's part of the newest snapshot. Drop one that is lost."""
+        """Move each rank's part of the newest snapshot to its host's server. Drop a snapshot that is lost."""
         while (taken := self._newest()) is not None:
             assert isinstance(taken, ServedSnapshot)
             try:
@@ -181,7 +177,7 @@ class PeerSnapshots(Snapshots):
             taken.abandon()
 
     async def _pieces(self, meshes: Sequence[ModelMesh]) -> list[Piece]:
-        """Return memory for each rank's part and its copy: that of a snapshot that is no longer the newest, or new."""
+        """Return memory for each rank's part and its copy: an outdated snapshot's, or new."""
         wanted: list[tuple[str, str, ServerHandle, ServerHandle]] = []
         for mesh in meshes:
             for rank, host in mesh.hosts.items():
@@ -195,27 +191,31 @@ class PeerSnapshots(Snapshots):
                 free = pieces
             else:
                 taken.drop()
-        return free or list(await asyncio.gather(*(self._held(*each) for each in wanted)))
 
-    async def _held(self, mesh: str, rank: str, own: ServerHandle, peer: ServerHandle) -> Piece:
-        return Piece(mesh, rank, await self._servers.hold(own, mesh), await self._servers.hold(peer, mesh))
+        async def new(mesh: str, rank: str, own: ServerHandle, peer: ServerHandle) -> Piece:
+            return Piece(mesh, rank, await own.hold(mesh), await peer.hold(mesh))
+
+        return free or list(await asyncio.gather(*(new(*each) for each in wanted)))
 
     async def _bring(self, taken: ServedSnapshot) -> None:
         hosts: dict[str, Host] = {}
         for mesh in self._meshes(taken.snapshot.phase):
             hosts |= mesh.hosts
-        await ended(self._settle(piece, hosts[piece.rank], taken.snapshot) for piece in taken.pieces)
-        taken.move(paths_of(taken.pieces))
+        moves = (self._move(piece, hosts[piece.rank], taken.snapshot) for piece in taken.pieces)
+        for result in await asyncio.gather(*moves, return_exceptions=True):  # all have ended before one is dropped
+            if isinstance(result, BaseException):
+                raise result
+        taken.snapshot = replace(taken.snapshot, paths=paths_of(taken.pieces))
 
-    async def _settle(self, piece: Piece, host: Host, snapshot: Snapshot) -> None:
-        """Let the server of `host` have a part."""
+    async def _move(self, piece: Piece, host: Host, snapshot: Snapshot) -> None:
+        """Move a part to the server of `host`, unless it is there."""
         home = await self._servers.of(host)
         living = piece.living
         if not living:
             raise RunError(f"the hosts with the part of {piece.rank} are gone")
         there = next((place for place in living if place.server is home), None)
         if there is None:
-            there = await self._servers.hold(home, piece.mesh)
+            there = await home.hold(piece.mesh)
             try:
                 await home.fetch(there.fd, snapshot.serial, living[0])
             except BaseException:
@@ -226,15 +226,16 @@ class PeerSnapshots(Snapshots):
         release([place for place in rest if place is not piece.copy])
 
 
-def paths_of(pieces: Sequence[Piece]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+def paths_of(pieces: Sequence[Piece]) -> Mapping[str, tuple[str, ...]]:
+    """Return the paths of ranks' parts, by mesh."""
+    paths: dict[str, tuple[str, ...]] = {}
     for piece in pieces:
-        found[piece.mesh] = (*found.get(piece.mesh, ()), piece.own.path)
-    return found
+        paths[piece.mesh] = (*paths.get(piece.mesh, ()), piece.own.path)
+    return paths
 
 
 def release(places: Sequence[Place]) -> None:
-    """Tell servers to drop memory. Dead ones have none."""
+    """Make live servers drop memory. A dead one's is free already."""
 
     async def drop(server: ServerHandle, fds: list[int]) -> None:
         with suppress(RunError):  # it has died meanwhile

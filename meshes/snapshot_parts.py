@@ -1,11 +1,11 @@
-"""The parts of snapshots that a server holds: their memory, the digests of what it holds, and copies of other parts.
+"""Memory of snapshot parts on one host, and copies of parts of other hosts.
 
     part     [ head | block | block | ... ]        the head begins with the part's stamp
-    offer    a whole part's digests, block by block
-    fetch    a copy: WRITING, the blocks that the memory lacks, each compared with its digest, then the head
+    offer    the digests of a whole part, block by block
+    fetch    stamp WRITING, read each block and compare its digest, then write the head
 
-A block that does not have its digest ends the copy, so a part that changes meanwhile is never taken for whole. A copy
-that failed leaves no stamp, and its memory must not be used again: blocks that it asked for may still arrive.
+A block with another digest ends the copy, so a part that changes meanwhile never counts as whole. A failed copy leaves
+no stamp. Its memory must not be used again: blocks that were requested may still arrive.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from titan_rl.wire.snapshot import HEAD, WRITING, PartManifest, head
 T = TypeVar("T")
 
 BLOCK = 8 << 20  # bytes of one read: 4 to 8 MB measured best over Monarch's TCP fallback
-IN_FLIGHT = 4  # reads of a server at a time, over all copies: what bounds the memory of Monarch's messages
-LOOK_SECONDS = 0.005  # between two looks at a stamp
+IN_FLIGHT = 4  # concurrent reads of a process, over all copies: bounds the memory of Monarch's messages
+POLL_SECONDS = 0.005  # interval at which stamps are checked
 
-Read = Callable[[int, memoryview], Awaitable[None]]  # of a block's number, and where its bytes belong
+Read = Callable[[int, memoryview], Awaitable[None]]  # (block number, destination)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,27 +34,20 @@ class Part:
     """The memory of one part."""
 
     fd: int
-    cut: tuple[int, int] = (0, 0)  # bytes that are mapped, and bytes of a block
-    blocks: Sequence[memoryview] = ()  # of what is mapped
-    manifest: PartManifest | None = None  # of what the memory held when it had this stamp
+    cut: tuple[int, int] = (0, 0)  # (mapped bytes, bytes per block)
+    blocks: Sequence[memoryview] = ()  # the mapped bytes
     copying: "asyncio.Future[None] | None" = None
 
-    @property
-    def known(self) -> PartManifest | None:
-        """Return the manifest of what the memory holds now; None if that is unknown."""
-        return self.manifest if self.manifest and head(self.fd)[0] == self.manifest.serial else None
-
-    def map(self, nbytes: int, block_bytes: int) -> bool:
-        """Map the memory, which has at least `nbytes` from now on. Return True if it was mapped otherwise."""
+    def map(self, nbytes: int, block_bytes: int) -> None:
+        """Map the memory, and grow it to at least `nbytes`."""
         if self.cut == (nbytes, block_bytes):
-            return False
-        if os.fstat(self.fd).st_size < nbytes:  # never less: a late read or an earlier mapping may touch the rest
+            return
+        if os.fstat(self.fd).st_size < nbytes:  # never shrink: a late read or an earlier mapping may touch the rest
             os.ftruncate(self.fd, nbytes)
         whole = memoryview(mmap.mmap(self.fd, nbytes))
         # A read in progress, or a registration, keeps the earlier mapping as long as it needs it.
         self.blocks = [whole[at : at + block_bytes] for at in range(HEAD.size, nbytes, block_bytes)]
         self.cut = nbytes, block_bytes
-        return True
 
 
 class ReadRate:
@@ -73,7 +66,7 @@ class ReadRate:
 
 
 class Parts:
-    """The parts that this process holds, by file descriptor."""
+    """The parts in this process's memory, by file descriptor."""
 
     def __init__(self, block_bytes: int = BLOCK) -> None:
         self._block_bytes = block_bytes
@@ -82,13 +75,13 @@ class Parts:
         self._rate = ReadRate()
 
     def hold(self, mesh: str) -> int:
-        """Return a new part, without memory until it is written."""
+        """Return the descriptor of a new part, which has no memory until it is written."""
         fd = os.memfd_create(f"titan_rl snapshot of {mesh}")
         self._parts[fd] = Part(fd)
         return fd
 
     def drop(self, fds: Sequence[int]) -> None:
-        """Close parts, and end copies into them. Their memory is freed when the last that has mapped it unmaps it."""
+        """Close parts, and end copies into them. Memory is freed when the last process unmaps it."""
         for fd in fds:
             part = self._parts.pop(fd)
             if part.copying is not None:
@@ -96,11 +89,11 @@ class Parts:
             os.close(fd)
 
     async def stamped(self, fds: Sequence[int], serial: int, within: float) -> list[bool]:
-        """Wait at most `within` seconds until all parts have the stamp. Return which ones have it."""
+        """Wait at most `within` seconds until all parts have the stamp. Return whether each has it."""
         deadline = time.monotonic() + within
-        while not all(found := [head(fd)[0] == serial for fd in fds]) and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_SECONDS)
-        return found
+        while not all(stamps := [head(fd)[0] == serial for fd in fds]) and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
+        return stamps
 
     def part(self, fd: int) -> Part:
         if (part := self._parts.get(fd)) is None:
@@ -110,34 +103,26 @@ class Parts:
     async def offer(self, fd: int, serial: int) -> PartManifest:
         """Return the manifest of a part with this stamp. Its blocks are mapped from then on."""
         part = self.part(fd)
-        found, start, end = head(fd)
-        if found != serial:
-            raise RuntimeError(f"expected snapshot {serial}, found the stamp {found}")
+        stamp, start, end = head(fd)
+        if stamp != serial:
+            raise RuntimeError(f"expected snapshot {serial}, found the stamp {stamp}")
         nbytes = -(-max(end, os.fstat(fd).st_size) // mmap.PAGESIZE) * mmap.PAGESIZE
         part.map(nbytes, self._block_bytes)
-        if (known := part.known) is not None and known.cut == part.cut:
-            return known
         digests = await asyncio.to_thread(_digests, part.blocks)  # hashing releases the GIL
         self.check(part)
-        if (found := head(fd)[0]) != serial:
-            raise RuntimeError(f"expected snapshot {serial} until it was hashed, found the stamp {found}")
-        part.manifest = PartManifest(serial, start, end, nbytes, self._block_bytes, digests)
-        return part.manifest
+        if (stamp := head(fd)[0]) != serial:
+            raise RuntimeError(f"expected snapshot {serial} until it was hashed, found the stamp {stamp}")
+        return PartManifest(serial, start, end, nbytes, self._block_bytes, digests)
 
     async def fetch(self, part: Part, manifest: PartManifest, read: Read, rate: float = 0.0) -> int:
         """Make a part the copy of another one, whose blocks `read` reads, at most `rate` bytes a second over all
-        copies; 0: no bound. Return the bytes that were read: of blocks that the memory lacked."""
+        copies; 0: no bound. Return the number of bytes."""
         self.check(part)
         if part.copying is not None:
             raise RuntimeError(f"expected one copy at a time into the part under {part.fd}, found another in progress")
-        known, part.manifest = part.known, None
         os.pwrite(part.fd, HEAD.pack(WRITING, 0, 0), 0)
-        if part.map(*manifest.cut) or known is None or known.cut != manifest.cut:
-            lacking = list(range(len(manifest.digests)))
-        else:
-            pairs = zip(known.digests, manifest.digests, strict=True)
-            lacking = [number for number, (old, new) in enumerate(pairs) if old != new]
-        part.copying = asyncio.ensure_future(self._copy(part, manifest, lacking, read, rate))
+        part.map(*manifest.cut)
+        part.copying = asyncio.ensure_future(self._copy(part, manifest, read, rate))
         try:
             await part.copying
         except asyncio.CancelledError:
@@ -147,21 +132,19 @@ class Parts:
             part.copying = None
         self.check(part)
         os.pwrite(part.fd, manifest.head, 0)
-        part.manifest = manifest
-        return sum(len(part.blocks[number]) for number in lacking)
+        return sum(map(len, part.blocks))
 
     def check(self, part: Part) -> None:
-        """Raise if a part was dropped: its descriptor may be another one's by now."""
+        """Raise if a part was dropped: its descriptor may belong to another part by now."""
         if self._parts.get(part.fd) is not part:
             raise RuntimeError("expected a part of a snapshot until it was whole, found that it was dropped")
 
-    async def _copy(self, part: Part, manifest: PartManifest, lacking: Sequence[int], read: Read, rate: float) -> None:
-        """Read and compare the blocks that are lacking; the first failure ends the reads of the others."""
-        numbers = iter(lacking)
+    async def _copy(self, part: Part, manifest: PartManifest, read: Read, rate: float) -> None:
+        """Read and compare all blocks; the first failure ends the other reads."""
+        blocks = iter(list(enumerate(part.blocks)))
 
-        async def some() -> None:
-            for number in numbers:
-                block = part.blocks[number]
+        async def read_blocks() -> None:
+            for number, block in blocks:
                 async with self._in_flight:
                     await asyncio.sleep(self._rate.wait(time.monotonic(), len(block), rate))
                     await read(number, block)
@@ -171,7 +154,7 @@ class Parts:
                         "digest of its manifest, found another one: the part has changed, or was damaged on its way"
                     )
 
-        await together(some() for _ in range(min(IN_FLIGHT, len(lacking))))
+        await together(read_blocks() for _ in range(IN_FLIGHT))
 
 
 def _digest(block: memoryview) -> bytes:
@@ -179,21 +162,14 @@ def _digest(block: memoryview) -> bytes:
 
 
 def _digests(blocks: Sequence[memoryview]) -> tuple[bytes, ...]:
-    return tuple(_digest(block) for block in blocks)
+    return tuple(map(_digest, blocks))
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what the calls return. The first error of one ends the others and is raised."""
+    """Run calls concurrently and return their results. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-async def ended(calls: Iterable[Awaitable[object]]) -> None:
-    """Return when all calls have ended; then raise the first error of one."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

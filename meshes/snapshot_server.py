@@ -1,12 +1,11 @@
-"""A process of the run on each host that holds parts of snapshots: those of the host's own ranks, and copies of a
-peer's.
+"""A process on each host that holds the snapshot parts of the host's ranks, and copies of another host's parts.
 
-    rank ── /proc ──> its part             a memfd of the server of its host
-    server <── one-sided reads ── a peer's server          one copy of that part on another host
+    rank ── /proc ──> its part             a memfd of its host's server
+    server <── one-sided reads ── another host's server          one copy of that part
 
-A part outlives its rank, because the server holds it; its copy outlives the host. The bytes of a copy go as those of a
-weight sync between hosts do, by RDMABuffer. Messages have only the part's head, its digests, and where its blocks are.
-Only a copy whose bytes all have those digests gets its stamp (snapshot_parts.py): a torn one never counts.
+A part survives its rank, and its copy survives the host. Bytes of a copy are read through RDMABuffer, as in a weight
+sync between hosts; messages carry only heads, digests and where blocks are. Only a copy whose bytes all have those
+digests gets its stamp (snapshot_parts.py): a torn one never counts.
 """
 
 import asyncio
@@ -26,36 +25,36 @@ from titan_rl.wire.weight_source import one_sided
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
 
-BLOCK_SECONDS = 60.0  # at most, for one read: of a host that is gone, and that no one has noticed
+BLOCK_SECONDS = 60.0  # limit of one read, in case the loss of its host goes unnoticed
 
 
 def verb(method: Any) -> Any:
-    """Make an endpoint of a method that runs next to others. If it fails, so does its call, and nothing else."""
+    """Make a concurrent endpoint. An error in it fails its call only."""
     return concurrent_endpoint(fallible(method))
 
 
 class SnapshotServer(Actor):
-    """The parts as an actor: what another process asks of them."""
+    """Serves parts to ranks of this host and to other servers."""
 
     def __init__(self) -> None:
         self._parts = Parts()
-        self._registered: dict[int, tuple[tuple[int, int], list[RDMABuffer]]] = {}  # by descriptor: cut and blocks
-        self._backend = ""  # of one-sided reads, once this process has used it
+        self._registered: dict[int, tuple[tuple[int, int], list[RDMABuffer]]] = {}  # cut and blocks, by descriptor
+        self._backend = ""  # Monarch's backend for one-sided reads, after the first use
 
     @verb
     async def transport(self) -> str:
-        """Return how this server reads the parts of others."""
+        """Return how this server reads parts from others."""
         return await self._prepared()
 
     @verb
     async def hold(self, mesh: str) -> tuple[int, int]:
-        """Return under which pid and file descriptor the ranks of this host find a new part."""
+        """Return the pid and file descriptor under which the ranks of this host find a new part."""
         return os.getpid(), self._parts.hold(mesh)
 
     @verb
     async def drop(self, fds: list[int]) -> None:
         self._parts.drop(fds)
-        # At once: from here on a descriptor may be that of a new part.
+        # Pop all before the first await: from then on a descriptor may be a new part's.
         for buffers in [self._registered.pop(fd)[1] for fd in fds if fd in self._registered]:
             await _unregister(buffers)
 
@@ -73,7 +72,7 @@ class SnapshotServer(Actor):
     @verb
     async def fetch(self, fd: int, serial: int, source: Any, source_fd: int, seconds: float, rate: float) -> int:
         """Copy a part of the server `source` into a part of this one within `seconds`, at most `rate` bytes a second
-        over all copies; return the bytes that were read."""
+        over all copies; return the number of bytes."""
         from monarch.rdma import RDMAAction
 
         part, ends = self._parts.part(fd), time.monotonic() + seconds  # `fd` may be another part's after a wait
@@ -81,13 +80,13 @@ class SnapshotServer(Actor):
         offer: PartOffer = await asyncio.wait_for(source.offer.call_one(source_fd, serial).as_asyncio(), seconds)
 
         async def read(number: int, block: memoryview) -> None:
-            left = min(BLOCK_SECONDS, max(1.0, ends - time.monotonic()))
-            await RDMAAction().read_remote(block, offer.blocks[number]).submit(timeout=math.ceil(left))
+            limit = min(BLOCK_SECONDS, max(1.0, ends - time.monotonic()))
+            await RDMAAction().read_remote(block, offer.blocks[number]).submit(timeout=math.ceil(limit))
 
         return await self._parts.fetch(part, offer.manifest, read, rate)
 
     async def _prepared(self) -> str:
-        """Let Monarch start one-sided reads in this process, which it does at their first use, and not in silence."""
+        """Make Monarch start one-sided reads in this process, which it does at their first use, with messages."""
         if not self._backend:
             with quiet_rdma():
                 from monarch.rdma import RDMABuffer
@@ -98,7 +97,7 @@ class SnapshotServer(Actor):
         return one_sided(self._backend)
 
     async def _blocks(self, fd: int) -> "list[RDMABuffer]":
-        """Return the blocks of a part, registered. Those of each part are registered once."""
+        """Return the blocks of a part, which are registered once per mapping."""
         from monarch.rdma import RDMABuffer
 
         part = self._parts.part(fd)
@@ -112,6 +111,6 @@ class SnapshotServer(Actor):
 
 
 async def _unregister(buffers: "Sequence[RDMABuffer]") -> None:
-    """Make blocks unreachable. A read of one that is in progress fails."""
+    """Make blocks unreachable. A read in progress fails."""
     for buffer in buffers:
         await buffer.drop()

@@ -1,5 +1,5 @@
-"""The controller's end of the snapshot servers (snapshot_server.py): one process per host, started when it is
-needed first, and again after it has died."""
+"""The controller's handles of the snapshot servers (snapshot_server.py): one process per host, started when it is first
+needed, and again after its death."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,28 +19,30 @@ from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import peer_of
 
 MESH = "snapshots"
-STAMP_SECONDS = 1.0  # of one look for stamps
+STAMP_SECONDS = 1.0  # how long one call waits for stamps
 
 
 @dataclass(eq=False, slots=True)
 class ServerHandle:
-    """What the controller asks of one server. A call raises a RunError if the server or its host has died."""
+    """Calls to one server. A call raises a RunError if the server or its host has died."""
 
     host: Host
     name: str
     actor: Any
-    seconds: float  # for a copy of a part at full speed
+    init_seconds: float  # limit of calls that may be a new server's first
+    seconds: float  # limit of copying a part at full speed
 
     @property
     def alive(self) -> bool:
         return deaths.ended(self.name) is None and not self.host.lost()
 
-    async def transport(self, seconds: float) -> str:
+    async def transport(self) -> str:
         """Return how it reads from other hosts."""
-        return await ask(self.actor.transport.call(), actor=self.name, verb="transport", seconds=seconds)
+        return await ask(self.actor.transport.call(), actor=self.name, verb="transport", seconds=self.init_seconds)
 
-    async def hold(self, mesh: str, seconds: float) -> "Place":
-        pid, fd = await ask(self.actor.hold.call(mesh), actor=self.name, verb="hold", seconds=seconds)
+    async def hold(self, mesh: str) -> "Place":
+        """Return new memory there."""
+        pid, fd = await ask(self.actor.hold.call(mesh), actor=self.name, verb="hold", seconds=self.init_seconds)
         return Place(self, pid, fd)
 
     async def stamped(self, fds: Sequence[int], serial: int) -> list[bool]:
@@ -48,16 +50,16 @@ class ServerHandle:
         return await ask(call, actor=self.name, verb="stamped", seconds=self.seconds)
 
     async def fetch(self, fd: int, serial: int, source: "Place", nbytes: int = 0, rate: float = 0.0) -> int:
-        """Let the server copy a part of another one; return the bytes that it read. `rate`: at most so many bytes a
-        second, over all copies to it, which have `nbytes`; 0: no bound. Raise at once if either dies: the one that
-        reads would wait."""
+        """Make the server copy a part of another one; return the number of bytes. `rate` bounds the bytes a second
+        over all copies to it, which have `nbytes`; 0: no bound. Raise at once if either dies: a read from a dead server
+        would wait."""
         seconds = self.seconds + (nbytes / rate if rate else 0.0)
         call = self.actor.fetch.call(fd, serial, source.server.actor, source.fd, seconds, rate)
-        fetched = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=seconds))
+        fetching = asyncio.ensure_future(ask(call, actor=self.name, verb="fetch", seconds=seconds))
         task, other = asyncio.current_task(), source.server.name
-        with deaths.cancelled_by_death(other, fetched) as dying:
+        with deaths.cancelled_by_death(other, fetching) as dying:
             try:
-                return await fetched
+                return await fetching
             except asyncio.CancelledError:
                 if dying.death is None or (task is not None and task.cancelling()):
                     raise  # the caller was cancelled
@@ -69,7 +71,7 @@ class ServerHandle:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory that a server holds for one part."""
+    """Memory for one part at a server."""
 
     server: ServerHandle
     pid: int
@@ -77,7 +79,7 @@ class Place:
 
     @property
     def path(self) -> str:
-        """Return where ranks of the server's host find it."""
+        """Return its path for ranks of the server's host."""
         return f"/proc/{self.pid}/fd/{self.fd}"
 
 
@@ -85,43 +87,36 @@ class SnapshotServers:
     """The servers of a run, on its hosts; and on the controller's machine when only one host is left."""
 
     def __init__(self, hosts: Sequence[Host], init_seconds: float, seconds: float) -> None:
-        """`init_seconds`: for a new server's first answer; `seconds`: for copying one part to a peer."""
-        self._hosts, self._init_seconds, self._seconds = hosts, init_seconds, seconds
+        """`init_seconds`: limit of a new server's first answer; `seconds`: limit of copying one part."""
+        self._hosts, self._limits = hosts, (init_seconds, seconds)
         self._here = Host(this_host(), "the controller's machine")
         self._numbers = count()
-        self._ends: dict[str, ServerHandle] = {}  # by host
+        self._handles: dict[str, ServerHandle] = {}  # by host
 
     async def of(self, host: Host) -> ServerHandle:
-        """Return the server of a host. It may have just been asked to start."""
-        end = self._ends.get(host.name)
-        if end is None or not end.alive:
+        """Return the server of a host. It may still be starting."""
+        handle = self._handles.get(host.name)
+        if handle is None or not handle.alive:
             number = next(self._numbers)  # no name is used twice: a dead server stays dead
             procs = await spawn(host, name=MESH, shape={"number": 1}, first=number, env={"CUDA_VISIBLE_DEVICES": ""})
             actor: Any = procs.spawn(MESH, SnapshotServer)
             name = label(MESH, {"number": number})
-            end = self._ends[host.name] = ServerHandle(host, name, actor.slice(number=0), self._seconds)
-        return end
-
-    async def hold(self, server: ServerHandle, mesh: str) -> Place:
-        """Return new memory at a server."""
-        return await server.hold(mesh, self._init_seconds)
+            handle = self._handles[host.name] = ServerHandle(host, name, actor.slice(number=0), *self._limits)
+        return handle
 
     def peer_of(self, host: Host) -> Host:
         """Return the host that has copies of this host's parts."""
         number = [each.name for each in self._hosts].index(host.name)
-        peer = peer_of(number, ["" if each.lost() else machine_of(each) for each in self._hosts])
+        machines = [each.facts.machine if each.facts else machine() for each in self._hosts]
+        peer = peer_of(number, ["" if each.lost() else at for each, at in zip(self._hosts, machines, strict=True)])
         return self._here if peer is None else self._hosts[peer]
 
     async def start(self, hosts: Sequence[Host]) -> tuple[list[str], str]:
-        """Start the servers that ranks on these hosts need; return which keeps a copy of whose parts, and how they
-        read them."""
+        """Start the servers that ranks on these hosts need; return whose parts are copied where, and by which
+        transport."""
         pairs = {host.name: (host, self.peer_of(host)) for host in hosts}
         every = {host.name: host for pair in pairs.values() for host in pair}
-        ends = [await self.of(host) for host in every.values()]
-        transports = await asyncio.gather(*(end.transport(self._init_seconds) for end in ends))
+        handles = [await self.of(host) for host in every.values()]
+        transports = await asyncio.gather(*(handle.transport() for handle in handles))
         copies = [f"{host.name}'s on {peer.name}" for host, peer in pairs.values()]
         return copies, ", ".join(sorted(set(transports)))
-
-
-def machine_of(host: Host) -> str:
-    return host.facts.machine if host.facts else machine()

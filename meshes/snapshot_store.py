@@ -4,13 +4,12 @@
     newest  <── stamps: the newest snapshot whose parts are whole on every rank
 
 A part is an anonymous file (memfd) that this process holds open: it survives the death of any rank, and is freed when
-this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine.
-Those of ranks on other machines are in peer_snapshots.py.
+this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine;
+peer_snapshots.py is for ranks on other machines.
 
 A snapshot is restored only if each of its parts carries its serial number, which a rank writes last. So a torn snapshot
-is never restored, and the parts of all meshes belong to one step. A take never writes parts of the newest whole
-snapshot. It drops the parts of a torn one, which a rank may still be writing. So a whole snapshot stays whole, whatever
-dies and whenever.
+is never restored, and the parts of all meshes belong to one step. `take` never writes parts of the newest whole
+snapshot, and drops the parts of a torn one, which a rank may still be writing. So no death harms a whole snapshot.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.snapshot import Snapshot, head
 from titan_rl.wire.types import PhaseName
 
-Fds = dict[str, tuple[int, ...]]  # by mesh: the file descriptors of its ranks' parts
+Fds = dict[str, tuple[int, ...]]  # file descriptors of the ranks' parts, by mesh
 
 
 class Taken(Protocol):
@@ -38,7 +37,7 @@ class Taken(Protocol):
         ...
 
     def drop(self) -> None:
-        """Let go of the memory. It is freed when the last rank that has mapped it unmaps it."""
+        """Free the memory, once the last rank that has mapped it unmaps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,11 @@ class Snapshots:
         self._trainers, self._critic, self._note = trainers, critic, note
         self._taken: list[Taken] = []  # at most two: the newest whole one, and the one begun after it
         self._serial = 0
-        self.nbytes: dict[str, list[int]] = {}  # by mesh and rank, of one snapshot
+        self.nbytes: dict[str, list[int]] = {}  # bytes of one snapshot, by mesh and rank
 
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
-        """Begin a snapshot of the meshes' current state; return once all ranks have begun. No rank changes its state
-        before its copy is whole, so the next step may be started at once."""
+        """Begin a snapshot of the current state; return once all ranks have begun. No rank changes its state before its
+        copy is whole, so the next step may be started at once."""
         meshes = self._meshes(phase)
         if not all(mesh.near for mesh in meshes):  # they have moved to where they cannot reach this process's memory
             return
@@ -80,7 +79,7 @@ class Snapshots:
         await self._begin(taken, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
-        """Return the newest whole snapshot, or the newest of those taken before a step."""
+        """Return the newest whole snapshot, taken before the step `before` if one is passed."""
         taken = self._newest(before)
         return taken.snapshot if taken else None
 
@@ -92,10 +91,10 @@ class Snapshots:
         self._taken = [taken for taken in self._taken if taken.snapshot is but]
 
     async def settle(self) -> None:
-        """Return once it is certain which snapshots are whole. The parts here are looked at whenever that is asked."""
+        """Return once it is certain which snapshots are whole: at once, because the parts are here."""
 
     async def bring(self) -> None:
-        """Let the ranks find the newest snapshot from the hosts where they are now. Drop what they cannot reach."""
+        """Make the newest snapshot reachable from the ranks' present hosts. Drop snapshots that they cannot reach."""
         if not all(mesh.near for mesh in self._meshes("rl")):
             self._note(
                 "there are no snapshots from here on: the trainers have moved to where they cannot reach the memory of "
@@ -105,7 +104,7 @@ class Snapshots:
 
     def _meshes(self, phase: PhaseName) -> list[ModelMesh]:
         """Return the meshes whose state is a snapshot of this phase."""
-        critic = self._critic if phase == "rl" else None  # before RL it has not learnt anything
+        critic = self._critic if phase == "rl" else None  # before RL it has learnt nothing
         return [self._trainers] if critic is None else [self._trainers, critic]
 
     def _next_serial(self) -> int:
@@ -124,13 +123,13 @@ class Snapshots:
 
     def _spare(self) -> list[Taken]:
         """Keep the newest whole snapshot only; return the others."""
-        kept = self._newest()
-        spare = [taken for taken in self._taken if taken is not kept]
-        self._taken = [kept] if kept else []
+        newest = self._newest()
+        spare = [taken for taken in self._taken if taken is not newest]
+        self._taken = [newest] if newest else []
         return spare
 
     def _free(self, ranks: dict[str, int]) -> Fds:
-        """Return parts for N ranks per mesh: those of a snapshot that is no longer the newest, or new ones."""
+        """Return parts for N ranks per mesh: an outdated snapshot's, or new ones."""
         free: Fds | None = None
         for taken in self._spare():
             fds = taken.fds if isinstance(taken, LocalSnapshot) and taken.whole else {}

@@ -19,12 +19,7 @@ from titan_rl.wire.snapshot import HEAD
 
 MESSAGE = 16 << 20
 SECONDS = 600.0
-MESSAGES, ONE_SIDED, TENTH, BARE = (
-    "messages, as before",
-    "one-sided reads",
-    "one-sided reads, a tenth of the blocks changed",
-    "bare reads, as the floor",
-)
+MESSAGES, ONE_SIDED, BARE = "messages, as before", "one-sided reads", "bare reads, as the floor"
 
 
 class BenchServer(SnapshotServer):
@@ -70,7 +65,7 @@ class BenchServer(SnapshotServer):
 
 
 async def copying(megabytes: int, repeats: int) -> list[Row]:
-    nbytes, ways = megabytes * 10**6, (MESSAGES, ONE_SIDED, TENTH, BARE)
+    nbytes, ways = megabytes * 10**6, (MESSAGES, ONE_SIDED, BARE)
     seconds, worked, moved = ({way: list[float]() for way in ways} for _ in range(3))
     with tempfile.TemporaryDirectory() as folder:
         sockets = Path(folder) / "sockets"
@@ -85,13 +80,10 @@ async def copying(megabytes: int, repeats: int) -> list[Row]:
             pid, part = await source.hold.call_one("trainer").as_asyncio()
             copies = {way: (await reader.hold.call_one("trainer").as_asyncio())[1] for way in ways}
             memory = os.open(f"/proc/{pid}/fd/{part}", os.O_RDWR)
-            write(memory, 1, nbytes, every=1)
+            write(memory, 1, nbytes)
             await reader.prepare_bare.call_one(copies[BARE], 1, source, part).as_asyncio()
             for serial, (turn, way) in enumerate(in_turn(ways, 1 + repeats), start=2):
-                if way == TENTH:  # it lacks what was written since the last copy to this memory
-                    fetched = reader.fetch.call_one(copies[way], serial - 1, source, part, SECONDS, 0.0)
-                    await fetched.as_asyncio()
-                write(memory, serial, nbytes, every=10 if way == TENTH else 1)
+                write(memory, serial, nbytes)
                 before, began = cpu_seconds(), time.perf_counter()
                 if way == MESSAGES:
                     call = reader.by_messages.call_one(copies[way], source, part, nbytes)
@@ -116,9 +108,9 @@ async def copying(megabytes: int, repeats: int) -> list[Row]:
     return rows
 
 
-def write(memory: int, serial: int, nbytes: int, *, every: int) -> None:
-    """Write a part: random bytes into one of `every` blocks."""
-    for start in range(HEAD.size, nbytes, every * BLOCK):
+def write(memory: int, serial: int, nbytes: int) -> None:
+    """Write a part of random bytes."""
+    for start in range(HEAD.size, nbytes, BLOCK):
         os.pwrite(memory, os.urandom(min(BLOCK, nbytes - start)), start)
     os.pwrite(memory, HEAD.pack(serial, HEAD.size, nbytes), 0)
 

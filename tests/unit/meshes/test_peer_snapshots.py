@@ -1,5 +1,5 @@
-"""Snapshots with servers that are plain objects: ranks, servers and hosts die in any order; what is restored is whole,
-of one step, and where the rank is."""
+"""Snapshots at servers that are plain objects: ranks, servers and hosts die in any order; a restored snapshot is whole,
+of one step, and on the rank's host."""
 
 import asyncio
 import os
@@ -89,9 +89,6 @@ class FakeServers:
             found = self.every[host.name] = FakeServer(host)
             self.started.append(found)
         return found
-
-    async def hold(self, server: FakeServer, mesh: str) -> Place:
-        return await server.hold(mesh)
 
     def peer_of(self, host: Home) -> Home:
         peer = peer_of(self.homes.index(host), ["" if each.gone else each.name for each in self.homes])
@@ -202,7 +199,7 @@ async def test_without_its_copies_a_snapshot_is_not_whole() -> None:
     gate = await world.half_taken(2, copier="host1")
     assert world.newest().step == 1, "the part is whole, its copy is not"
     await world.store.take("rl", 3, "{}")
-    assert "no snapshot of step 3: that of step 2 is still being copied" in world.notes[0]
+    assert "no snapshot of step 3: step 2's is still being copied" in world.notes[0]
     await world.store.take("rl", 4, "{}")
     assert len(world.notes) == 1
     gate.set()
