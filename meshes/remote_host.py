@@ -234,7 +234,7 @@ class Remote:
         while (news := await self._next()) is not None:
             self._heard = time.monotonic()
             for connection, line in news:
-                if not self._launchers[connection].hear(line):
+                if not self._launchers[connection].receive(line):
                     del self._launchers[connection]
         self.lost.set()
         how = f"{deaths.GONE}: its host {self.address} does not answer, for {time.monotonic() - self._heard:.2f} s"

@@ -57,14 +57,14 @@ def test_ranks_of_another_host_live_and_die_by_what_its_agent_passes_on(heard: l
     env = deaths.follow(["trainer[dp=1 tp=0]"], "/tmp/agent/report")["trainer[dp=1 tp=0]"]
     assert env["TITAN_RL_REPORT"] == "/tmp/agent/report"
     launcher = deaths.Launcher(kill=killed.append)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\n".encode())
-    launcher.hear(b"pid 41\n")
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\n".encode())
+    launcher.receive(b"pid 41\n")
     assert deaths.living() == ["trainer[dp=1 tp=0]"]
     assert deaths.alive() == {}, "its pid means nothing on this machine"
-    launcher.hear(b"end 9\n")
+    launcher.receive(b"end 9\n")
     assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert deaths.living() == []
-    assert not launcher.hear(b""), "the launcher has ended"
+    assert not launcher.receive(b""), "the launcher has ended"
     assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert killed == []
 
@@ -72,7 +72,7 @@ def test_ranks_of_another_host_live_and_die_by_what_its_agent_passes_on(heard: l
 def test_ranks_of_a_lost_host_are_dead(heard: list[tuple[str, str]]) -> None:
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
     launcher = deaths.Launcher(kill=lambda _: None)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
     launcher.end("is gone: its host tls://node1:26600 does not answer")
     assert heard == [("generator0[tp=0]", "is gone: its host tls://node1:26600 does not answer")]
     assert deaths.living() == []
@@ -84,7 +84,7 @@ def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_launcher_repo
     deaths.follow(["generator0[tp=0]"], host="host2")  # moved on to host1:
     deaths.follow(["generator0[tp=0]"], host="host1")
     expected = deaths.follow(["trainer[dp=0 tp=0]"], host="host2")["trainer[dp=0 tp=0]"]
-    deaths.Launcher(host="host2").hear(f"name {expected['TITAN_RL_RANK']}\n".encode())
+    deaths.Launcher(host="host2").receive(f"name {expected['TITAN_RL_RANK']}\n".encode())
     deaths.follow(["generator1[tp=0]"], host="host2")
     deaths.host_lost("host2", "is gone: the worker of its host host2 has ended")
     assert heard == [("generator1[tp=0]", "is gone: the worker of its host host2 has ended")]
@@ -116,7 +116,7 @@ def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(hear
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
     deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")  # its successor
     launcher = deaths.Launcher(kill=killed.append)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
     assert killed == [41]
     assert heard == []
     assert deaths.living() == []

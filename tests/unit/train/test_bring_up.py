@@ -191,7 +191,7 @@ async def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
 
 
 def test_what_outlives_a_kill_is_named_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "_followed", {os.getpid(): "stubborn[tp=0]"})
+    monkeypatch.setattr(deaths, "_local", {os.getpid(): "stubborn[tp=0]"})
     monkeypatch.setattr(deaths.os, "kill", lambda *_: None)
     monkeypatch.setattr(deaths, "kill_seconds", 0.05)
     assert asyncio.run(deaths.kill(["stubborn[tp=0]"])) == ["stubborn[tp=0]"]
