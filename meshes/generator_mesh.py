@@ -1,9 +1,9 @@
-"""The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
+"""The generator mesh: replicas of one engine, each of tensor-parallel ranks and a failure domain.
 
     GeneratorMesh ──> Router ── requests ──> Replica <── lost ones replaced, number changed ── Fleet
 
 A pull has two phases: every rank of every replica fetches, then every engine switches. No rank takes a version before
-all of them have fetched it, and none serves it before it has passed the check that weight_sync.verify asks for.
+all of them have fetched it, and none serves it before it has passed the check of weight_sync.verify.
 """
 
 import asyncio
@@ -75,8 +75,8 @@ class GeneratorMesh:
         return cls(made, policy, make=make)
 
     async def start(self) -> list[EngineInfo]:
-        """Build every engine. Returns what start-up came to, rank by rank, replica by replica. A replica that fails
-        during start-up is not healed; the run ends."""
+        """Build every engine. Return its facts, rank by rank, replica by replica. A replica that fails during start-up
+        is not healed; the run ends."""
         info = await self._all("start", seconds=self._policy.init_seconds)
         for replica in self.replicas.values():
             self._fleet.serve(replica)
@@ -87,9 +87,9 @@ class GeneratorMesh:
         return await self._all("place")
 
     async def connect(self, sources: Sequence[list[Source]], sync: WeightSyncSection = SYNC) -> list[str]:
-        """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
-        replica. Replicas of one host share what they read from others: one of them connects first, and makes the
-        memory. Returns the transport of every run that is read."""
+        """Give the ranks their sources of weights: one list per tensor-parallel rank, the same for every replica.
+        Replicas of one host share their reads from other hosts: one of them connects first, and makes the memory.
+        Return the transport of every run that is read."""
         seconds = self._policy.init_seconds
         await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
         while waiting := [replica for replica in self.replicas.values() if not replica.connections]:
@@ -107,7 +107,7 @@ class GeneratorMesh:
     async def connect_late(
         self, replica: Replica, sources: Sequence[list[Source]], sync: WeightSyncSection, seconds: float
     ) -> None:
-        """Connect a replica that joins the others later, and let it share what they read."""
+        """Connect a replica that joins later, so that it shares the reads of its host."""
         await replica.locate(sync.transport, seconds)
         others = (other for other in self.replicas.values() if other is not replica and other.connections)
         siblings = [other for other in others if other.home == replica.home]
@@ -133,10 +133,9 @@ class GeneratorMesh:
         """Fetch the weights on every rank while sampling continues; then write, check and serve them as `version`.
 
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
-        lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first; the others then
-        fetch what is missing, which is nothing unless it failed. With `forgives`, one that refuses its weights is not
-        lost: it is reported in `refused`, and serves nothing for now. A single rank fetches and switches in one
-        call."""
+        lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first, and the others
+        fetch the rest, if it failed. With `forgives`, a replica that refuses its weights is not lost: it is reported in
+        `refused`, and serves nothing for now. A single rank fetches and switches in one call."""
         self._fleet.check()
         alone = sum(replica.tp for replica in self.replicas.values()) == 1
         reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
@@ -177,7 +176,7 @@ class GeneratorMesh:
         return replace(cost, into_host=max(arrived.values(), default=0))
 
     async def sleep(self) -> None:
-        """Stop every engine until the next pull, whatever is unfinished."""
+        """Stop every engine until the next pull, also with unfinished requests."""
         await self._fleet.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
 
     async def fingerprint(self) -> list[dict[str, str]]:
@@ -189,7 +188,7 @@ class GeneratorMesh:
         return list((await self._fleet.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Ask each rank of each replica, by name, what it recorded since the last call."""
+        """Return each rank's spans since the last call, by rank name."""
         return {
             name: ask(call, actor=name, verb="spans", seconds=replica.patience(self._policy.seconds))
             for replica in self.replicas.values()
@@ -214,7 +213,7 @@ class GeneratorMesh:
 def _cost(
     version: int, ranks: Sequence[ReaderCost], engines: Mapping[str, ReaderCost], refused: Sequence[str]
 ) -> SyncStats:
-    """Sum up a pull: `ranks` is what fetching cost each rank, `engines` what switching cost each replica."""
+    """Sum up a pull, from each rank's cost of fetching and each replica's cost of switching."""
     switched = engines.values()
     return SyncStats(
         version,

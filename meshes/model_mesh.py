@@ -30,7 +30,7 @@ from titan_rl.wire.types import Batch, PhaseName, RoleName
 from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import Offer
 
-NAMED = 3  # parameters in an error
+MAX_NAMED = 3  # parameters in an error
 
 
 class ModelMesh:
@@ -44,8 +44,8 @@ class ModelMesh:
         shape: ModelShape,
         env: Mapping[str, str],
     ) -> None:
-        """`host`: one for all ranks, or a function that returns several, each with whole dp rows in rank order. It is
-        called at each start, because a host may be lost; with fewer ranks than the config has, there are fewer rows."""
+        """`host`: one for all ranks, or a function that returns places, each with whole dp rows in rank order. It is
+        called at each start, because a host may be lost: then the mesh may have fewer rows than the config."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
@@ -56,7 +56,7 @@ class ModelMesh:
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
-        self._warm: set[str] = set()  # verbs that these processes have answered
+        self._warm: set[str] = set()  # verbs already answered by these processes
 
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
@@ -96,7 +96,7 @@ class ModelMesh:
 
     @property
     def size(self) -> str:
-        """Return how many dp rows are left, or "" if all are."""
+        """Return the number of dp rows, or "" if all are there."""
         return f" with {self.dp} of {self._planned.dp} dp rows" if self.dp < self._planned.dp else ""
 
     @property
@@ -116,8 +116,8 @@ class ModelMesh:
         await end(list(self._ranks), *procs)
 
     async def respawn(self) -> None:
-        """Replace these processes, dead or alive, by new ones in the state after `start`. Ranks of a host that was cut
-        off may live on, and finish a checkpoint: this returns when they have ended."""
+        """Replace these processes, dead or alive, by new ones in the state after `start`. Return once the ranks of a
+        host that was cut off have ended: until then they may finish a checkpoint."""
         await self.kill()
         lost = [rank_place.host for rank_place in self._rank_places if rank_place.host.lost()]
         await self.start()
@@ -145,7 +145,7 @@ class ModelMesh:
         await self._scatter("accumulate", self._rows(part))
 
     async def update(self, whole: Batch, divisor: float) -> StepStats:
-        """Take the update of what was accumulated; `whole` has its counts."""
+        """Take the update of the accumulated gradients; `whole` has the counts."""
         return self._slowest(await self._all("update", whole, divisor))
 
     async def scores(
@@ -172,7 +172,8 @@ class ModelMesh:
         """Write the weights as Hugging Face safetensors; raise if some are not finite."""
         if names := sorted({name for found in await self._all("unsound") for name in found}):
             raise RunError(
-                f"the {self.name}'s weights are not finite: {', '.join(names[:NAMED])}{' ...' * (len(names) > NAMED)}",
+                f"the {self.name}'s weights are not finite: {', '.join(names[:MAX_NAMED])}"
+                f"{' ...' * (len(names) > MAX_NAMED)}",
                 f"Nothing was written to {folder}. Resume from a checkpoint before they were ruined, with a smaller "
                 "learning rate, or start from scratch with --job.fresh.",
             )
@@ -185,7 +186,7 @@ class ModelMesh:
     async def stage(
         self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSyncSection
     ) -> list[dict[int, Offer]]:
-        """Scatter the weight plan's parts, and say where the readers are; gather where those find their bytes."""
+        """Scatter the weight plan's parts and the readers' places; gather the offers for the readers."""
         return await self._scatter("stage", copies, places, sync)
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication | None:
@@ -197,7 +198,7 @@ class ModelMesh:
         return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Ask each rank, by name, what it recorded since the last call. It answers between two verbs."""
+        """Return each rank's spans since the last call, by rank name. A rank answers between two verbs."""
         ranks = self._ranks.items()
         return {name: ask(rank.spans.call(), actor=name, verb="spans", seconds=None) for name, rank in ranks}
 

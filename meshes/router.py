@@ -1,13 +1,13 @@
-"""Which replica samples what: every request is answered once, although replicas come and go.
+"""Sends each request to a replica: each is answered once, although replicas are lost, retired and added.
 
 generate ── route ──> replica.put ──> engine ──> the awaiting generate
               ^           ├── lost: again, with the same seeds
               └───────────┴── retired: from where its samples stopped
 
-A request (a group) goes whole to one replica, so that its samples share a prefix cache: to the one that is expected to
-have the fewest tokens left to sample, the first among equals. A turn of a rollout goes to the replica that served the
-turn before, or else one of its group, which have the beginning of its context in their prefix cache: unless another has
-so much less to do that reading the context again costs less. With no live replica requests wait.
+All samples of a request (a group) go to one replica, where they share a prefix cache: to the first one with the fewest
+expected tokens left to sample. A turn of a rollout goes to the replica that served the turn before, or one that served
+its group, because the beginning of its context is cached there; unless another replica is idle enough that reading the
+context again costs less. Without a live replica requests wait.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ class Router:
                 replica.withdraw(routed.sent_as)
 
     def route(self, request: Request) -> Replica | None:
-        """Return the replica with the least to do, or one that knows the context and has little more to do: no more
-        tokens than the context has, or a quarter more. None if no replica is live."""
+        """Return the replica with the fewest tokens to sample, or one that has the context cached and few more: at most
+        the length of the context, or a quarter. None if no replica is live."""
         if not self._live:
             return None
         least = min(self._tokens, key=lambda index: (self._tokens[index], index))
@@ -79,16 +79,15 @@ class Router:
                 self._send(routed)
 
     def retire(self, replica: Replica) -> None:
-        """Send a replica nothing from now on, and ask for the requests that it has. Its answers count until it is
-        lost."""
+        """Send a replica no more requests, and withdraw the ones that it has. Its answers count until it is lost."""
         replica.set_state(State.RETIRING)
         self._leave(replica)
         for routed in self._at(replica):
             replica.withdraw(routed.sent_as)
 
     def on_lost(self, replica: Replica) -> int:
-        """Send what a lost replica had to others, oldest first, as it was sent before: with the same seeds. Return how
-        many samples begin again."""
+        """Send a lost replica's requests to others, oldest first and with the same seeds. Return the number of samples
+        that begin again."""
         self._leave(replica)
         again = self._at(replica)
         for routed in again:
@@ -97,9 +96,9 @@ class Router:
         return sum(len(unfinished(routed.request)) for routed in again)
 
     async def settle(self, seconds: float) -> None:
-        """Wait until no request is on its way between two engines. An engine that drains finishes its requests before
-        it switches weights, so none that began on the old ones may reach it afterwards. A retiring replica that does
-        not give back its requests within `seconds` is lost. Replicas that switch together share one wait."""
+        """Wait until no request is between two engines. An engine that drains finishes its requests before it switches
+        weights, so a request that began on the old ones must not reach it afterwards. A retiring replica that does not
+        return its requests within `seconds` is lost. Replicas that switch together share one wait."""
         if self._settling is None or self._settling.done():
             self._settling = asyncio.create_task(self._settle(seconds))
         await asyncio.shield(self._settling)
@@ -145,7 +144,7 @@ class Router:
         replica.put(sent).add_done_callback(partial(self._returned, routed, replica))
 
     def _returned(self, routed: RoutedRequest, replica: Replica, sent: asyncio.Future[list[Completion]]) -> None:
-        """Answer a request, or send it elsewhere if its replica gave it back unfinished."""
+        """Answer a request, or send it elsewhere if its replica returned it unfinished."""
         error = sent.exception()
         if routed.replica is not replica:  # lost or given up
             return

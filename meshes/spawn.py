@@ -27,10 +27,10 @@ COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
 ANSWER_SECONDS = 2.0  # for a fork server that has answered before; one that takes longer hangs
-LET_GO_SECONDS = 30.0
-HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks: so long it looks like a host that has room
+RELEASE_SECONDS = 30.0
+HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks; until then its host seems to have room
 
-_ready_by: dict[Path, float] = {}  # when the fork server of a socket must have imported its engine; 0: it has
+_ready_by: dict[Path, float] = {}  # deadline of a fork server to import its engine, by socket; 0: it has
 
 
 async def spawn(
@@ -86,8 +86,8 @@ async def spawn(
 
 
 def process_group(*shares: int) -> list[dict[str, str]]:
-    """Return what torchrun would set in the processes of a group, by rank, but for where they meet; `shares` is the
-    number of ranks on each host."""
+    """Return torchrun's variables for the ranks of a group, except their meeting place. `shares`: ranks on each
+    host."""
     local = [(n, size) for size in shares for n in range(size)]
     return [
         {"RANK": f"{rank}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": f"{sum(shares)}", "LOCAL_WORLD_SIZE": f"{size}"}
@@ -145,17 +145,17 @@ _endings: set[asyncio.Task[None]] = set()
 
 
 async def end(names: Collection[str], *meshes: ProcMesh) -> None:
-    """Kill these processes, whatever their state. Monarch releases dead ones in the background, which takes seconds."""
-    if left := await deaths.kill(names):
-        raise DeadlinePassed(f"{', '.join(left)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
+    """Kill these processes, in any state. Monarch releases dead ones in the background, which takes seconds."""
+    if alive := await deaths.kill(names):
+        raise DeadlinePassed(f"{', '.join(alive)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
     if any(deaths.ended(name) == deaths.GONE for name in names):
         await asyncio.sleep(HOST_SECONDS)
 
-    async def let_go(procs: ProcMesh) -> None:
+    async def release(procs: ProcMesh) -> None:
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost
-            await asyncio.wait_for(procs.stop().as_asyncio(), LET_GO_SECONDS)
+            await asyncio.wait_for(procs.stop().as_asyncio(), RELEASE_SECONDS)
 
     for procs in meshes:
-        task = asyncio.create_task(let_go(procs))
+        task = asyncio.create_task(release(procs))
         _endings.add(task)
         task.add_done_callback(_endings.discard)

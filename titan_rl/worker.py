@@ -172,8 +172,8 @@ def holder_of(worker: int) -> Holder:
 
 
 def serve_runs(listening: socket.socket, address: str, tls: str, ports: str) -> int:
-    """Serve one run after the other, each in a new process, with which Monarch's state of the run ends, and at a new port,
-    which lookups at `address` return."""
+    """Serve one run after the other, each in a new process and at a new port. Lookups at `address` return the port;
+    Monarch's state of a run ends with its process."""
     scheme, host, _ = split_address(address)
     os.environ |= {HOST: host, PORTS: ports}
     prepare_environment(tls=tls)
