@@ -21,6 +21,7 @@ from titan_rl.actors.environment_rank import EnvironmentSettings
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
+from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import Config
@@ -40,7 +41,6 @@ from titan_rl.train.rank_places import RankPlaces, joined_hosts, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
-from titan_rl.wire.vllm_params import verify_complete
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller

@@ -1,4 +1,4 @@
-"""Where each mesh of a run goes, and what its processes are launched with there."""
+"""Assigns hosts to the meshes of a run, and variables to their processes."""
 
 import os
 import socket
@@ -51,8 +51,8 @@ class RankPlaces:
         return [self._rank_place(share, "model") for share in self._shares(role)]
 
     def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
-        """Return where a replica goes. One that is added during a run goes where slots are left. One whose last start
-        failed goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
+        """Return the place of a replica. One that is added during a run gets free slots. One whose last start failed
+        goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
@@ -71,8 +71,8 @@ class RankPlaces:
         return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
 
     def _shares(self, mesh: str) -> Sequence[Share]:
-        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others; it moves
-        too if it has fewer rows than the config says, for there may be room again."""
+        """Return a mesh's shares. If one of its hosts is lost, it moves to free slots on the others; it also moves if
+        it has fewer rows than in the config, because there may be room again."""
         lost = self._unusable(mesh)
         own = slots_of(self._placement[mesh])
         fewer = mesh == "trainer" and len(own) < self._setup.config.parallelism.world_size
@@ -89,8 +89,7 @@ class RankPlaces:
         return self._placement[mesh]
 
     def _unusable(self, mesh: str, seconds: float = 0) -> list[int]:
-        """Return the hosts on which a mesh cannot be started, and those that it does not have and that have not been
-        there for `seconds`."""
+        """Return the hosts on which a mesh cannot be started, and other hosts that joined within the last `seconds`."""
         own, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
         left_out = self._left_out[mesh]
         return [
@@ -100,8 +99,8 @@ class RankPlaces:
         ]
 
     def rows(self, seconds: float = 0) -> int:
-        """Return how many dp rows the trainer would get now, on hosts that it has or that have been there for
-        `seconds`."""
+        """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
+        `seconds` ago."""
         unusable = self._unusable("trainer", seconds)
         try:
             found = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
@@ -110,12 +109,12 @@ class RankPlaces:
         return len(slots_of(found)) // self._setup.config.parallelism.tensor_parallel_degree
 
     def leave_out(self) -> list[str]:
-        """Let the trainer do without the hosts that it was given last, until they are joined anew. Return their names;
-        none if the trainer has lost a host."""
-        given = {share.host for share in self._placement["trainer"]}
-        if any(self._hosts[number].lost() for number in given):
+        """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
+        has lost a host."""
+        present = {share.host for share in self._placement["trainer"]}
+        if any(self._hosts[number].lost() for number in present):
             return []
-        left = [self._hosts[number] for number in sorted(given - self._before)]
+        left = [self._hosts[number] for number in sorted(present - self._before)]
         self._left_out["trainer"] += left
         return [host.name for host in left]
 
@@ -124,7 +123,8 @@ class RankPlaces:
         return RankPlace(self._hosts[share.host], len(share.slots), environment)
 
     def _devices(self, share: Share) -> list[str]:
-        """Return the GPUs of a share, in rank order. The hosts of `processes` divide those of this machine."""
+        """Return the GPUs of a share, in rank order. With hosts.kind = "processes", hosts divide this machine's
+        GPUs."""
         if self._setup.device != "cuda":
             return []
         facts = self._hosts[share.host].facts if self._setup.config.hosts.at_addresses else None
@@ -137,8 +137,8 @@ class RankPlaces:
 
 
 def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int = 0) -> dict[str, str]:
-    """Return the environment of processes on a host: the GPUs they see, in rank order (none on CPU), and threads. Only
-    GPUs that this process was given are dealt: the others may be another user's."""
+    """Return the environment of processes on a host: their GPUs, in rank order (none on CPU), and threads. Only this
+    process's visible GPUs are assigned: the others may be another user's."""
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, cores or usable_cores())),
@@ -148,7 +148,7 @@ def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int 
 
 
 def cuda_environment(config: Config) -> dict[str, str]:
-    """Return what CUDA's libraries read once, before a rank could set it."""
+    """Return the variables that CUDA's libraries read once, before a rank could set them."""
     found = {}
     if config.generator.dtype == "float32":
         found["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's float32 attention would multiply in TF32, which has three digits
@@ -161,8 +161,8 @@ def cuda_environment(config: Config) -> dict[str, str]:
 async def joined_hosts(
     setup: Setup, say: Callable[[str], None], back: Callable[[], None]
 ) -> AsyncIterator[Sequence[Host]]:
-    """Yield the hosts of a run. When one that was lost is in its place again, `say` shows it and `back` is called.
-    Ranks that are left at the end are killed, and workers that were started here."""
+    """Yield the hosts of a run. When a lost host joins again, `say` shows it and `back` is called. At the end,
+    remaining ranks are killed, and workers that were started here."""
     keys, detect_seconds = setup.config.hosts, setup.config.fault.detect_seconds
     if keys.at_addresses:
         enable_transport(own_place(keys))

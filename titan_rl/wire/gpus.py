@@ -14,7 +14,7 @@ PLANNED = "TITAN_RL_DEVICE"  # "cpu" or "cuda": in the environment of every rank
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs that a run may use; or, if they are not `here`, those that a dry run plans for."""
+    """The GPUs that a run may use; if not `here`, the GPUs that a dry run plans for."""
 
     count: int = 0
     nbytes: int = 0  # memory of the smallest one; 0: unknown
@@ -63,7 +63,7 @@ def visible_devices() -> list[str]:
 
 
 def require_planned_device(cuda_is_available: bool) -> None:
-    """Raise if this process was started for a GPU and torch finds none: it would go on on the CPU, without a word."""
+    """Raise if this process was started for a GPU and torch finds none: it would silently use the CPU."""
     if os.environ.get(PLANNED) == "cuda" and not cuda_is_available:
         raise RuntimeError(
             "expected a GPU, because the run was planned for CUDA, found none that torch can use: the driver may be "

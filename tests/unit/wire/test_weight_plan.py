@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from support.shapes import LLAMA_8B, LLAMA_70B
 from support.weight_layouts import TINY, execute, hf_sizes, layout, numbered
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces, verify_complete
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces, verify_complete
 from titan_rl.wire.weight_plan import ROUTING_SLACK, Piece, Run, Shard, plan
 
 
