@@ -135,9 +135,8 @@ class GeneratorMesh:
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
         lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first, and the others
         fetch the rest, if it failed. With `forgives`, a replica that refuses its weights is not lost: it is reported in
-        `refused`, and serves nothing for now. A single rank fetches and switches in one call."""
+        `refused`, and serves nothing for now."""
         self._fleet.check()
-        alone = sum(replica.tp for replica in self.replicas.values()) == 1
         reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
         first = {replica.memory: replica for replica in reversed(self.replicas.values())}
         fetched_first = {memory: asyncio.Event() for memory in first}
@@ -145,8 +144,6 @@ class GeneratorMesh:
 
         async def pulled(replica: Replica) -> tuple[list[ReaderCost], ReaderCost]:
             with lease(replica.name):
-                if alone:
-                    return await replica.take_weights(manifests, version, seconds)
                 try:
                     if replica.memory and first[replica.memory] is not replica:
                         await fetched_first[replica.memory].wait()

@@ -136,15 +136,6 @@ class Replica:
         self._warm = True
         return cost
 
-    async def take_weights(
-        self, manifests: Sequence[list[Manifest]] | None, version: int, seconds: float
-    ) -> tuple[list[ReaderCost], ReaderCost]:
-        """Fetch and switch in one call: only for the one rank of the one replica, which waits for no other."""
-        (own,), seconds = manifests or [[]], self.patience(seconds)
-        fetched, switched = await self.head("take_weights", own, version, seconds, seconds=2 * seconds + GRACE_SECONDS)
-        self._warm = True
-        return [fetched], switched
-
     def serve(self, lost: Callable[[Exception], None]) -> None:
         """Watch the built engine and carry its requests. The first failure fails every open request and calls
         `lost`."""
