@@ -96,7 +96,7 @@ class FakeServers:
 
 
 class Ranks:
-    """A mesh whose ranks copy their state, which names the step and the rank, when `finish` says so."""
+    """A mesh whose ranks copy their state, which names the step and the rank, when `finish` is called."""
 
     def __init__(self, name: str, homes: list[Home]) -> None:
         self.name, self.dp, self.tp, self.near = name, len(homes), 1, False
@@ -279,7 +279,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=25))
 @settings(max_examples=3 * settings().max_examples)
-def test_what_is_restored_is_whole_whatever_dies(events: list[tuple[str, int]]) -> None:
+def test_a_restored_snapshot_is_whole_after_any_deaths(events: list[tuple[str, int]]) -> None:
     async def run() -> None:
         world, step = World.of(hosts=4, ranks=3), 0
         for event, number in events:

@@ -114,7 +114,7 @@ async def no_room(index: int, _: bool) -> Replica:
 
 
 def test_a_replica_that_never_gives_back_is_lost_by_name(tmp_path: Path) -> None:
-    """Its engine steps for ever. No call of its own notices in time: they have longer deadlines."""
+    """Its engine steps for ever, and its calls have longer deadlines."""
 
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine()]

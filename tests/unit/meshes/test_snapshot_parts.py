@@ -1,4 +1,4 @@
-"""Copies of parts between two servers in one process: what is read, and when a copy has its stamp."""
+"""Copies of parts between two servers in one process: their bytes, and when a copy has its stamp."""
 
 import asyncio
 import os
@@ -176,5 +176,5 @@ def test_reads_begin_at_their_rate_whichever_copy_they_are_of() -> None:
     rate = ReadRate()
     assert [rate.wait(10.0, 500, 1000.0) for _ in range(3)] == [0.0, 0.5, 1.0]
     assert rate.wait(10.25, 250, 1000.0) == 1.25
-    assert rate.wait(20.0, 250, 1000.0) == 0.0, "what was not used is not made up for"
+    assert rate.wait(20.0, 250, 1000.0) == 0.0, "unused time gives no credit"
     assert rate.wait(20.0, 10**12, 0.0) == 0.0

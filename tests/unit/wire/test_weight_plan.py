@@ -193,15 +193,6 @@ def test_a_plan_is_read_by_rank_and_by_reader() -> None:
     assert "\n" not in made.describe(itemsize=2)
 
 
-def test_one_reader_reads_every_parameter_of_the_model() -> None:
-    for family in ("llama3", "qwen2", "qwen3", "qwen3_moe", "mistral"):
-        for tied in (False, True):
-            shape = replace(TINY, family=family, tied=tied, experts=5 if family == "qwen3_moe" else 0)
-            made = plan(layout(shape, fsdp=3), [pieces(shape, tp=1, rank=0)])
-            assert made.received(0) == shape.parameters
-            assert made.received(0) == sum(copy.elements for rank in range(3) for copy in made.copies[rank, 0])
-
-
 def test_a_missing_shard_is_named() -> None:
     readers = [pieces(TINY, tp=1, rank=0)]
     trainer = layout(TINY, fsdp=3)
