@@ -225,13 +225,13 @@ class EnvironmentMesh:
         if taken.stuck and not process.retired and not self._closed:
             self._retire(process, f"{taken.stuck} of its rollouts did not return in time, and still run")
 
-    def _retire(self, process: EnvironmentProcess, why: str) -> None:
+    def _retire(self, process: EnvironmentProcess, reason: str) -> None:
         """Replace a process once its other rollouts have ended."""
-        process.retired = why
+        process.retired = reason
         process.set_state("retired")
         self.processes.remove(process)
         self._retired.append(process)
-        self._replace(process, RunError(f"{process.rank} is replaced: {why}", rank=process.rank))
+        self._replace(process, RunError(f"{process.rank} is replaced: {reason}", rank=process.rank))
         if not process.load:
             self._retired.remove(process)
             self._in_background(self._terminate(process))
@@ -249,8 +249,8 @@ class EnvironmentMesh:
             self._in_background(self._terminate(process))
             return
         self.processes.remove(process)
-        known = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
-        self._replace(process, known, again)
+        run_error = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
+        self._replace(process, run_error, again)
 
     def _replace(self, process: EnvironmentProcess, error: RunError, again: int = 0) -> None:
         if (incidents := self._policy.incidents) is None:
@@ -268,9 +268,9 @@ class EnvironmentMesh:
             while True:
                 if not incidents.may_respawn(name, counts=counts):
                     self._coming -= 1
-                    left = len(self.processes) + self._coming
-                    incidents.given_up(incident, f"{left} environment process{'es' * (left != 1)} left")
-                    if not left:
+                    remaining = len(self.processes) + self._coming
+                    incidents.given_up(incident, f"{remaining} environment process{'es' * (remaining != 1)} left")
+                    if not remaining:
                         self._end(incidents.over_budget(name, error))
                     return
                 try:

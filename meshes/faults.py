@@ -127,12 +127,12 @@ _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)"
 def not_started(actor: str, report: str) -> RankFailed | None:
     """Turn Monarch's report of a process that it could not start into an error that names the rank."""
     if place := _NOT_STARTED.search(report):
-        why = "Its output, or its worker's log, has the reason; the disk of that host's TMPDIR may be full."
-        return RankFailed(f"{actor} cannot be started on {place[1]}", f"{why}\n{report}", rank=actor)
+        hint = "Its output, or its worker's log, has the reason; the disk of that host's TMPDIR may be full."
+        return RankFailed(f"{actor} cannot be started on {place[1]}", f"{hint}\n{report}", rank=actor)
     if late := _UNANSWERED.search(report):
-        why = "The worker of its host is stopped, or so busy that it does not answer Monarch."
+        hint = "The worker of its host is stopped, or so busy that it does not answer Monarch."
         what = f"{actor} was not started within {float(late['seconds']):.0f} s"
-        return RankFailed(what, f"{why}\n{report}", rank=actor)
+        return RankFailed(what, f"{hint}\n{report}", rank=actor)
     return None
 
 

@@ -163,13 +163,13 @@ class GeneratorMesh:
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
-        found = await self._fleet.each(pulled, refused if forgives else None)
+        costs = await self._fleet.each(pulled, refused if forgives else None)
         arrived = Counter[tuple[str, int]]()
-        for replica, (fetched, switched) in found.items():
+        for replica, (fetched, switched) in costs.items():
             if replica.memory is not None:
                 arrived[replica.memory] += sum(cost.remote for cost in (*fetched, switched))
-        ranks = [rank for fetched, _ in found.values() for rank in fetched]
-        cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in found.items()}, refused)
+        ranks = [rank for fetched, _ in costs.values() for rank in fetched]
+        cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in costs.items()}, refused)
         return replace(cost, into_host=max(arrived.values(), default=0))
 
     async def sleep(self) -> None:

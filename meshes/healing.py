@@ -122,15 +122,15 @@ class Fleet:
         if incidents is None or self._catch_up is None or incidents.never_respawns(len(self.replicas)):
             self._end(error)
             return
-        known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
-        incident = incidents.lost(replica.name, known)
+        run_error = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
+        incident = incidents.lost(replica.name, run_error)
         del self.replicas[replica.index]
         again = self._router.on_lost(replica)
         self.coming[replica.index] = None
 
         async def replaced() -> None:
             await self._terminate(replica)
-            await self._replace(incidents, replica.index, known, incident, again)
+            await self._replace(incidents, replica.index, run_error, incident, again)
 
         self._in_background(replaced())
 
@@ -141,9 +141,9 @@ class Fleet:
             if not incidents.may_respawn(name):
                 del self.coming[index]
                 self._missing.add(index)
-                left = len(self.replicas) + len(self.coming)
-                incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
-                if left < self._policy.min_replicas:
+                remaining = len(self.replicas) + len(self.coming)
+                incidents.given_up(incident, f"{remaining} generator{'s' * (remaining != 1)} left")
+                if remaining < self._policy.min_replicas:
                     self._end(incidents.over_budget(name, error))
                 return
             try:

@@ -154,12 +154,12 @@ class HostAgent(Actor):
                 self._holder_again = self._holder_again or holder.again
                 if holder.again > self._holder_again:  # its controller has called meanwhile
                     self._stop_waiting()
-                    why = f"it is busy with {holder.run}: wait for its end, stop it, or use another host"
-                    return Refusal(why, True)
+                    reason = f"it is busy with {holder.run}: wait for its end, stop it, or use another host"
+                    return Refusal(reason, True)
                 if time.monotonic() - began > within or (holder.silent and not self._reported_silence):
                     self._reported_silence = self._reported_silence or holder.silent
-                    why = f"it is busy with {holder.run}, whose controller {holder.how_silent}"
-                    return Refusal(why, False, max(0.0, holder.ends - time.monotonic()))
+                    reason = f"it is busy with {holder.run}, whose controller {holder.how_silent}"
+                    return Refusal(reason, False, max(0.0, holder.ends - time.monotonic()))
                 await asyncio.sleep(POLL_SECONDS)
             self._claim = claimed
             os.ftruncate(claimed, 0)

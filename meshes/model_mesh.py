@@ -154,7 +154,7 @@ class ModelMesh:
         """Return log-probs or values by dp row and microbatch, under the model's own weights or those `lent` to it; and
         the checksum of frozen weights by rank."""
         answers = await self._scatter("scores", self._rows(batches), temperature, lent)
-        return [found for found, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
+        return [values for values, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
 
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
@@ -218,7 +218,7 @@ class ModelMesh:
     ) -> list[Any]:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
         ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call(own, *arguments) for (name, rank), own in ranks}
+        calls = {name: getattr(rank, verb).call(argument, *arguments) for (name, rank), argument in ranks}
         return await self._answers(verb, calls, seconds)
 
     async def _answers(self, verb: str, calls: dict[str, Any], seconds: float | None) -> list[Any]:

@@ -130,7 +130,7 @@ class PeerSnapshots(Snapshots):
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
         """Begin a snapshot, and copy it to peers while training continues. Leave it out while the one before is still
         being copied."""
-        last = self._taken[-1] if self._taken else None
+        last = self._entries[-1] if self._entries else None
         if isinstance(last, ServedSnapshot) and last.copying is not None and not last.copying.done():
             if not self._late:
                 self._note(
@@ -145,36 +145,36 @@ class PeerSnapshots(Snapshots):
         except RunError as error:  # a server or a host has died; the next snapshot does without it
             self._note(f"there is no snapshot of step {step}: {error}")
             return
-        taken = ServedSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths_of(pieces)), pieces)
-        await self._begin(taken, meshes)
-        taken.copying = asyncio.create_task(self._copy(taken))
+        entry = ServedSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths_of(pieces)), pieces)
+        await self._begin(entry, meshes)
+        entry.copying = asyncio.create_task(self._copy(entry))
 
     async def settle(self) -> None:
         """Wait until each copy in progress is whole or has failed."""
-        for taken in self._taken:
-            if isinstance(taken, ServedSnapshot) and taken.copying is not None:
-                taken.hurried.set()
-                await asyncio.wait({taken.copying})
+        for entry in self._entries:
+            if isinstance(entry, ServedSnapshot) and entry.copying is not None:
+                entry.hurried.set()
+                await asyncio.wait({entry.copying})
 
     async def bring(self) -> None:
         """Move each rank's part of the newest snapshot to its host's server. Drop a snapshot that is lost."""
-        while (taken := self._newest()) is not None:
-            assert isinstance(taken, ServedSnapshot)
+        while (entry := self._newest()) is not None:
+            assert isinstance(entry, ServedSnapshot)
             try:
-                await self._bring(taken)
+                await self._bring(entry)
                 return
             except RunError as error:
-                self._note(f"the snapshot of step {taken.snapshot.step} is lost: {error}")
-            taken.drop()
-            self._taken.remove(taken)
+                self._note(f"the snapshot of step {entry.snapshot.step} is lost: {error}")
+            entry.drop()
+            self._entries.remove(entry)
 
-    async def _copy(self, taken: ServedSnapshot) -> None:
-        sizes = [nbytes for mesh in taken.snapshot.paths for nbytes in self.nbytes[mesh]]
+    async def _copy(self, entry: ServedSnapshot) -> None:
+        sizes = [nbytes for mesh in entry.snapshot.paths for nbytes in self.nbytes[mesh]]
         try:
-            self.moved = await taken.copy(sizes, self._rate)
+            self.moved = await entry.copy(sizes, self._rate)
         except RunError as error:  # training does not need it
-            self._note(f"the snapshot of step {taken.snapshot.step} has no copy on other hosts: {error}")
-            taken.abandon()
+            self._note(f"the snapshot of step {entry.snapshot.step} has no copy on other hosts: {error}")
+            entry.abandon()
 
     async def _pieces(self, meshes: Sequence[ModelMesh]) -> list[Piece]:
         """Return memory for each rank's part and its copy: an outdated snapshot's, or new."""
@@ -184,28 +184,28 @@ class PeerSnapshots(Snapshots):
                 own = await self._servers.of(host)
                 wanted.append((mesh.name, rank, own, await self._servers.of(self._servers.peer_of(host))))
         free: list[Piece] | None = None
-        for taken in self._spare():
+        for entry in self._spare():
             # Once it is whole, no rank and no server writes to its memory.
-            pieces = taken.pieces if isinstance(taken, ServedSnapshot) and taken.whole else []
+            pieces = entry.pieces if isinstance(entry, ServedSnapshot) and entry.whole else []
             if free is None and [piece.servers for piece in pieces] == wanted:
                 free = pieces
             else:
-                taken.drop()
+                entry.drop()
 
         async def new(mesh: str, rank: str, own: ServerHandle, peer: ServerHandle) -> Piece:
             return Piece(mesh, rank, await own.hold(mesh), await peer.hold(mesh))
 
         return free or list(await asyncio.gather(*(new(*each) for each in wanted)))
 
-    async def _bring(self, taken: ServedSnapshot) -> None:
+    async def _bring(self, entry: ServedSnapshot) -> None:
         hosts: dict[str, Host] = {}
-        for mesh in self._meshes(taken.snapshot.phase):
+        for mesh in self._meshes(entry.snapshot.phase):
             hosts |= mesh.hosts
-        moves = (self._move(piece, hosts[piece.rank], taken.snapshot) for piece in taken.pieces)
+        moves = (self._move(piece, hosts[piece.rank], entry.snapshot) for piece in entry.pieces)
         for result in await asyncio.gather(*moves, return_exceptions=True):  # all have ended before one is dropped
             if isinstance(result, BaseException):
                 raise result
-        taken.snapshot = replace(taken.snapshot, paths=paths_of(taken.pieces))
+        entry.snapshot = replace(entry.snapshot, paths=paths_of(entry.pieces))
 
     async def _move(self, piece: Piece, host: Host, snapshot: Snapshot) -> None:
         """Move a part to the server of `host`, unless it is there."""

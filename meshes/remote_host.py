@@ -117,13 +117,13 @@ async def _joined(address: str, joining: Joining, say: Callable[[str], None]) ->
     except NotAWorker as error:
         raise RunError(f"{address} cannot be joined: {error}") from None
     except TimeoutError:
-        why = refusals[-1].why if refusals else await asyncio.to_thread(why_silent, served or address, joining.tls)
+        reason = refusals[-1].why if refusals else await asyncio.to_thread(why_silent, served or address, joining.tls)
         raise RunError(
-            f"{address} did not answer within hosts.join_seconds = {joining.join_seconds:g}: {why}"
+            f"{address} did not answer within hosts.join_seconds = {joining.join_seconds:g}: {reason}"
         ) from None
     except Exception as error:
-        why = await asyncio.to_thread(why_silent, served or address, joining.tls)
-        raise RunError(f"{address} cannot be joined: {why}", str(error)) from None
+        reason = await asyncio.to_thread(why_silent, served or address, joining.tls)
+        raise RunError(f"{address} cannot be joined: {reason}", str(error)) from None
     mesh, agent, facts, refusal = joined
     if refusal:
         with suppress(Exception):  # it ends without an answer
@@ -166,10 +166,8 @@ async def _while_served(address: str, served: str, claim: Coroutine[Any, Any, Jo
 def _awaiting(address: str, refused: Refusal, join_seconds: float, waited: float) -> str:
     """Return the message of a run that begins to wait for a busy host."""
     until = f"; its processes there end in about {refused.seconds:.0f} s" if refused.seconds else ""
-    left = max(0.0, join_seconds - waited)
-    return (
-        f"waiting for {address}, for at most {left:.0f} s (hosts.join_seconds = {join_seconds:g}): {refused.why}{until}"
-    )
+    limit = f"at most {max(0.0, join_seconds - waited):.0f} s (hosts.join_seconds = {join_seconds:g})"
+    return f"waiting for {address}, for {limit}: {refused.why}{until}"
 
 
 async def _served(address: str) -> str:

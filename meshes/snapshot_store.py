@@ -25,7 +25,7 @@ from titan_rl.wire.types import PhaseName
 Fds = dict[str, tuple[int, ...]]  # file descriptors of the ranks' parts, by mesh
 
 
-class Taken(Protocol):
+class Entry(Protocol):
     """A snapshot, and the memory of its parts."""
 
     @property
@@ -63,7 +63,7 @@ class Snapshots:
     def __init__(self, trainers: ModelMesh, critic: ModelMesh | None, note: Callable[[str], None] = print) -> None:
         """`note` prints what a user should know."""
         self._trainers, self._critic, self._note = trainers, critic, note
-        self._taken: list[Taken] = []  # at most two: the newest whole one, and the one begun after it
+        self._entries: list[Entry] = []  # at most two: the newest whole one, and the one begun after it
         self._serial = 0
         self.nbytes: dict[str, list[int]] = {}  # bytes of one snapshot, by mesh and rank
 
@@ -75,20 +75,20 @@ class Snapshots:
             return
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}
-        taken = LocalSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
-        await self._begin(taken, meshes)
+        entry = LocalSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
+        await self._begin(entry, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
         """Return the newest whole snapshot, taken before the step `before` if one is passed."""
-        taken = self._newest(before)
-        return taken.snapshot if taken else None
+        entry = self._newest(before)
+        return entry.snapshot if entry else None
 
     def forget(self, *, but: Snapshot | None = None) -> None:
         """Drop all snapshots, or all but the one that every mesh was restored from: later steps are undone."""
-        for taken in self._taken:
-            if taken.snapshot is not but:
-                taken.drop()
-        self._taken = [taken for taken in self._taken if taken.snapshot is but]
+        for entry in self._entries:
+            if entry.snapshot is not but:
+                entry.drop()
+        self._entries = [entry for entry in self._entries if entry.snapshot is but]
 
     async def settle(self) -> None:
         """Return once it is certain which snapshots are whole: at once, because the parts are here."""
@@ -111,32 +111,32 @@ class Snapshots:
         self._serial += 1
         return self._serial
 
-    async def _begin(self, taken: Taken, meshes: list[ModelMesh]) -> None:
+    async def _begin(self, entry: Entry, meshes: list[ModelMesh]) -> None:
         """Let every rank begin to copy."""
-        self._taken.append(taken)
-        sizes = await asyncio.gather(*(mesh.snapshot(taken.snapshot) for mesh in meshes))
+        self._entries.append(entry)
+        sizes = await asyncio.gather(*(mesh.snapshot(entry.snapshot) for mesh in meshes))
         self.nbytes = {mesh.name: each for mesh, each in zip(meshes, sizes, strict=True)}
 
-    def _newest(self, before: int | None = None) -> Taken | None:
-        whole = (t for t in self._taken if (before is None or t.snapshot.step < before) and t.whole)
+    def _newest(self, before: int | None = None) -> Entry | None:
+        whole = (t for t in self._entries if (before is None or t.snapshot.step < before) and t.whole)
         return max(whole, key=lambda t: t.snapshot.serial, default=None)
 
-    def _spare(self) -> list[Taken]:
+    def _spare(self) -> list[Entry]:
         """Keep the newest whole snapshot only; return the others."""
         newest = self._newest()
-        spare = [taken for taken in self._taken if taken is not newest]
-        self._taken = [newest] if newest else []
+        spare = [entry for entry in self._entries if entry is not newest]
+        self._entries = [newest] if newest else []
         return spare
 
     def _free(self, ranks: dict[str, int]) -> Fds:
         """Return parts for N ranks per mesh: an outdated snapshot's, or new ones."""
         free: Fds | None = None
-        for taken in self._spare():
-            fds = taken.fds if isinstance(taken, LocalSnapshot) and taken.whole else {}
+        for entry in self._spare():
+            fds = entry.fds if isinstance(entry, LocalSnapshot) and entry.whole else {}
             if free is None and {name: len(each) for name, each in fds.items()} == ranks:
                 free = fds
             else:
-                taken.drop()
+                entry.drop()
         return free or {
             name: tuple(os.memfd_create(f"titan_rl snapshot of {name}") for _ in range(count))
             for name, count in ranks.items()

@@ -58,11 +58,11 @@ async def spawn(
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
-        own = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
+        variables = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
         if server:
-            own |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        own = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **own}
-        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], own)
+            variables |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
+        variables = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **variables}
+        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], variables)
 
     def begin() -> None:  # in the new process, before any actor
         import ctypes
@@ -106,30 +106,30 @@ async def server_of(kind: Kind) -> str:
     folder = os.environ.get(VARIABLE, OFF)
     if folder == OFF:
         return ""
-    path, why = Path(folder) / kind, _refusal(Path(folder))
+    path, refusal = Path(folder) / kind, _refusal(Path(folder))
     by = _ready_by.setdefault(path, time.monotonic() + READY_SECONDS)
     seconds = max(by - time.monotonic(), ANSWER_SECONDS)
     try:
-        if not why:
+        if not refusal:
             async with asyncio.timeout(seconds):
                 await ask(path)
             _ready_by[path] = 0.0
     except TimeoutError:
-        why = f"it did not answer within {seconds:.0f} s"
+        refusal = f"it did not answer within {seconds:.0f} s"
     except OSError as error:
-        why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
-    if why:
-        warn_cold(kind, why)
-    return "" if why else str(path)
+        refusal = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
+    if refusal:
+        warn_cold(kind, refusal)
+    return "" if refusal else str(path)
 
 
 def _refusal(folder: Path) -> str:
     """Return why the fork servers of this folder cannot be trusted, or ""."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError as error:
         return f"{VARIABLE}={folder}: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
     return ""
 

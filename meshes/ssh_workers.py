@@ -66,8 +66,9 @@ class SshWorker:
         while f"worker at {self._address}" not in (log := self._log.read_text(errors="replace")):
             _, begins, rest = log.partition(f"waiting for {self._address}: ")
             if not waits and "\n" in rest:
-                waits, left = rest.partition("\n")[0], max(0.0, deadline - time.monotonic())
-                say(f"{begins[:-2]}, for at most {left:.0f} s (hosts.join_seconds = {self._join_seconds:g}): {waits}")
+                waits, remaining = rest.partition("\n")[0], max(0.0, deadline - time.monotonic())
+                limit = f"at most {remaining:.0f} s (hosts.join_seconds = {self._join_seconds:g})"
+                say(f"{begins[:-2]}, for {limit}: {waits}")
             if (code := self._process.poll()) is not None:
                 return f"{self._address}: {shlex.join(self._command)} ended with exit code {code}"
             if time.monotonic() > deadline:

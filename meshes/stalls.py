@@ -113,18 +113,18 @@ async def stacks(ranks: Mapping[str, int], py_spy: str | None = None) -> dict[st
 async def _stack(pid: int, tool: str | None) -> str:
     if tool is None:
         return f"py-spy is not installed (pip install py-spy); {kernel_waits(pid)}"
-    why = ""
+    reason = ""
     try:
         async with asyncio.timeout(DUMP_SECONDS):
             for _ in range(TRIES):
-                code, out, why = await _output(tool, "dump", "--pid", str(pid), "--nonblocking")
+                code, out, reason = await _output(tool, "dump", "--pid", str(pid), "--nonblocking")
                 if code == 0:
                     return excerpt(out)
     except TimeoutError:
-        why = f"no answer within {DUMP_SECONDS:g} s"
+        reason = f"no answer within {DUMP_SECONDS:g} s"
     except OSError as error:
-        why = str(error)
-    return f"py-spy shows no stack ({' '.join(why.split()) or 'no message'}); {kernel_waits(pid)}"
+        reason = str(error)
+    return f"py-spy shows no stack ({' '.join(reason.split()) or 'no message'}); {kernel_waits(pid)}"
 
 
 async def _output(*command: str) -> tuple[int, str, str]:

@@ -74,28 +74,28 @@ class RankPlaces:
         """Return a mesh's shares. If one of its hosts is lost, it moves to free slots on the others; it also moves if
         it has fewer rows than in the config, because there may be room again."""
         lost = self._unusable(mesh)
-        own = slots_of(self._placement[mesh])
-        fewer = mesh == "trainer" and len(own) < self._setup.config.parallelism.world_size
+        own_slots = slots_of(self._placement[mesh])
+        fewer = mesh == "trainer" and len(own_slots) < self._setup.config.parallelism.world_size
         added = mesh not in place(self._setup.config, self._slots)  # where a mesh may have moved meanwhile
         others = {slot for name, shares in self._placement.items() if name != mesh for slot in slots_of(shares)}
-        if fewer or any(host in lost for host, _ in own) or (added and own & others):
+        if fewer or any(host in lost for host, _ in own_slots) or (added and own_slots & others):
             try:
                 self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
             except Unplaceable as error:
                 names = ", ".join(self._hosts[number].name for number in lost)
                 raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
             if mesh == "trainer":
-                self._before = {host for host, _ in own}
+                self._before = {host for host, _ in own_slots}
         return self._placement[mesh]
 
     def _unusable(self, mesh: str, seconds: float = 0) -> list[int]:
         """Return the hosts on which a mesh cannot be started, and other hosts that joined within the last `seconds`."""
-        own, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
+        own_hosts, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
         left_out = self._left_out[mesh]
         return [
             number
             for number, host in enumerate(self._hosts)
-            if host and (host.lost() or host in left_out or (number not in own and host.joined > since))
+            if host and (host.lost() or host in left_out or (number not in own_hosts and host.joined > since))
         ]
 
     def rows(self, seconds: float = 0) -> int:
@@ -103,10 +103,10 @@ class RankPlaces:
         `seconds` ago."""
         unusable = self._unusable("trainer", seconds)
         try:
-            found = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
+            shares = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
         except Unplaceable:  # it has just lost a host
             return 0
-        return len(slots_of(found)) // self._setup.config.parallelism.tensor_parallel_degree
+        return len(slots_of(shares)) // self._setup.config.parallelism.tensor_parallel_degree
 
     def leave_out(self) -> list[str]:
         """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
@@ -114,9 +114,9 @@ class RankPlaces:
         present = {share.host for share in self._placement["trainer"]}
         if any(self._hosts[number].lost() for number in present):
             return []
-        left = [self._hosts[number] for number in sorted(present - self._before)]
-        self._left_out["trainer"] += left
-        return [host.name for host in left]
+        excluded = [self._hosts[number] for number in sorted(present - self._before)]
+        self._left_out["trainer"] += excluded
+        return [host.name for host in excluded]
 
     def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
         environment = resources(self._setup, kind, self._devices(share), self._cores)
@@ -149,12 +149,12 @@ def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int 
 
 def cuda_environment(config: Config) -> dict[str, str]:
     """Return the variables that CUDA's libraries read once, before a rank could set them."""
-    found = {}
+    variables = {}
     if config.generator.dtype == "float32":
-        found["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's float32 attention would multiply in TF32, which has three digits
+        variables["TRITON_F32_DEFAULT"] = "ieee"  # else vLLM's float32 attention uses TF32
     if config.debug.deterministic:
-        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return found
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return variables
 
 
 @asynccontextmanager
@@ -179,9 +179,9 @@ async def joined_hosts(
         joined = attached(keys.addresses, joining, say, back)
     else:
         joined = hosts.worker_processes(keys.number, Path(os.environ["TMPDIR"]), logs, keys.join_seconds)
-    async with started, joined as found:
+    async with started, joined as run_hosts:
         try:
-            yield found
+            yield run_hosts
         finally:
             await deaths.kill(deaths.living())
 
@@ -189,11 +189,11 @@ async def joined_hosts(
 def own_place(keys: HostsSection) -> str:
     """Return the one address at which this process listens for the workers: a free port, of hosts.ports if given."""
     scheme, _, _ = split_address(keys.addresses[0])
-    own, ports = own_address(keys), port_range(keys.ports)
+    host, ports = own_address(keys), port_range(keys.ports)
     try:
-        return address_of(scheme, own, free_port(own, ports) if ports else 0)
+        return address_of(scheme, host, free_port(host, ports) if ports else 0)
     except OSError as error:
-        raise RunError(f"hosts.ports: expected a free port at {own}, found: {error.strerror or error}") from None
+        raise RunError(f"hosts.ports: expected a free port at {host}, found: {error.strerror or error}") from None
 
 
 def own_address(keys: HostsSection) -> str:

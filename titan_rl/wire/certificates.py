@@ -38,12 +38,12 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float = 365) -> 
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
     for host in hosts:
-        own = ec.generate_private_key(ec.SECP256R1())
+        host_key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([_general(host)])
         uses = x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH])
-        signed = _signed(_named(host), ca.subject, own, key, days, [names, uses])
+        signed = _signed(_named(host), ca.subject, host_key, key, days, [names, uses])
         (folder / host).mkdir(mode=0o700, exist_ok=True)
-        _write(folder / host / KEY, _pem_of(own))
+        _write(folder / host / KEY, _pem_of(host_key))
         _write(folder / host / CERT, signed.public_bytes(serialization.Encoding.PEM))
         _write(folder / host / CA, ca.public_bytes(serialization.Encoding.PEM))
 

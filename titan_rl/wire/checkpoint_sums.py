@@ -60,14 +60,14 @@ def damage(folder: Path, *, read: bool = False) -> str:
             return "" if (folder / METADATA).stat().st_size else f"{METADATA} is empty"
         saved = json.loads((folder / SUMS).read_bytes())
         expected = {name: FileSum(int(nbytes), str(digest)) for name, (nbytes, digest) in saved["files"].items()}
-        known = saved["algorithm"] == ALGORITHM
+        comparable = saved["algorithm"] == ALGORITHM
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{SUMS} cannot be read: {error!r}"
     for name, (nbytes, _) in expected.items():
         found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found != nbytes:
             return f"{name} is missing" if found is None else f"{name}: expected {nbytes:,} bytes, found {found:,}"
-    if not read or not known:
+    if not read or not comparable:
         return ""
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _sum_of(folder / name), expected)

@@ -18,11 +18,11 @@ def usable_cores() -> int:
 
 def host_memory() -> int:
     """Return the bytes of memory that this process and its children may use."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return found
+            nbytes = min(nbytes, int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return nbytes
 
 
 def machine() -> str:

@@ -53,13 +53,13 @@ def visible_devices() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(present)]
-    found = list[str]()
+    devices = list[str]()
     for device in map(str.strip, visible.split(",")):
-        known = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
-        if not (present and known):
+        is_device = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
+        if not (present and is_device):
             break  # CUDA stops reading at the first entry that is not a device
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def require_planned_device(cuda_is_available: bool) -> None:

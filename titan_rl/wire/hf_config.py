@@ -43,8 +43,8 @@ def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the keys of a supported scaling, as in config.json; None if there is none."""
     kind: RopeType = rope["rope_type"]
     optional = (*YARN_KEYS, "truncate") if kind == "yarn" else ()
-    found = {key: rope[key] for key in (*SCALING_KEYS[kind], *optional) if rope.get(key) is not None}
-    return {"rope_type": kind, **found} if kind != "default" else None
+    keys = {key: rope[key] for key in (*SCALING_KEYS[kind], *optional) if rope.get(key) is not None}
+    return {"rope_type": kind, **keys} if kind != "default" else None
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:

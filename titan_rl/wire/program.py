@@ -45,10 +45,10 @@ class LastingFile(io.FileIO):
         """Stay open: user code may close its standard streams."""
 
     def write(self, data: Any, /) -> int:
-        whole = left = memoryview(data).cast("B")
+        whole = rest = memoryview(data).cast("B")
         with suppress(OSError):
-            while left and (written := super().write(left)):  # None: a full pipe that does not block
-                left = left[written:]
+            while rest and (written := super().write(rest)):  # None: a full pipe that does not block
+                rest = rest[written:]
         return len(whole)
 
 

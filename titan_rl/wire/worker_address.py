@@ -179,9 +179,9 @@ def why_silent(address: str, tls: str = "") -> str:
                     if not secure.recv(1):
                         return "it closed the connection"
         except (ssl.SSLError, OSError) as error:
-            why = f"{getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
-            when = "expired" in why or "not yet valid" in why
-            return f"TLS fails: {why}{' (are the clocks of both hosts right?)' if when else ''}"
+            reason = f"{getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
+            when = "expired" in reason or "not yet valid" in reason
+            return f"TLS fails: {reason}{' (are the clocks of both hosts right?)' if when else ''}"
     return "it is reached, and the certificates are accepted, but it does not answer: is it of other versions?"
 
 
