@@ -35,14 +35,9 @@ POLICY = GeneratorPolicy()
 SYNC = WeightSyncSection()
 
 
-class GeneratorMesh:
+class GeneratorMesh(Fleet):
     def __init__(self, replicas: Iterable[Replica], policy: GeneratorPolicy, *, make: Make | None = None) -> None:
-        self.replicas = {replica.index: replica for replica in replicas}
-        self._router = Router()
-        self._fleet = Fleet(self.replicas, self._router, policy, make)
-        self.coming, self.tend, self.scale = self._fleet.coming, self._fleet.tend, self._fleet.scale
-        self.regrow, self.settled = self._fleet.regrow, self._fleet.settled
-        self._policy = policy
+        super().__init__({replica.index: replica for replica in replicas}, Router(), policy, make)
 
     @classmethod
     async def spawn(
@@ -79,7 +74,7 @@ class GeneratorMesh:
         is not healed; the run ends."""
         info = await self._all("start", seconds=self._policy.init_seconds)
         for replica in self.replicas.values():
-            self._fleet.serve(replica)
+            self.serve(replica)
         return info
 
     async def places(self) -> list[str]:
@@ -91,7 +86,7 @@ class GeneratorMesh:
         Replicas of one host share their reads from other hosts: one of them connects first, and makes the memory.
         Return the transport of every run that is read."""
         seconds = self._policy.init_seconds
-        await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
+        await self.each(lambda replica: replica.locate(sync.transport, seconds))
         while waiting := [replica for replica in self.replicas.values() if not replica.connections]:
             done = {replica.home: [replica] for replica in self.replicas.values() if replica.connections}
             first = {replica.home: replica for replica in reversed(waiting)}
@@ -101,7 +96,7 @@ class GeneratorMesh:
                 if replica in turn:
                     await replica.connect(sources, sync, turn[replica], seconds)
 
-            await self._fleet.each(connect)
+            await self.each(connect)
         return [way for r in self.replicas.values() for connection in r.connections for way in connection.transports]
 
     async def connect_late(
@@ -119,7 +114,7 @@ class GeneratorMesh:
         return list(Counter(r.memory for r in self.replicas.values() if r.memory is not None).values())
 
     async def generate(self, request: Request) -> list[Completion]:
-        self._fleet.check()
+        self.check()
         return await self._router.generate(request)
 
     async def pull(
@@ -136,7 +131,7 @@ class GeneratorMesh:
         lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first, and the others
         fetch the rest, if it failed. With `forgives`, a replica that refuses its weights is not lost: it is reported in
         `refused`, and serves nothing for now."""
-        self._fleet.check()
+        self.check()
         reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
         first = {replica.memory: replica for replica in reversed(self.replicas.values())}
         fetched_first = {memory: asyncio.Event() for memory in first}
@@ -163,7 +158,7 @@ class GeneratorMesh:
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
-        costs = await self._fleet.each(pulled, refused if forgives else None)
+        costs = await self.each(pulled, refused if forgives else None)
         arrived = Counter[tuple[str, int]]()
         for replica, (fetched, switched) in costs.items():
             if replica.memory is not None:
@@ -174,7 +169,7 @@ class GeneratorMesh:
 
     async def sleep(self) -> None:
         """Stop every engine until the next pull, also with unfinished requests."""
-        await self._fleet.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
+        await self.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""
@@ -182,7 +177,7 @@ class GeneratorMesh:
 
     async def stats(self) -> list[EngineStats]:
         """Return each replica's counts since start-up."""
-        return list((await self._fleet.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
+        return list((await self.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
         """Return each rank's spans since the last call, by rank name."""
@@ -194,7 +189,7 @@ class GeneratorMesh:
 
     async def close(self) -> None:
         """Close every engine between two steps. Open requests fail."""
-        await self._fleet.close()
+        await super().close()
         self._router.fail(RunError("the generators are closed"))
 
     async def stop(self) -> None:
@@ -203,7 +198,7 @@ class GeneratorMesh:
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
         limit = seconds or self._policy.seconds
-        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
+        answers = await self.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
 
 

@@ -192,7 +192,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def take(self, within: float) -> list[tuple[int, bytes]]:
-        """Wait at most `within` seconds. Return the reports of launchers, by connection; nothing: one has ended."""
+        """Wait at most `within` seconds. Return launchers' reports, by connection; b"": that launcher has ended."""
         self._lease.on_call()
         if self._claim is not None:
             with suppress(OSError):  # a full disk: the record is outdated

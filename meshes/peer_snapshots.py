@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.model_mesh import ModelMesh
-from titan_rl.meshes.snapshot_parts import together
+from titan_rl.meshes.snapshot_server import together
 from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError

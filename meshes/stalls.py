@@ -15,6 +15,7 @@ Covers processes of this host only. Nothing here stops a process or waits for on
 
 import asyncio
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,6 @@ from typing import NamedTuple
 import psutil
 
 DUMP_SECONDS = 10.0
-KILL_SECONDS = 1.0
 TRIES = 3  # a running process may change while py-spy reads it
 MAX_LINES = 40  # per process
 MAX_WAITS = 12
@@ -106,40 +106,28 @@ async def stacks(ranks: Mapping[str, int], py_spy: str | None = None) -> dict[st
     """Return py-spy's dump of each process; if py-spy fails, the reason and where threads wait in the kernel."""
     installed = Path(sys.executable).with_name("py-spy")
     tool = py_spy or (str(installed) if installed.exists() else shutil.which("py-spy"))
-    dumps = await asyncio.gather(*(_stack(pid, tool) for pid in ranks.values()))
+    dumps = await asyncio.gather(*(asyncio.to_thread(_stack, pid, tool) for pid in ranks.values()))
     return dict(zip(ranks, dumps, strict=True))
 
 
-async def _stack(pid: int, tool: str | None) -> str:
+def _stack(pid: int, tool: str | None) -> str:
     if tool is None:
         return f"py-spy is not installed (pip install py-spy); {kernel_waits(pid)}"
-    reason = ""
+    command, deadline, reason = [tool, "dump", "--pid", str(pid), "--nonblocking"], time.monotonic() + DUMP_SECONDS, ""
     try:
-        async with asyncio.timeout(DUMP_SECONDS):
-            for _ in range(TRIES):
-                code, out, reason = await _output(tool, "dump", "--pid", str(pid), "--nonblocking")
-                if code == 0:
-                    return excerpt(out)
-    except TimeoutError:
+        for _ in range(TRIES):
+            limit = max(0.0, deadline - time.monotonic())
+            dump = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit
+            )
+            if dump.returncode == 0:
+                return excerpt(dump.stdout)
+            reason = dump.stderr
+    except subprocess.TimeoutExpired:
         reason = f"no answer within {DUMP_SECONDS:g} s"
     except OSError as error:
         reason = str(error)
     return f"py-spy shows no stack ({' '.join(reason.split()) or 'no message'}); {kernel_waits(pid)}"
-
-
-async def _output(*command: str) -> tuple[int, str, str]:
-    """Run a command and return its exit code and both outputs. Kill it if this is cancelled."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    try:
-        out, error = await process.communicate()
-    except BaseException:
-        with suppress(ProcessLookupError):
-            process.kill()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), KILL_SECONDS)
-        raise
-    return process.returncode or 0, out.decode(errors="replace"), error.decode(errors="replace")
 
 
 def excerpt(dump: str) -> str:

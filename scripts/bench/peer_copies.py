@@ -12,8 +12,7 @@ from bench.ranks import IMPORTABLE
 from bench.rows import Row, in_turn
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
-from titan_rl.meshes.snapshot_parts import BLOCK, IN_FLIGHT
-from titan_rl.meshes.snapshot_server import SnapshotServer, verb
+from titan_rl.meshes.snapshot_server import BLOCK, IN_FLIGHT, SnapshotServer, verb
 from titan_rl.meshes.spawn import spawn
 from titan_rl.wire.snapshot import HEAD
 

@@ -10,8 +10,7 @@ import pytest
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import worker_processes
-from titan_rl.meshes.snapshot_parts import BLOCK
-from titan_rl.meshes.snapshot_server import BLOCK_SECONDS
+from titan_rl.meshes.snapshot_server import BLOCK, BLOCK_SECONDS
 from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import HEAD

@@ -14,7 +14,7 @@ from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
-from titan_rl.meshes.snapshot_parts import Parts
+from titan_rl.meshes.snapshot_server import Parts
 from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot, peer_of

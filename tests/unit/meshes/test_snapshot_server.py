@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from titan_rl.meshes.snapshot_parts import IN_FLIGHT, Parts, ReadRate
+from titan_rl.meshes.snapshot_server import IN_FLIGHT, Parts, ReadRate
 from titan_rl.wire.snapshot import HEAD, WRITING, head
 
 BLOCK = 1000  # bytes
