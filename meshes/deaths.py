@@ -1,9 +1,8 @@
-"""Learn within milliseconds which rank died, and how.
+"""Detect within milliseconds which rank died, and how.
 
-Every rank has a launcher (rank_launcher.py), the process that Monarch started. It reports here which process the rank
-is and how it ended; a launcher that is gone without a report took its rank along. Monarch notices a death too, but asks
-for each process's state in turn, by messages: on a loaded machine that took longer than 20 s here, and a peer's broken
-collective was blamed instead.
+Monarch starts a launcher for each rank (rank_launcher.py), which reports here the rank's process and how it ended. A
+launcher that ends without a report took its rank along. Monarch detects deaths too, but by messages to each process in
+turn: on a loaded machine that took longer than 20 s, and a peer's broken collective was blamed instead.
 """
 
 import asyncio
@@ -23,20 +22,17 @@ from typing import Any
 
 from titan_rl.meshes import fork_servers
 
-PROC_NAME = "TITAN_RL_PROC"
-"""Environment variable with a rank's name, such as "generator0[tp=1]"."""
 GONE = "is gone"
 KILL_SECONDS = {"cpu": 10.0, "cuda": 60.0}
-"""How long a killed process may take to end, by the device of the run: before it ends, the kernel unmaps a GPU's memory
-and unpins tens of gigabytes of the host's."""
-kill_seconds = KILL_SECONDS["cpu"]  # of this run
+"""Limit for a killed process to end, by device: the kernel first unmaps a GPU's memory and unpins the host's."""
+kill_seconds = KILL_SECONDS["cpu"]  # set for the run's device
 
 _lock = threading.Lock()
-_followed: dict[int, str] = {}  # name of each live rank of this machine, by pid
-_away: dict[str, "Launcher"] = {}  # live ranks of other hosts, by name
+_local: dict[int, str] = {}  # name of each live rank on this machine, by pid
+_remote: dict[str, "Launcher"] = {}  # live ranks on other hosts, by name
 _awaited: dict[str, str] = {}  # host of each rank whose launcher has not reported yet, by name
-_lives: dict[str, int] = {}  # generation of each rank name: incremented when a process is spawned under it
-_meant: set[str] = set()  # names of processes killed on purpose: listeners are not called
+_generations: dict[str, int] = {}  # processes spawned so far, by rank name
+_killed: set[str] = set()  # ranks killed on purpose: listeners are not called
 _ends: dict[str, str] = {}  # how each dead rank's process ended
 _waiting: dict[str, list["Call"]] = {}
 _listeners: list[Callable[[str, str], None]] = []
@@ -48,30 +44,29 @@ class Call:
 
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Any]
-    death: str | None = None  # how the rank died. Kept here because its name may be in use again when this is read
+    death: str | None = None  # how the rank died; stored here because its name may soon be in use again
 
 
 def follow(names: Collection[str], report: str = "", host: str = "") -> dict[str, dict[str, str]]:
-    """Expect processes under these names; earlier processes of a name are forgotten. Return what the environment of
-    each one's launcher must have. `report`: the socket that passes on their reports, on another host; `host`:
-    its name."""
+    """Expect processes under these names, and forget earlier ones. Return the variables for each launcher's
+    environment. `report`: the socket on another host that forwards their reports; `host`: its name."""
     with _lock:
         for name in names:
-            _lives[name] = _lives.get(name, 0) + 1
+            _generations[name] = _generations.get(name, 0) + 1
             _awaited[name] = host
             _ends.pop(name, None)
-            _meant.discard(name)
-        return {n: {"TITAN_RL_RANK": f"{_lives[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
+            _killed.discard(name)
+        return {n: {"TITAN_RL_RANK": f"{_generations[n]} {n}", "TITAN_RL_REPORT": report or _socket()} for n in names}
 
 
 def follows(name: str) -> bool:
-    """Return True if a rank's launcher reports, so that its death is noticed here."""
+    """Return True if a rank has a launcher, so that its death is detected here."""
     with _lock:
-        return name in _lives
+        return name in _generations
 
 
 def ended(name: str) -> str | None:
-    """Return how the newest process under this name ended. None: it has not, as far as is known here."""
+    """Return how the newest process under this name ended; None if it has not, as far as is known."""
     with _lock:
         return _ends.get(name)
 
@@ -79,46 +74,46 @@ def ended(name: str) -> str | None:
 def alive() -> dict[str, int]:
     """Return the pids of this host's live ranks, by name."""
     with _lock:
-        return {name: pid for pid, name in _followed.items()}
+        return {name: pid for pid, name in _local.items()}
 
 
 def away() -> dict[str, tuple[str, int]]:
-    """Return the host and the pid there of each live rank of other hosts, by name."""
+    """Return (host, pid) of each live rank on another host, by name."""
     with _lock:
-        return {name: (launcher.host, launcher.pid) for name, launcher in _away.items()}
+        return {name: (launcher.host, launcher.pid) for name, launcher in _remote.items()}
 
 
 def living() -> list[str]:
     """Return the names of all live ranks, on other hosts too."""
     with _lock:
-        return [*_followed.values(), *_away]
+        return [*_local.values(), *_remote]
 
 
 def host_lost(host: str, how: str) -> None:
-    """End the ranks that are expected on a host, which is lost: their launchers will never report."""
+    """End the ranks that are expected on a lost host: their launchers will never report."""
     with _lock:
-        awaited = [(name, _lives[name]) for name, where in _awaited.items() if where == host]
+        awaited = [(name, _generations[name]) for name, where in _awaited.items() if where == host]
     for name, life in awaited:
         _end(name, life, how)
 
 
 async def kill(names: Collection[str]) -> list[str]:
-    """Kill these processes, stopped ones too, without calling listeners. Return the names of those still alive after
-    `kill_seconds`; the other names may be used again."""
+    """Kill these processes, stopped ones too, without calling listeners. Return the names of processes still alive
+    after `kill_seconds`; the other names may be used again."""
     names = frozenset(names)
     with _lock:
-        _meant.update(names)
+        _killed.update(names)
     deadline = time.monotonic() + kill_seconds
-    while (left := [name for name in living() if name in names]) and time.monotonic() < deadline:
+    while (live := [name for name in living() if name in names]) and time.monotonic() < deadline:
         here = alive()
-        for name in left:
+        for name in live:
             with suppress(ProcessLookupError, KeyError):
-                if (launcher := _away.get(name)) is not None:
+                if (launcher := _remote.get(name)) is not None:
                     launcher.kill(launcher.pid)
                 else:
                     os.kill(here[name], signal.SIGKILL)
         await asyncio.sleep(0.01)
-    return left
+    return live
 
 
 @contextmanager
@@ -151,16 +146,16 @@ def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Launcher:
-    """The reports of a launcher: over a connection, or by way of another host's agent, which `kill` then asks."""
+    """A launcher's reports, which arrive over a connection or through another host's agent, which `kill` then calls."""
 
     connection: socket.socket | None = None
     kill: Callable[[int], None] = lambda pid: os.kill(pid, signal.SIGKILL)
     unread: bytes = b""
     name: str = ""
     life: int = 0
-    pid: int = 0  # of the rank
+    pid: int = 0  # the rank's
     ended: bool = False
-    host: str = ""  # another one, whose agent reports
+    host: str = ""  # set if another host's agent reports
 
     def read(self) -> bool:
         """Read the reports of the launcher. Return False if it is gone."""
@@ -169,12 +164,12 @@ class Launcher:
             more = self.connection.recv(4096)
         except OSError:
             more = b""
-        return self.hear(more)
+        return self.receive(more)
 
-    def hear(self, more: bytes) -> bool:
+    def receive(self, more: bytes) -> bool:
         *lines, self.unread = (self.unread + more).split(b"\n")
         for line in lines:
-            self._heard(*line.decode(errors="replace").split(" ", 1))
+            self._handle(*line.decode(errors="replace").split(" ", 1))
         if not more:
             if not self.ended and self.pid:
                 with suppress(ProcessLookupError):
@@ -182,24 +177,24 @@ class Launcher:
             self.end(GONE)
         return bool(more)
 
-    def _heard(self, word: str, rest: str) -> None:
+    def _handle(self, word: str, rest: str) -> None:
         if word == "name":
             life, self.name = rest.split(" ", 1)
             self.life = int(life)
             with _lock:
-                if _lives.get(self.name) == self.life:
+                if _generations.get(self.name) == self.life:
                     _awaited.pop(self.name, None)
         elif word == "cold":
             fork_servers.warn_cold(*rest.split(" ", 1))
         elif word == "pid":
             self.pid = int(rest)
             with _lock:
-                wanted = _lives.get(self.name) == self.life and self.name not in _meant
+                wanted = _generations.get(self.name) == self.life and self.name not in _killed
                 if self.connection is not None:
-                    _followed[self.pid] = self.name
-                elif wanted:  # not in the place of its successor
-                    _away[self.name] = self
-            if not wanted:  # it was killed before it was started
+                    _local[self.pid] = self.name
+                elif wanted:  # do not replace its successor
+                    _remote[self.name] = self
+            if not wanted:  # killed before it was started
                 self.kill(self.pid)
         elif word == "end":
             status = int(rest)
@@ -214,20 +209,20 @@ class Launcher:
         self.ended = True
         with _lock:
             if self.connection is not None:
-                _followed.pop(self.pid, None)
-            elif _away.get(self.name) is self:
-                del _away[self.name]
+                _local.pop(self.pid, None)
+            elif _remote.get(self.name) is self:
+                del _remote[self.name]
         _end(self.name, self.life, how)
 
 
 def _end(name: str, life: int, how: str) -> None:
-    """Tell all who wait for a rank, or listen, how it ended."""
+    """Record how a rank ended, cancel calls to it and call listeners."""
     with _lock:
-        if _lives.get(name) != life:  # the name is in use again
+        if _generations.get(name) != life:  # the name is in use again
             return
         _awaited.pop(name, None)
         _ends[name] = how
-        waiting, listeners = list(_waiting.get(name, ())), [] if name in _meant else list(_listeners)
+        waiting, listeners = list(_waiting.get(name, ())), [] if name in _killed else list(_listeners)
         for call in waiting:
             call.death = how
     for call in waiting:
@@ -246,7 +241,7 @@ def _socket() -> str:
     if not _path:
         folder = tempfile.mkdtemp(prefix="launchers-", dir=os.environ.get("TMPDIR"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        # Short however long TMPDIR is, as the name of a socket has to be.
+        # A socket's path must be short, but TMPDIR may be long.
         _path = f"/proc/{os.getpid()}/fd/{os.open(folder, os.O_PATH | os.O_DIRECTORY)}/report"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(_path)

@@ -1,15 +1,14 @@
-"""The environment mesh: processes that run the user's code, each a failure domain of its own.
+"""The environment mesh: processes that run the user's code, each a failure domain.
 
     drive(session) ── begin ──> the least loaded process
                    <── Ask ──   its turn: session.sample, then answer
                    <── Ended ── the Outcome
 
-User code can neither block nor crash the controller. What it raises is the outcome of one rollout. A process that dies
-or is blocked is killed and replaced. Its rollouts begin again in other processes, where the turns that were sampled
-before are replayed. Those whose code ran at that moment are suspects: after another death a process takes few of them,
-then fewer, then one at a time, so that the one that kills its process is found, and the others are not lost with it. A
-process in which a thread is stuck finishes its other rollouts before it is replaced.
-"""
+User code can neither block nor crash the controller. An exception ends one rollout. A process that dies or is blocked
+is killed and replaced. Its rollouts begin again in other processes, where the turns that were sampled before are
+replayed. Rollouts whose code ran at that moment are suspects: after each further death a process takes fewer of them,
+at last one at a time, which isolates the one that kills its process. A process in which a thread is stuck finishes its
+other rollouts before it is replaced."""
 
 import asyncio
 from collections import deque
@@ -39,13 +38,13 @@ class EnvironmentPolicy:
     processes: int
     init_seconds: float = 300
     hang_seconds: float = 60
-    lockstep: bool = False  # all rollouts' turns are sampled together
+    lockstep: bool = False  # sample all rollouts' turns together
     overlapping: bool = False  # a rollout's code also runs while its turns are sampled
     incidents: Incidents | None = None  # records losses and limits respawns; None: a loss ends the mesh
 
 
 Waiting = tuple[asyncio.Future[EnvironmentProcess], int, bool]
-"""A rollout without a place: how often it was suspected, and whether it had a place before."""
+"""A rollout that waits for a place: the place, how often it was suspected, whether it had a place before."""
 
 
 class EnvironmentMesh:
@@ -54,17 +53,17 @@ class EnvironmentMesh:
     def __init__(
         self, make: Callable[[int], Awaitable[EnvironmentProcess]], concurrency: int, policy: EnvironmentPolicy
     ) -> None:
-        """`concurrency`: rollouts that one process drives at the same time."""
+        """`concurrency`: rollouts that one process drives concurrently."""
         self.processes: list[EnvironmentProcess] = []
-        self._retired: list[EnvironmentProcess] = []  # they finish what they have
+        self._retired: list[EnvironmentProcess] = []  # they finish their rollouts
         self._make, self._concurrency, self._policy = make, concurrency, policy
-        self._numbers: set[int] = set()  # of processes that live, or are not buried
+        self._numbers: set[int] = set()  # in use: the process runs, or is not terminated yet
         self._ids, self._orders = count(), count()
         self._queue: deque[Waiting] = deque()  # rollouts without a place
         self._placed = 0  # rollouts with one
-        self._held: dict[int, asyncio.Future[None]] = {}  # turns that lockstep holds back, by their rollouts' order
+        self._held: dict[int, asyncio.Future[None]] = {}  # turns held back by lockstep, by their rollouts' order
         self._coming = 0  # processes that are being spawned
-        self._sound = False  # a rollout has ended since the last loss, which then does not count against the budget
+        self._sound = False  # a rollout has ended since the last loss: the next one does not count against the budget
         self._error: RunError | None = None  # final once set
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,7 +76,7 @@ class EnvironmentMesh:
         policy: EnvironmentPolicy,
         env: Mapping[str, str],
     ) -> "EnvironmentMesh":
-        """`host`: one for all processes, or a function that returns that of a process."""
+        """`host`: one for all processes, or a function from a process's number to its host."""
 
         async def make(number: int) -> EnvironmentProcess:
             there = host if isinstance(host, HostMesh) else host(number)
@@ -116,12 +115,12 @@ class EnvironmentMesh:
                 self._release(process, suspect=episode.suspicion > 0)
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Ask each process, by rank name, what it recorded since the last call."""
+        """Return each process's spans since the last call, by rank name."""
         return {process.rank: process.spans() for process in self.processes}
 
     @property
     def ranks(self) -> dict[str, tuple[str, float]]:
-        """Return the state of each process by rank name, and since when it is in it."""
+        """Return (state, its begin) of each process, by rank name."""
         return {p.rank: (p.state, p.since) for p in [*self.processes, *self._retired]}
 
     async def running(self) -> int:
@@ -181,7 +180,7 @@ class EnvironmentMesh:
         asyncio.get_running_loop().call_soon(self._step)  # later: the rollout may be about to move
         if process.retired and not process.load and process in self._retired:
             self._retired.remove(process)
-            self._in_background(self._bury(process))
+            self._in_background(self._terminate(process))
 
     def _deal(self) -> None:
         waiting: list[Waiting] = []
@@ -217,25 +216,25 @@ class EnvironmentMesh:
                 await process.kill()
             self._numbers.discard(number)
             raise
-        process.serve(lambda taken: self._heard(process, taken), lambda error: self._lost(process, error))
+        process.serve(lambda taken: self._on_taken(process, taken), lambda error: self._lost(process, error))
         process.set_state("serving")
         self.processes.append(process)
         self._deal()
 
-    def _heard(self, process: EnvironmentProcess, taken: Taken) -> None:
+    def _on_taken(self, process: EnvironmentProcess, taken: Taken) -> None:
         if taken.stuck and not process.retired and not self._closed:
             self._retire(process, f"{taken.stuck} of its rollouts did not return in time, and still run")
 
-    def _retire(self, process: EnvironmentProcess, why: str) -> None:
+    def _retire(self, process: EnvironmentProcess, reason: str) -> None:
         """Replace a process once its other rollouts have ended."""
-        process.retired = why
+        process.retired = reason
         process.set_state("retired")
         self.processes.remove(process)
         self._retired.append(process)
-        self._replace(process, RunError(f"{process.rank} is replaced: {why}", rank=process.rank))
+        self._replace(process, RunError(f"{process.rank} is replaced: {reason}", rank=process.rank))
         if not process.load:
             self._retired.remove(process)
-            self._in_background(self._bury(process))
+            self._in_background(self._terminate(process))
 
     def _lost(self, process: EnvironmentProcess, error: Exception) -> None:
         if process not in self.processes and process not in self._retired:
@@ -247,16 +246,16 @@ class EnvironmentMesh:
         process.set_state("lost")
         if process in self._retired:
             self._retired.remove(process)
-            self._in_background(self._bury(process))
+            self._in_background(self._terminate(process))
             return
         self.processes.remove(process)
-        known = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
-        self._replace(process, known, again)
+        run_error = error if isinstance(error, RunError) else RunError(f"{process.rank} failed: {error!r}")
+        self._replace(process, run_error, again)
 
     def _replace(self, process: EnvironmentProcess, error: RunError, again: int = 0) -> None:
         if (incidents := self._policy.incidents) is None:
             self._end(error)
-            self._in_background(self._bury(process))
+            self._in_background(self._terminate(process))
             return
         self._coming += 1
         counts, self._sound = not self._sound, False
@@ -264,14 +263,14 @@ class EnvironmentMesh:
 
         async def replaced() -> None:
             nonlocal error, counts
-            if process.error:  # else it is retired, and finishes what it has
-                await self._bury(process)
+            if process.error:  # else it is retired, and finishes its rollouts
+                await self._terminate(process)
             while True:
                 if not incidents.may_respawn(name, counts=counts):
                     self._coming -= 1
-                    left = len(self.processes) + self._coming
-                    incidents.given_up(incident, f"{left} environment process{'es' * (left != 1)} left")
-                    if not left:
+                    remaining = len(self.processes) + self._coming
+                    incidents.given_up(incident, f"{remaining} environment process{'es' * (remaining != 1)} left")
+                    if not remaining:
                         self._end(incidents.over_budget(name, error))
                     return
                 try:
@@ -287,7 +286,7 @@ class EnvironmentMesh:
 
         self._in_background(replaced())
 
-    async def _bury(self, process: EnvironmentProcess) -> None:
+    async def _terminate(self, process: EnvironmentProcess) -> None:
         """Kill a process; from then on its name is free."""
         await process.kill()
         self._numbers.discard(process.number)

@@ -37,30 +37,30 @@ class BlockedLoop(RunError):
 
 
 class ProcessLost(Exception):
-    """A rollout's process is gone. str() says how."""
+    """A rollout's process is lost. str() is the reason."""
 
 
 class Episode:
-    """A rollout that a process drives."""
+    """A rollout in a process."""
 
     def __init__(self, id: int, order: int, suspicion: int) -> None:
-        """`order`: the place of the rollout among all; it stays when the rollout moves to another process."""
+        """`order`: the rollout's number among all; it stays when the rollout moves to another process."""
         self.id, self.order, self.suspicion = id, order, suspicion
         self.thinking = True  # the user's code runs; else it is the policy's turn
-        self.verdict: Outcome | None = None  # of a rollout that is known to have harmed its process
+        self.verdict: Outcome | None = None  # set if the rollout is known to have harmed its process
         self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._take: Callable[[TurnNews], None] | None = None
 
     async def listen(self, take: Callable[[TurnNews], None]) -> Outcome:
-        """Wait for the end. `take` is called with each turn that the rollout asks for, or drops, once it is heard:
-        a thousand rollouts are heard in one message, and a task that waits for each turn costs as much as the rest."""
+        """Wait for the end. Call `take` with each turn that the rollout requests or drops. It is no task per turn,
+        because one message may have the turns of a thousand rollouts."""
         self._take = take
         try:
             return await self._outcome
         finally:
-            self._take = None  # it knows this rollout: a cycle would keep all its tokens for a long time
+            self._take = None  # it refers to this rollout: the cycle would keep all its tokens
 
-    def hear(self, news: News) -> None:
+    def receive(self, news: News) -> None:
         self.thinking = False
         if self._outcome.done():
             return
@@ -87,30 +87,31 @@ class EnvironmentProcess:
     ) -> None:
         """`hang_seconds` bounds the silence of a process. Code that holds the interpreter's lock silences it."""
         self.number, self.name = number, name
-        self.load = self.suspects = 0  # rollouts that have a place here; of them, those that may have harmed another
+        self.load = self.suspects = 0  # rollouts with a place here, and how many of them are suspects
         self.open: dict[int, Episode] = {}
         self.error: str = ""  # final once set
-        self.retired = ""  # why it gets no more rollouts
+        self.retired = ""  # the reason why it gets no more rollouts
         self.state, self.since = "starting", time.monotonic()
         self._procs, self._settings, self._hang_seconds = procs, settings, hang_seconds
         self.rank = label(name, {"env": 0})
         actors: Any = procs.spawn(name, EnvironmentRank, settings)
         self._actor = actors.slice(env=0)
-        self._outbox: list[tuple[str, Any]] = []  # verb and what it is about, in order
+        self._outbox: list[tuple[str, Any]] = []  # (verb, argument), in order
         self._filled = asyncio.Event()  # set while the outbox is not empty
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, seconds: float) -> None:
         await self._ask("start", seconds=seconds)
 
-    def serve(self, heard: Callable[[Taken], None], lost: Callable[[Exception], None]) -> None:
-        """Carry messages to and from the process. Calls `heard` at least every second, `lost` at the first failure."""
+    def serve(self, on_taken: Callable[[Taken], None], lost: Callable[[Exception], None]) -> None:
+        """Carry messages to and from the process. Call `on_taken` at least every second, `lost` at the first
+        failure."""
 
         async def run() -> None:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._send())
-                    tasks.create_task(self._receive(heard))
+                    tasks.create_task(self._receive(on_taken))
             except* Exception as errors:
                 lost(errors.exceptions[0])
 
@@ -164,7 +165,7 @@ class EnvironmentProcess:
         self._filled.set()
 
     async def _send(self) -> None:
-        """Send what has gathered during the last message, in its order: one message per run of equal verbs."""
+        """Send the items that came in during the last message, in order: one message per run of equal verbs."""
         while True:
             await self._filled.wait()
             waiting, self._outbox = self._outbox, []
@@ -172,13 +173,13 @@ class EnvironmentProcess:
             for verb, run in groupby(waiting, key=itemgetter(0)):
                 await self._ask(verb, [item for _, item in run])
 
-    async def _receive(self, heard: Callable[[Taken], None]) -> None:
+    async def _receive(self, on_taken: Callable[[Taken], None]) -> None:
         within = min(LONGEST_POLL, self._settings.loop.limits.turn_seconds / 4)
         while True:
             taken: Taken = await self._ask("take", within, seconds=within + self._hang_seconds)
             for news in taken.news:
                 if (episode := self.open.get(news.id)) is not None:
-                    episode.hear(news)
+                    episode.receive(news)
             if taken.blocked is not None:
                 raise BlockedLoop(self.rank, taken.blocked)
-            heard(taken)
+            on_taken(taken)

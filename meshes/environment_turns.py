@@ -1,4 +1,4 @@
-"""The turns of one rollout: its session samples each once. Another process is answered from memory."""
+"""The turns of one rollout: its session samples each once; later processes are answered from memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ class TurnScript:
     def __init__(self, session: Session, in_step: Callable[[Episode], Awaitable[None]] | None) -> None:
         """`in_step` waits for the other rollouts before a turn is sampled."""
         self._session, self._in_step = session, in_step
-        self._said: dict[int, tuple[Ask, Answer]] = {}  # by turn
+        self._answers: dict[int, tuple[Ask, Answer]] = {}  # by turn
 
     async def play(self, process: EnvironmentProcess, episode: Episode) -> Outcome:
         """Answer a rollout's turns in a process until it ends there."""
@@ -22,18 +22,18 @@ class TurnScript:
         failed: list[Exception] = []
 
         async def answer(ask: Ask, line: Line) -> None:
-            found: Answer | None = None
+            reply: Answer | None = None
             try:
-                found = await self._answer(ask, line, episode)
+                reply = await self._answer(ask, line, episode)
             except Exception as error:  # it ends the rollout, or the run
                 failed.append(error)
                 episode.fail(error)
             finally:
                 sampling.pop(ask.turn, None)
-                sampled = None if found is None or found.over is not None else found.tokens
+                sampled = None if reply is None or reply.over is not None else reply.tokens
                 contexts.close(line, None if sampled is None else ask.turn, sampled or ())
-            if found is not None:
-                process.answer(episode, found._replace(id=episode.id))
+            if reply is not None:
+                process.answer(episode, reply._replace(id=episode.id))
 
         def take(news: TurnNews) -> None:
             if isinstance(news, Ask):
@@ -45,7 +45,7 @@ class TurnScript:
         try:
             return await episode.listen(take)
         except ProcessLost:
-            if sampling:  # what is being sampled is answered from memory in the next process
+            if sampling:  # the next process is answered from memory
                 await asyncio.wait(list(sampling.values()))
             if failed:
                 raise failed[0] from None
@@ -57,14 +57,14 @@ class TurnScript:
                 await asyncio.wait(list(sampling.values()))
 
     async def _answer(self, ask: Ask, line: Line, episode: Episode) -> Answer:
-        if (said := self._said.get(ask.turn)) is None:
+        if (earlier := self._answers.get(ask.turn)) is None:
             if self._in_step is not None:
                 await self._in_step(episode)
             answer = await _sampled(self._session, ask, line.tokens)
-            self._said[ask.turn] = (ask, answer)
+            self._answers[ask.turn] = (ask, answer)
             return answer
-        asked, answer = said
-        if asked[1:] != ask[1:]:
+        earlier_ask, answer = earlier
+        if earlier_ask[1:] != ask[1:]:
             raise DriverLost(
                 f"turn {ask.turn} differs when it is replayed: the environment is not a function of its seed"
             )

@@ -1,9 +1,8 @@
 """Remote calls with deadlines, whose failures name the actor, the rank, the verb and the reason.
 
-A failure shows in three ways: a call fails (ActorError carries the remote traceback), the kernel reports a dead process
-of this host (deaths.py), or Monarch's supervision calls the root hook, seconds later. When a rank dies, its peers'
-collectives break at once, so the first error is often not the cause. `Watch.cause` waits briefly for a death and
-reports that instead.
+A failure is reported by a failed call (ActorError carries the remote traceback), by a launcher (deaths.py), or by
+Monarch's supervision, seconds later. When a rank dies, its peers' collectives break at once, so the first error is
+often not the cause. `Watch.cause` waits briefly for a death and reports that instead.
 """
 
 import asyncio
@@ -29,11 +28,11 @@ LOCAL_SECONDS = 0.5  # wait for a death on this host after a peer's collective b
 CAUSE_SECONDS = 5.0  # wait for a death on another host, and for Monarch's report, which may be later (environment.py)
 
 _waits: dict[int, Wait] = {}
-_reports: dict[str, asyncio.Task[str]] = {}  # by mesh: its ranks are late together and share one report
+_reports: dict[str, asyncio.Task[str]] = {}  # by mesh: late ranks of one mesh share a report
 
 
 def waits() -> list[Wait]:
-    """Return the calls that this process waits for."""
+    """Return this process's unanswered calls."""
     return list(_waits.values())
 
 
@@ -43,10 +42,7 @@ class MonarchFuture(Protocol):
 
 async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | None) -> Any:
     """Await a call to one rank, and return its answer. Pass `seconds=None` only for a long poll, which supervision
-    ends.
-
-    Make it by `call`, on a slice of one rank: the calling process grows by 0.4 KB with each, and by 1.1 KB with each
-    `call_one` (Monarch 0.7.0)."""
+    ends. Make the call by `call`, on a slice of one rank: Monarch 0.7.0 leaks more memory with `call_one`."""
     answer, task = asyncio.ensure_future(future.as_asyncio()), asyncio.current_task()
     wait = Wait(actor, verb, time.monotonic(), seconds)
     _waits[id(wait)] = wait
@@ -81,7 +77,7 @@ async def ask(future: MonarchFuture, *, actor: str, verb: str, seconds: float | 
 
 
 def the_only(answers: Any) -> Any:
-    """Return the answer of the one rank that was called; as it is if it was called by `call_one`."""
+    """Return the only answer of a `call`, or the answer of a `call_one`."""
     if isinstance(answers, ValueMesh):
         (answers,) = answers.values()
     return answers
@@ -131,12 +127,12 @@ _DEATH = re.compile(r"process this actor was running on failed: (?P<how>[^\n]+)"
 def not_started(actor: str, report: str) -> RankFailed | None:
     """Turn Monarch's report of a process that it could not start into an error that names the rank."""
     if place := _NOT_STARTED.search(report):
-        why = "Its output, or its worker's log, says why; the disk of that host's TMPDIR may be full."
-        return RankFailed(f"{actor} cannot be started on {place[1]}", f"{why}\n{report}", rank=actor)
+        hint = "Its output, or its worker's log, has the reason; the disk of that host's TMPDIR may be full."
+        return RankFailed(f"{actor} cannot be started on {place[1]}", f"{hint}\n{report}", rank=actor)
     if late := _UNANSWERED.search(report):
-        why = "The worker of its host is stopped, or so busy that it does not answer Monarch."
+        hint = "The worker of its host is stopped, or so busy that it does not answer Monarch."
         what = f"{actor} was not started within {float(late['seconds']):.0f} s"
-        return RankFailed(what, f"{why}\n{report}", rank=actor)
+        return RankFailed(what, f"{hint}\n{report}", rank=actor)
     return None
 
 
@@ -170,7 +166,7 @@ class Watch:
     Monarch's default hook would end the controller by KeyboardInterrupt, without a message."""
 
     def __init__(self, tended: Collection[str] = ()) -> None:
-        """Ignore ranks whose mesh name begins with one of `tended`: their mesh handles its own failures."""
+        """Ignore ranks whose mesh name begins with one of `tended`: their mesh handles its failures."""
         self._tended = tuple(tended)
         self._loop = asyncio.get_running_loop()
         self._driven: asyncio.Task[Any] | None = None
@@ -218,7 +214,7 @@ class Watch:
         return next((failed for failed in [*self.failures, error] if isinstance(failed, RankDied)), error)
 
     async def explained(self, error: RunError) -> RunError:
-        """Return how a rank died if only its death is known: Monarch reaped the process first, and reports it later."""
+        """Return how a rank died if only its death is known: Monarch reaped the process first, and reports later."""
         if not isinstance(error, RankDied) or error.how != deaths.GONE:
             return error
         await _within(self._reported.wait(), CAUSE_SECONDS)

@@ -163,9 +163,9 @@ def accept(listener: socket.socket, own: dict[bytes, bytes]) -> tuple[Request, s
             answer = b"ready"
         else:
             request = Request.parse(pid, message, stdio)
-            if not (why := unfit(request, own)):
+            if not (refusal := unfit(request, own)):
                 return request, caller
-            answer = os.fsencode(f"cold {why}")
+            answer = os.fsencode(f"cold {refusal}")
         caller.send(answer)
     except (OSError, ValueError):  # the caller is gone, or is no launcher
         pass

@@ -48,11 +48,11 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-def warn_cold(kind: str, why: str) -> None:
+def warn_cold(kind: str, reason: str) -> None:
     """Warn once that ranks of this kind start cold."""
-    if (kind, why) not in _warned:
-        _warned.add((kind, why))
-        warn(f"the {kind} fork server forks no rank: {why}; {kind} ranks start cold, which takes seconds more")
+    if (kind, reason) not in _warned:
+        _warned.add((kind, reason))
+        warn(f"the {kind} fork server forks no rank: {reason}; {kind} ranks start cold, which takes seconds more")
 
 
 class ForkServers:
@@ -81,12 +81,12 @@ class ForkServers:
 @contextmanager
 def serving(folder: Path) -> Iterator[ForkServers]:
     """Yield this process's own fork servers, none at first, and end them."""
-    given, servers = os.environ.get(VARIABLE), ForkServers(folder)
+    inherited, servers = os.environ.get(VARIABLE), ForkServers(folder)
     try:
         yield servers
     finally:
         servers.keep([])
-        if not given:
+        if not inherited:
             os.environ.pop(VARIABLE, None)
 
 

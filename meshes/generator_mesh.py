@@ -1,9 +1,9 @@
-"""The generator mesh: replicas of one engine, each of tensor-parallel ranks, each a failure domain of its own.
+"""The generator mesh: replicas of one engine, each of tensor-parallel ranks and a failure domain.
 
     GeneratorMesh ──> Router ── requests ──> Replica <── lost ones replaced, number changed ── Fleet
 
 A pull has two phases: every rank of every replica fetches, then every engine switches. No rank takes a version before
-all of them have fetched it, and none serves it before it has passed the check that weight_sync.verify asks for.
+all of them have fetched it, and none serves it before it has passed the check of weight_sync.verify.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from titan_rl.actors.vllm.launch_env import ENV
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all
 from titan_rl.meshes.healing import Fleet, Make
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.replica import GeneratorPolicy, Replica
 from titan_rl.meshes.router import Router
 from titan_rl.meshes.spawn import meeting_file, process_group, spawn
@@ -35,19 +35,14 @@ POLICY = GeneratorPolicy()
 SYNC = WeightSyncSection()
 
 
-class GeneratorMesh:
+class GeneratorMesh(Fleet):
     def __init__(self, replicas: Iterable[Replica], policy: GeneratorPolicy, *, make: Make | None = None) -> None:
-        self.replicas = {replica.index: replica for replica in replicas}
-        self._router = Router()
-        self._fleet = Fleet(self.replicas, self._router, policy, make)
-        self.coming, self.tend, self.scale = self._fleet.coming, self._fleet.tend, self._fleet.scale
-        self.regrow, self.settled = self._fleet.regrow, self._fleet.settled
-        self._policy = policy
+        super().__init__({replica.index: replica for replica in replicas}, Router(), policy, make)
 
     @classmethod
     async def spawn(
         cls,
-        host: HostMesh | Callable[[int, bool], Berth],
+        host: HostMesh | Callable[[int, bool], RankPlace],
         settings: EngineSettings,
         *,
         replicas: int,
@@ -59,27 +54,27 @@ class GeneratorMesh:
         tp = settings.tensor_parallel_degree
 
         async def make(replica: int, elsewhere: bool = False) -> Replica:
-            berth = Berth(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
+            rank_place = RankPlace(Host(host), tp) if isinstance(host, HostMesh) else host(replica, elsewhere)
             name = f"generator{replica}"
             procs = await spawn(
-                berth.host,
+                rank_place.host,
                 name=name,
                 shape={"tp": tp},
                 kind="generator",
-                env={**ENV, **env, **berth.env, **(meeting_file(berth.host) if tp > 1 else {})},
+                env={**ENV, **env, **rank_place.env, **(meeting_file(rank_place.host) if tp > 1 else {})},
                 members=process_group(tp) if tp > 1 else None,
             )
-            return Replica(replica, name, procs, settings, policy, berth.host.name)
+            return Replica(replica, name, procs, settings, policy, rank_place.host.name)
 
         made = await asyncio.gather(*map(make, range(replicas)))
         return cls(made, policy, make=make)
 
     async def start(self) -> list[EngineInfo]:
-        """Build every engine. Returns what start-up came to, rank by rank, replica by replica. A replica that fails
-        during start-up is not healed; the run ends."""
+        """Build every engine. Return its facts, rank by rank, replica by replica. A replica that fails during start-up
+        is not healed; the run ends."""
         info = await self._all("start", seconds=self._policy.init_seconds)
         for replica in self.replicas.values():
-            self._fleet.serve(replica)
+            self.serve(replica)
         return info
 
     async def places(self) -> list[str]:
@@ -87,11 +82,11 @@ class GeneratorMesh:
         return await self._all("place")
 
     async def connect(self, sources: Sequence[list[Source]], sync: WeightSyncSection = SYNC) -> list[str]:
-        """Tell the ranks where to read weights: one list of sources per tensor-parallel rank, the same for every
-        replica. Replicas of one host share what they read from others: one of them connects first, and makes the
-        memory. Returns the transport of every run that is read."""
+        """Give the ranks their sources of weights: one list per tensor-parallel rank, the same for every replica.
+        Replicas of one host share their reads from other hosts: one of them connects first, and makes the memory.
+        Return the transport of every run that is read."""
         seconds = self._policy.init_seconds
-        await self._fleet.each(lambda replica: replica.locate(sync.transport, seconds))
+        await self.each(lambda replica: replica.locate(sync.transport, seconds))
         while waiting := [replica for replica in self.replicas.values() if not replica.connections]:
             done = {replica.home: [replica] for replica in self.replicas.values() if replica.connections}
             first = {replica.home: replica for replica in reversed(waiting)}
@@ -101,13 +96,13 @@ class GeneratorMesh:
                 if replica in turn:
                     await replica.connect(sources, sync, turn[replica], seconds)
 
-            await self._fleet.each(connect)
+            await self.each(connect)
         return [way for r in self.replicas.values() for connection in r.connections for way in connection.transports]
 
     async def connect_late(
         self, replica: Replica, sources: Sequence[list[Source]], sync: WeightSyncSection, seconds: float
     ) -> None:
-        """Connect a replica that joins the others later, and let it share what they read."""
+        """Connect a replica that joins later, so that it shares the reads of its host."""
         await replica.locate(sync.transport, seconds)
         others = (other for other in self.replicas.values() if other is not replica and other.connections)
         siblings = [other for other in others if other.home == replica.home]
@@ -119,7 +114,7 @@ class GeneratorMesh:
         return list(Counter(r.memory for r in self.replicas.values() if r.memory is not None).values())
 
     async def generate(self, request: Request) -> list[Completion]:
-        self._fleet.check()
+        self.check()
         return await self._router.generate(request)
 
     async def pull(
@@ -133,12 +128,10 @@ class GeneratorMesh:
         """Fetch the weights on every rank while sampling continues; then write, check and serve them as `version`.
 
         `manifests` are by tensor-parallel rank. A replica holds its lease as long as it may read. A replica that is
-        lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first; the others then
-        fetch what is missing, which is nothing unless it failed. With `forgives`, one that refuses its weights is not
-        lost: it is reported in `refused`, and serves nothing for now. A single rank fetches and switches in one
-        call."""
-        self._fleet.check()
-        alone = sum(replica.tp for replica in self.replicas.values()) == 1
+        lost meanwhile is not waited for. Of replicas that share their reads, the first fetches first, and the others
+        fetch the rest, if it failed. With `forgives`, a replica that refuses its weights is not lost: it is reported in
+        `refused`, and serves nothing for now."""
+        self.check()
         reading, all_read, failed = set(self.replicas.values()), asyncio.Event(), list[RunError]()
         first = {replica.memory: replica for replica in reversed(self.replicas.values())}
         fetched_first = {memory: asyncio.Event() for memory in first}
@@ -146,8 +139,6 @@ class GeneratorMesh:
 
         async def pulled(replica: Replica) -> tuple[list[ReaderCost], ReaderCost]:
             with lease(replica.name):
-                if alone:
-                    return await replica.take_weights(manifests, version, seconds)
                 try:
                     if replica.memory and first[replica.memory] is not replica:
                         await fetched_first[replica.memory].wait()
@@ -167,18 +158,18 @@ class GeneratorMesh:
                 return fetched, await replica.switch_weights(version, seconds)
 
         refused: list[str] = []
-        found = await self._fleet.each(pulled, refused if forgives else None)
+        costs = await self.each(pulled, refused if forgives else None)
         arrived = Counter[tuple[str, int]]()
-        for replica, (fetched, switched) in found.items():
+        for replica, (fetched, switched) in costs.items():
             if replica.memory is not None:
                 arrived[replica.memory] += sum(cost.remote for cost in (*fetched, switched))
-        ranks = [rank for fetched, _ in found.values() for rank in fetched]
-        cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in found.items()}, refused)
+        ranks = [rank for fetched, _ in costs.values() for rank in fetched]
+        cost = _cost(version, ranks, {replica.name: switched for replica, (_, switched) in costs.items()}, refused)
         return replace(cost, into_host=max(arrived.values(), default=0))
 
     async def sleep(self) -> None:
-        """Stop every engine until the next pull, whatever is unfinished."""
-        await self._fleet.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
+        """Stop every engine until the next pull, also with unfinished requests."""
+        await self.each(lambda replica: replica.head("sleep", seconds=self._policy.seconds))
 
     async def fingerprint(self) -> list[dict[str, str]]:
         """Return the SHA-256 of every live parameter, rank by rank, replica by replica."""
@@ -186,10 +177,10 @@ class GeneratorMesh:
 
     async def stats(self) -> list[EngineStats]:
         """Return each replica's counts since start-up."""
-        return list((await self._fleet.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
+        return list((await self.each(lambda r: r.head("stats", seconds=self._policy.seconds))).values())
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Ask each rank of each replica, by name, what it recorded since the last call."""
+        """Return each rank's spans since the last call, by rank name."""
         return {
             name: ask(call, actor=name, verb="spans", seconds=replica.patience(self._policy.seconds))
             for replica in self.replicas.values()
@@ -198,7 +189,7 @@ class GeneratorMesh:
 
     async def close(self) -> None:
         """Close every engine between two steps. Open requests fail."""
-        await self._fleet.close()
+        await super().close()
         self._router.fail(RunError("the generators are closed"))
 
     async def stop(self) -> None:
@@ -207,14 +198,14 @@ class GeneratorMesh:
     async def _all(self, verb: str, seconds: float | None = None) -> list[Any]:
         """Call all ranks of all replicas, and gather the answers."""
         limit = seconds or self._policy.seconds
-        answers = await self._fleet.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
+        answers = await self.each(lambda r: ask_all(r.calls(verb), verb=verb, seconds=r.patience(limit)))
         return [answer for ranks in answers.values() for answer in ranks]
 
 
 def _cost(
     version: int, ranks: Sequence[ReaderCost], engines: Mapping[str, ReaderCost], refused: Sequence[str]
 ) -> SyncStats:
-    """Sum up a pull: `ranks` is what fetching cost each rank, `engines` what switching cost each replica."""
+    """Sum up a pull, from each rank's cost of fetching and each replica's cost of switching."""
     switched = engines.values()
     return SyncStats(
         version,

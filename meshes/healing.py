@@ -1,7 +1,7 @@
-"""The replicas of the generator mesh over time: lost ones are replaced, and their number can be changed.
+"""Replaces lost replicas of the generator mesh, and changes the number of replicas.
 
-A replica that dies, hangs or fails is lost: the others take over its work at once, and continue. A whole new replica is
-spawned next to them, and serves when it holds the weights that they hold. Without `incidents` a loss ends the mesh.
+A replica that dies, hangs or fails is lost. The others take over its requests at once. A new replica is spawned, and
+serves once it has the same weights as the others. Without `incidents` a loss ends the mesh.
 """
 
 import asyncio
@@ -19,24 +19,23 @@ from titan_rl.wire.errors import RankDied, RunError, WeightsRefused
 
 T = TypeVar("T")
 
-REFUSED = WeightsRefused.__name__  # the `kind` of the error of a rank that refuses its weights
-CAUSE_SECONDS = 0.5  # a trainer that dies breaks its readers' transfers: its death must be known before theirs
-DRAIN_SECONDS = 60.0  # for a replica that is scaled away to give back what it has
+REFUSED = WeightsRefused.__name__  # `kind` of the error of a rank that refuses its weights
+CAUSE_SECONDS = 0.5  # a trainer's death breaks its readers' transfers, and must be known before their failure counts
+DRAIN_SECONDS = 60.0  # limit for a replica that is scaled away to return its requests
 
-
-Make = Callable[[int, bool], Awaitable[Replica]]  # of a replica's number, and whether its last start failed
+Make = Callable[[int, bool], Awaitable[Replica]]  # (replica number, whether its last start failed)
 
 
 class Fleet:
-    """The replicas that serve and those that are being spawned."""
+    """The replicas that serve, and the replicas that are being spawned."""
 
     def __init__(
         self, replicas: dict[int, Replica], router: Router, policy: GeneratorPolicy, make: Make | None
     ) -> None:
         self.replicas = replicas
-        self.coming: dict[int, Replica | None] = {}  # being spawned; None: not begun yet
-        self._missing: set[int] = set()  # given up, until there is room again
-        self._unstarted: dict[int, str] = {}  # being spawned again after it did not start: on which host
+        self.coming: dict[int, Replica | None] = {}  # replicas being spawned; None: before its processes exist
+        self._missing: set[int] = set()  # replicas that were given up until there is room
+        self._unstarted: dict[int, str] = {}  # host of the last start that failed, by replica
         self.error: Exception | None = None  # final once set: too few replicas are left
         self._router, self._make = router, make
         self._policy, self._incidents = policy, policy.incidents
@@ -60,8 +59,8 @@ class Fleet:
             raise self.error
 
     async def each(self, work: Callable[[Replica], Awaitable[T]], refused: list[str] | None = None) -> dict[Replica, T]:
-        """Return what every replica answers, except those that are lost over it. With `refused`, a replica that refuses
-        its weights is listed there instead of lost."""
+        """Return each replica's answer. A replica that fails is lost. With `refused`, a replica that refuses its
+        weights is listed there instead."""
         answers: dict[Replica, T] = {}
 
         async def one(replica: Replica) -> None:
@@ -82,7 +81,7 @@ class Fleet:
         return {replica: answers[replica] for replica in sorted(answers, key=lambda replica: replica.index)}
 
     async def scale(self, replicas: int) -> int:
-        """Spawn or drain replicas until there are `replicas`. Return how many there are."""
+        """Spawn or drain replicas until there are `replicas`. Return their number."""
         if self._make is None:
             raise RunError("these generators cannot be scaled")
         async with self._scaling:
@@ -93,7 +92,7 @@ class Fleet:
                 index = max([*self.replicas, *self.coming])
                 if index in self.coming:
                     raise RunError(f"generator{index} is being spawned: try again once it serves")
-                await self._let_go(self.replicas[index])
+                await self._drain(self.replicas[index])
             await self.settled()
             return len(self.replicas)
 
@@ -104,7 +103,7 @@ class Fleet:
         self.check()
 
     def regrow(self) -> None:
-        """Spawn the replicas again that were given up: there is room for them, as a host is back."""
+        """Spawn the replicas again that were given up, because a host is back."""
         for index in sorted(self._missing - self.replicas.keys() - self.coming.keys()):
             self._grow(index)
         self._missing.clear()
@@ -115,7 +114,7 @@ class Fleet:
         await asyncio.gather(*(replica.close() for replica in self.replicas.values()))
 
     def _lost(self, replica: Replica, error: Exception) -> None:
-        """Let the others take over what a replica had, and replace it."""
+        """Send a replica's requests to the others, and replace it."""
         if self.replicas.get(replica.index) is not replica:
             return
         replica.fail(error)
@@ -123,28 +122,28 @@ class Fleet:
         if incidents is None or self._catch_up is None or incidents.never_respawns(len(self.replicas)):
             self._end(error)
             return
-        known = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
-        incident = incidents.lost(replica.name, known)
+        run_error = error if isinstance(error, RunError) else RunError(f"{replica.name} failed: {error}")
+        incident = incidents.lost(replica.name, run_error)
         del self.replicas[replica.index]
         again = self._router.on_lost(replica)
         self.coming[replica.index] = None
 
         async def replaced() -> None:
-            await self._bury(replica)
-            await self._replace(incidents, replica.index, known, incident, again)
+            await self._terminate(replica)
+            await self._replace(incidents, replica.index, run_error, incident, again)
 
         self._in_background(replaced())
 
     async def _replace(self, incidents: Incidents, index: int, error: RunError, incident: Incident, again: int) -> None:
-        """Spawn another replica, as often as it takes and the budget allows."""
+        """Spawn another replica, until one serves or the budget is spent."""
         name = incident.role
         while True:
             if not incidents.may_respawn(name):
                 del self.coming[index]
                 self._missing.add(index)
-                left = len(self.replicas) + len(self.coming)
-                incidents.given_up(incident, f"{left} generator{'s' * (left != 1)} left")
-                if left < self._policy.min_replicas:
+                remaining = len(self.replicas) + len(self.coming)
+                incidents.given_up(incident, f"{remaining} generator{'s' * (remaining != 1)} left")
+                if remaining < self._policy.min_replicas:
                     self._end(incidents.over_budget(name, error))
                 return
             try:
@@ -172,7 +171,7 @@ class Fleet:
             await self._catch_up(replica)
         except RunError as error:
             replica.fail(error)
-            await self._bury(replica)
+            await self._terminate(replica)
             raise
         del self.coming[index]
         self.replicas[index] = replica
@@ -193,12 +192,12 @@ class Fleet:
 
         self._in_background(grown())
 
-    async def _bury(self, replica: Replica) -> None:
+    async def _terminate(self, replica: Replica) -> None:
         await replica.kill()
         self._gone(replica.name)
 
-    async def _let_go(self, replica: Replica) -> None:
-        """End a replica after it has given back what it has not finished, with the tokens sampled so far."""
+    async def _drain(self, replica: Replica) -> None:
+        """End a replica after it has returned its unfinished requests, with the tokens sampled so far."""
         self._router.retire(replica)
         with suppress(TimeoutError):
             await asyncio.wait_for(replica.idle(), DRAIN_SECONDS)
@@ -207,13 +206,13 @@ class Fleet:
         self._router.on_lost(replica)
         with suppress(Exception):  # it is killed in any case
             await asyncio.wait_for(replica.close(), GRACE_SECONDS)
-        await self._bury(replica)
+        await self._terminate(replica)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         async def guarded() -> None:
             try:
                 await work
-            except Exception as error:  # a bug of ours, but no caller may wait for ever because of it
+            except Exception as error:  # a bug, but no caller may wait for ever
                 self._end(error)
 
         task = asyncio.create_task(guarded())

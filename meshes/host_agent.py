@@ -1,11 +1,11 @@
-"""A process of the run on another host: it passes on the reports of the rank launchers there, and kills ranks.
+"""A process of the run on another host: it forwards reports of the rank launchers there, and kills ranks.
 
     launchers ── AF_UNIX ──> HostAgent ── take ──> the controller (remote_host.py)
 
-When its last answer that the controller has received is `orphan_seconds` old, it ends all processes of the run there.
+When the last answer that the controller has received is `orphan_seconds` old, it ends all processes of the run there.
 
-A host is one run's at a time, whose agent holds a lock in the worker's folder. Another run's agent waits for it only if
-that run's controller is silent; then the worker is handed over instead of ended.
+A host belongs to one run at a time, whose agent has a file locked in the worker's folder. Another run's agent waits for
+the lock only while the first run's controller is silent; then the worker is handed over instead of ended.
 """
 
 import asyncio
@@ -34,36 +34,37 @@ from titan_rl.wire.cores import here, machine, usable_cores
 from titan_rl.wire.gpus import visible_devices
 from titan_rl.wire.worker_address import RUN, Holder, holder_in, listener, port_range
 
-WATCHES = 10  # looks at the clock within orphan_seconds
-NEXT = "next"  # another one, which an agent that waits for the host locks
-LATE_SECONDS = 2.0  # a controller that asks later than it said is silent
-LOOK_SECONDS = 0.1
+CHECKS = 10  # checks of the lease within orphan_seconds
+NEXT = "next"  # file that is locked by an agent which waits for the host
+LATE_SECONDS = 2.0  # a controller whose next call is later than announced is silent
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host has, and what must be equal on all hosts of a run. The first two are read of any version."""
+    """Facts of a host. The first two must be equal on all hosts, so every version of titan_rl must be able to read
+    them."""
 
     versions: str
     folder: str  # current folder: relative paths of the config start here
     private: str  # folder that only this user can open, until the agent ends
     report: str  # socket to which launchers report
-    fork_servers: str  # folder of their sockets; empty: ranks start cold
+    fork_servers: str  # folder of the sockets; empty: ranks start cold
     parent: int  # process of the worker, which starts ranks
     machine: str
     place: str  # equal for processes that can map each other's memory: two containers on one machine cannot
     cores: int
     gpus: list[str]
     address: str  # by which other hosts reach this one
-    port: int  # of the agent: the kernel refuses a connection once it has ended
+    port: int  # the agent's: the kernel refuses connections once the agent has ended
 
 
 class Refusal(NamedTuple):
-    """Why a host cannot be had: for good, or perhaps not for long."""
+    """Why a host cannot be claimed: for good, or perhaps not for long."""
 
     why: str
     final: bool
-    seconds: float = 0.0  # until the agent of a silent run ends that run's processes; 0: unknown
+    seconds: float = 0.0  # until a silent run's agent ends its processes; 0: unknown
 
 
 def own_versions() -> str:
@@ -73,19 +74,19 @@ def own_versions() -> str:
 
 
 class Lease:
-    """How long the processes of a run may live on: `seconds` after the last answer that the controller has received.
+    """Limits how long a run's processes may live: `seconds` after the last answer that the controller has received.
 
-    A question shows that the answer before it was received. One that was long on its way is no sign of life itself, so
-    the controller knows when the lease is over, although it cannot reach the host."""
+    A call shows that the answer before it was received. A call that was long on its way does not prolong the lease, so
+    the controller knows when the lease of a host that it cannot reach is over."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock
         self._answered = self._received = clock()
 
-    def asked(self) -> None:
+    def on_call(self) -> None:
         self._received = self._answered
 
-    def answered(self) -> None:
+    def on_answer(self) -> None:
         self._answered = self._clock()
 
     @property
@@ -101,18 +102,18 @@ class Lease:
 class HostAgent(Actor):
     def __init__(self, orphan_seconds: float) -> None:
         self._orphan_seconds, self._lease = orphan_seconds, Lease(orphan_seconds)
-        self._alive: socket.socket | None = None  # nobody talks over it
+        self._alive: socket.socket | None = None  # open as long as this process lives
         self._private = tempfile.TemporaryDirectory(prefix="agent-")
         self._connections = count()
-        self._heard: list[tuple[int, bytes]] = []
-        self._news = asyncio.Event()
+        self._reports: list[tuple[int, bytes]] = []
+        self._reported = asyncio.Event()
         self._pids: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._claim: int | None = None  # the locked file, while the host is this run's
-        self._waiting: int | None = None  # the locked file, while this run waits for the host, also between two claims
+        self._claim: int | None = None  # descriptor of the locked file RUN, while the host is this run's
+        self._waiting: int | None = None  # descriptor of the locked file NEXT, from the first claim to success
         self._run = ""
-        self._seen = 0.0  # of the run that has the host
-        self._told = False  # that its controller is silent
+        self._holder_again = 0.0  # `again` of the run that has the host, at the first claim
+        self._reported_silence = False  # a claim has returned that its controller is silent
 
     @concurrent_endpoint
     async def facts(self) -> HostFacts:
@@ -138,51 +139,50 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def claim(self, run: str, within: float) -> Refusal | None:
-        """Make the host this run's, or return why not. Another run that is alive keeps it; for one whose controller is
-        silent this waits, at most `within` seconds: its agent ends it. The first time this is told at once."""
+        """Make the host this run's, or return the reason. A live run keeps it. If its controller is silent, wait at
+        most `within` seconds for its agent to end it; return at once the first time that it is silent."""
         return await self.claimed(run, within)
 
     async def claimed(self, run: str, within: float) -> Refusal | None:
-        self._lease.asked()
+        self._lease.on_call()
         began, self._run, folder = time.monotonic(), run, worker_folder()
         try:
             if self._waiting is None:
                 self._waiting = _locked(folder / NEXT)
             while (claimed := _locked(folder / RUN)) is None:
                 holder = holder_in(folder)
-                self._seen = self._seen or holder.again
-                if holder.again > self._seen:  # its controller has asked meanwhile
-                    self._wait_no_more()
-                    why = f"it is busy with {holder.run}: wait for its end, stop it, or use another host"
-                    return Refusal(why, True)
-                if time.monotonic() - began > within or (holder.silent and not self._told):
-                    self._told = self._told or holder.silent
-                    why = f"it is busy with {holder.run}, whose controller {holder.how_silent}"
-                    return Refusal(why, False, max(0.0, holder.ends - time.monotonic()))
-                await asyncio.sleep(LOOK_SECONDS)
+                self._holder_again = self._holder_again or holder.again
+                if holder.again > self._holder_again:  # its controller has called meanwhile
+                    self._stop_waiting()
+                    reason = f"it is busy with {holder.run}: wait for its end, stop it, or use another host"
+                    return Refusal(reason, True)
+                if time.monotonic() - began > within or (holder.silent and not self._reported_silence):
+                    self._reported_silence = self._reported_silence or holder.silent
+                    reason = f"it is busy with {holder.run}, whose controller {holder.how_silent}"
+                    return Refusal(reason, False, max(0.0, holder.ends - time.monotonic()))
+                await asyncio.sleep(POLL_SECONDS)
             self._claim = claimed
             os.ftruncate(claimed, 0)
-            self._tell_when(0.0)
-            self._wait_no_more()
+            self._write_holder(0.0)
+            self._stop_waiting()
         except OSError as error:
             return Refusal(f"its folder {folder} cannot be written to: {error.strerror}", True)
         finally:
-            self._lease.answered()
+            self._lease.on_answer()
         return None
 
-    def _wait_no_more(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._waiting is not None:
             os.close(self._waiting)
             self._waiting = None
 
-    def _tell_when(self, within: float) -> None:
-        """Write whose the host is, when the run's controller will have asked again if it is alive, and when its
-        processes here end if it is not."""
+    def _write_holder(self, within: float) -> None:
+        """Record that the host is this run's, for agents and workers that wait for it."""
         assert self._claim is not None
         now = time.monotonic()
-        ends = now + self._lease.left + self._orphan_seconds / WATCHES
-        found = Holder(self._run, round(now + within + LATE_SECONDS, 3), round(ends, 3))
-        text = json.dumps(found._asdict())
+        ends = now + self._lease.left + self._orphan_seconds / CHECKS
+        holder = Holder(self._run, round(now + within + LATE_SECONDS, 3), round(ends, 3))
+        text = json.dumps(holder._asdict())
         os.pwrite(self._claim, f"{text:<{len(text) + 16}}".encode(), 0)
 
     @concurrent_endpoint
@@ -192,17 +192,17 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def take(self, within: float) -> list[tuple[int, bytes]]:
-        """Wait at most `within` seconds. Return the reports of launchers, by connection; nothing: one has ended."""
-        self._lease.asked()
+        """Wait at most `within` seconds. Return launchers' reports, by connection; b"": that launcher has ended."""
+        self._lease.on_call()
         if self._claim is not None:
-            with suppress(OSError):  # a full disk: what it says is old
-                self._tell_when(within)
+            with suppress(OSError):  # a full disk: the record is outdated
+                self._write_holder(within)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), within)
-        self._news.clear()
-        heard, self._heard = self._heard, []
-        self._lease.answered()
-        return heard
+            await asyncio.wait_for(self._reported.wait(), within)
+        self._reported.clear()
+        reports, self._reports = self._reports, []
+        self._lease.on_answer()
+        return reports
 
     @concurrent_endpoint
     async def kill(self, pids: Sequence[int]) -> None:
@@ -223,18 +223,18 @@ class HostAgent(Actor):
             if word == "pid":
                 pid = int(rest)
                 self._pids.add(pid)
-            self._say(connection, line)
+            self._report(connection, line)
         self._pids.discard(pid)
         writer.close()
-        self._say(connection, b"")
+        self._report(connection, b"")
 
-    def _say(self, connection: int, line: bytes) -> None:
-        self._heard.append((connection, line))
-        self._news.set()
+    def _report(self, connection: int, line: bytes) -> None:
+        self._reports.append((connection, line))
+        self._reported.set()
 
     async def _end_with_the_run(self) -> None:
         while not self._lease.over:
-            await asyncio.sleep(self._orphan_seconds / WATCHES)
+            await asyncio.sleep(self._orphan_seconds / CHECKS)
         self._end()
 
     def _end(self) -> None:
@@ -242,22 +242,22 @@ class HostAgent(Actor):
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(OSError):  # a rank that is about to end may have made a file there meanwhile
+        with suppress(OSError):  # a rank may have just made a file there
             self._private.cleanup()
-        for pid in worker:  # its death is that of all its children, this one too
+        for pid in worker:  # all its children die with it, this process too
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     def _awaited(self) -> bool:
-        """Return True if another run waits for this host: it has joined this worker, which must live on."""
+        """Return True if another run waits for this host: it is attached to this worker, which must stay."""
         with suppress(OSError):
             return _locked(worker_folder() / NEXT) is None
         return False
 
 
 def worker_folder() -> Path:
-    """Return the folder of this host's worker, also if it cannot be written to: tempfile takes another one then."""
+    """Return the folder of this host's worker. tempfile alone would return another one if it cannot be written to."""
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 

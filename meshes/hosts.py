@@ -3,7 +3,7 @@
     local        ranks are children of this process
     processes    workers on this machine, started here; each has a folder of sockets, and a log in the run's folder
 
-A mesh gets berths on them, which titan_rl/train/berths.py deals.
+titan_rl/train/rank_places.py assigns each mesh its place on them.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from titan_rl.wire.cores import here
 from titan_rl.wire.errors import RunError
 
 POLL_SECONDS = 0.02  # while a worker starts
-LINES = 5  # of a worker's log, shown when it fails
+LOG_LINES = 5  # shown when a worker fails
 
 
-async def already() -> None:
-    """Wait for nothing: the ranks of a host on this machine die with its worker."""
+async def ended_at_once() -> None:
+    """Return: the ranks of a host on this machine die with its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Host:
     mesh: HostMesh
     name: str = "this host"
     parent: int = 0  # process that ranks are children of; 0: this one
-    facts: HostFacts | None = None  # of a host that has an agent
-    lost: Callable[[], bool] = lambda: False  # no rank can be spawned there any more
-    silenced: Callable[[], Awaitable[None]] = already  # wait until no rank of a lost host runs any more
-    joined: float = field(default_factory=time.monotonic, compare=False)  # since when it is in its place
+    facts: HostFacts | None = None  # None: the host has no agent
+    lost: Callable[[], bool] = lambda: False  # True: no rank can be spawned there
+    silenced: Callable[[], Awaitable[None]] = ended_at_once  # wait until no rank of a lost host runs
+    joined: float = field(default_factory=time.monotonic, compare=False)  # when it joined the run
 
     @property
     def near(self) -> bool:
@@ -50,8 +50,8 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
-    """A host for consecutive ranks of a mesh, and what those are launched with there: GPUs, for example."""
+class RankPlace:
+    """A host for consecutive ranks of a mesh, and the variables that they are launched with: GPUs, for example."""
 
     host: Host
     ranks: int
@@ -70,7 +70,7 @@ async def worker_processes(count: int, folder: Path, logs: Path, seconds: float)
     try:
         for number in range(count):
             worker = Worker(f"host{number}", folder / f"h{number}", logs / f"host{number}.log")
-            started.append(worker)  # one by one: whatever was started is killed
+            started.append(worker)  # one by one, so that each started worker is killed
         deadline = time.monotonic() + seconds
         yield await asyncio.gather(*(worker.joined(deadline) for worker in started))
     finally:
@@ -94,7 +94,6 @@ class Worker:
                 process_group=0,  # Ctrl-C in the terminal reaches the controller only
                 env={**os.environ, "TMPDIR": str(folder)},
             )
-
         self._loop, self._ended = asyncio.get_running_loop(), os.pidfd_open(self.process.pid)
 
     def _lost(self) -> None:
@@ -120,7 +119,7 @@ class Worker:
 
 
 def last_lines(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def local_hosts() -> Sequence[Host]:

@@ -17,7 +17,7 @@ from titan_rl.actors.model_rank import ModelRank
 from titan_rl.config.auto import compiles
 from titan_rl.config.sections import Config, ParallelismSection, WeightSyncSection
 from titan_rl.meshes.faults import ask, ask_all, label
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.spawn import end, meeting_file, process_group, spawn
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED
@@ -30,7 +30,7 @@ from titan_rl.wire.types import Batch, PhaseName, RoleName
 from titan_rl.wire.weight_plan import Copy, Shard
 from titan_rl.wire.weight_source import Offer
 
-NAMED = 3  # parameters in an error
+MAX_NAMED = 3  # parameters in an error
 
 
 class ModelMesh:
@@ -38,48 +38,48 @@ class ModelMesh:
 
     def __init__(
         self,
-        host: HostMesh | Callable[[], Sequence[Berth]],
+        host: HostMesh | Callable[[], Sequence[RankPlace]],
         role: RoleName,
         config: Config,
         shape: ModelShape,
         env: Mapping[str, str],
     ) -> None:
-        """`host`: one for all ranks, or a function that returns several, each with whole dp rows in rank order. It is
-        called at each start, because a host may be lost; with fewer ranks than the config has, there are fewer rows."""
+        """`host`: one for all ranks, or a function that returns places, each with whole dp rows in rank order. It is
+        called at each start, because a host may be lost: then the mesh may have fewer rows than the config."""
         parallelism: ParallelismSection = (config if role == "trainer" else getattr(config, role)).parallelism
         self.name = role
         self.dp, self.tp = parallelism.dp, parallelism.tensor_parallel_degree
-        self._berths_of = host if callable(host) else lambda: [Berth(Host(host), self.dp * self.tp)]
-        self._berths: Sequence[Berth] = ()
+        self._rank_places_of = host if callable(host) else lambda: [RankPlace(Host(host), self.dp * self.tp)]
+        self._rank_places: Sequence[RankPlace] = ()
         self._env, self._given, self._planned = env, (role, config, shape), parallelism
-        self._procs: list[ProcMesh] = []  # by berth
+        self._procs: list[ProcMesh] = []  # one per rank place
         self._init_seconds = config.comm.init_timeout_seconds
         self._seconds = config.comm.train_timeout_seconds
         self._ranks: dict[str, Any] = {}  # by name, in rank order
-        self._warm: set[str] = set()  # verbs that these processes have answered
+        self._warm: set[str] = set()  # verbs already answered by these processes
 
     async def start(self) -> list[int]:
         """Spawn the processes and build the model on every rank; return the parameter bytes that each holds."""
         self._warm.clear()
         compiled = compiles(self._given[1], self._env.get(PLANNED, "cpu"))
         kind = None if compiled else "model"  # its fork server has deferred TorchTitan's own compiling
-        self._berths = self._berths_of()
-        self.dp = sum(berth.ranks for berth in self._berths) // self.tp
+        self._rank_places = self._rank_places_of()
+        self.dp = sum(rank_place.ranks for rank_place in self._rank_places) // self.tp
         parallelism = self._planned.of_rows(self.dp)
-        members = process_group(*(berth.ranks for berth in self._berths))
-        first_host = self._berths[0].host
-        apart = len(self._berths) > 1 and first_host.facts is not None  # else a file of one machine
+        members = process_group(*(rank_place.ranks for rank_place in self._rank_places))
+        first_host = self._rank_places[0].host
+        apart = len(self._rank_places) > 1 and first_host.facts is not None  # else a file of one machine
         meeting = {} if apart else meeting_file(first_host)
         self._procs, self._ranks = [], {}
-        for berth in self._berths:
-            first, rows = len(self._ranks) // self.tp, berth.ranks // self.tp
+        for rank_place in self._rank_places:
+            first, rows = len(self._ranks) // self.tp, rank_place.ranks // self.tp
             procs = await spawn(
-                berth.host,
+                rank_place.host,
                 name=self.name,
                 shape={"dp": rows, "tp": self.tp},
                 first=first,
                 kind=kind,
-                env={**self._env, **berth.env, **meeting},
+                env={**self._env, **rank_place.env, **meeting},
                 members=members[len(self._ranks) :],
             )
             actors: Any = procs.spawn(self.name, ModelRank, *self._given, parallelism)
@@ -96,18 +96,18 @@ class ModelMesh:
 
     @property
     def size(self) -> str:
-        """Return how many dp rows are left, or "" if all are."""
+        """Return the number of dp rows, or "" if all are there."""
         return f" with {self.dp} of {self._planned.dp} dp rows" if self.dp < self._planned.dp else ""
 
     @property
     def near(self) -> bool:
         """Return True if all ranks can open the files of this process."""
-        return all(berth.host.near for berth in self._berths)
+        return all(rank_place.host.near for rank_place in self._rank_places)
 
     @property
     def hosts(self) -> dict[str, Host]:
         """Return the host of each rank, by the rank's name, in rank order."""
-        each = [berth.host for berth in self._berths for _ in range(berth.ranks)]
+        each = [rank_place.host for rank_place in self._rank_places for _ in range(rank_place.ranks)]
         return dict(zip(self._ranks, each, strict=True))
 
     async def kill(self) -> None:
@@ -116,10 +116,10 @@ class ModelMesh:
         await end(list(self._ranks), *procs)
 
     async def respawn(self) -> None:
-        """Replace these processes, dead or alive, by new ones in the state after `start`. Ranks of a host that was cut
-        off may live on, and finish a checkpoint: this returns when they have ended."""
+        """Replace these processes, dead or alive, by new ones in the state after `start`. Return once the ranks of a
+        host that was cut off have ended: until then they may finish a checkpoint."""
         await self.kill()
-        lost = [berth.host for berth in self._berths if berth.host.lost()]
+        lost = [rank_place.host for rank_place in self._rank_places if rank_place.host.lost()]
         await self.start()
         await asyncio.gather(*(host.silenced() for host in lost))
 
@@ -145,7 +145,7 @@ class ModelMesh:
         await self._scatter("accumulate", self._rows(part))
 
     async def update(self, whole: Batch, divisor: float) -> StepStats:
-        """Take the update of what was accumulated; `whole` has its counts."""
+        """Take the update of the accumulated gradients; `whole` has the counts."""
         return self._slowest(await self._all("update", whole, divisor))
 
     async def scores(
@@ -154,7 +154,7 @@ class ModelMesh:
         """Return log-probs or values by dp row and microbatch, under the model's own weights or those `lent` to it; and
         the checksum of frozen weights by rank."""
         answers = await self._scatter("scores", self._rows(batches), temperature, lent)
-        return [found for found, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
+        return [values for values, _ in answers[:: self.tp]], [checksum for _, checksum in answers]
 
     async def save(self, step: int, controller: str = "{}", *, on_disk: bool = False) -> None:
         """Write a checkpoint. Return when it has been begun, or, if asked, when it is on disk."""
@@ -172,7 +172,8 @@ class ModelMesh:
         """Write the weights as Hugging Face safetensors; raise if some are not finite."""
         if names := sorted({name for found in await self._all("unsound") for name in found}):
             raise RunError(
-                f"the {self.name}'s weights are not finite: {', '.join(names[:NAMED])}{' ...' * (len(names) > NAMED)}",
+                f"the {self.name}'s weights are not finite: {', '.join(names[:MAX_NAMED])}"
+                f"{' ...' * (len(names) > MAX_NAMED)}",
                 f"Nothing was written to {folder}. Resume from a checkpoint before they were ruined, with a smaller "
                 "learning rate, or start from scratch with --job.fresh.",
             )
@@ -185,7 +186,7 @@ class ModelMesh:
     async def stage(
         self, copies: Sequence[Mapping[int, tuple[Copy, ...]]], places: Collection[str], sync: WeightSyncSection
     ) -> list[dict[int, Offer]]:
-        """Scatter the weight plan's parts, and say where the readers are; gather where those find their bytes."""
+        """Scatter the weight plan's parts and the readers' places; gather the offers for the readers."""
         return await self._scatter("stage", copies, places, sync)
 
     async def publish(self, version: int, slot: int, serial: int, again: bool = False) -> Publication | None:
@@ -197,7 +198,7 @@ class ModelMesh:
         return Publication(version, slot, [manifests for manifests, _ in packed], max(seconds for _, seconds in packed))
 
     def spans(self) -> dict[str, Awaitable[Recorded]]:
-        """Ask each rank, by name, what it recorded since the last call. It answers between two verbs."""
+        """Return each rank's spans since the last call, by rank name. A rank answers between two verbs."""
         ranks = self._ranks.items()
         return {name: ask(rank.spans.call(), actor=name, verb="spans", seconds=None) for name, rank in ranks}
 
@@ -217,7 +218,7 @@ class ModelMesh:
     ) -> list[Any]:
         """Call one verb with a different first argument on each rank; gather the answers in rank order."""
         ranks = zip(self._ranks.items(), each, strict=True)
-        calls = {name: getattr(rank, verb).call(own, *arguments) for (name, rank), own in ranks}
+        calls = {name: getattr(rank, verb).call(argument, *arguments) for (name, rank), argument in ranks}
         return await self._answers(verb, calls, seconds)
 
     async def _answers(self, verb: str, calls: dict[str, Any], seconds: float | None) -> list[Any]:

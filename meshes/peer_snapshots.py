@@ -1,14 +1,14 @@
 """Snapshots of ranks on other machines than the controller's: each part, and a copy of it on another host.
 
-    rank ──> its part, with the keeper of its host ──> the copy, with the keeper of the next host
+    rank ──> its part, at its host's snapshot server ──> the copy, at the next host's server
 
-    a rank dies           it is restored from its own host's keeper
-    a host is lost        its ranks start elsewhere, and their keepers fetch their parts from the peer
-    a keeper dies         its parts are gone, their copies stay; a new one starts with the next snapshot
+    a rank dies           it is restored from its host's server
+    a host is lost        its ranks start elsewhere, and the servers there fetch their parts from the copies
+    a server dies         its parts are lost, their copies remain; a new one starts with the next snapshot
 
 A snapshot is whole when every part and every copy has its stamp. Copies are made while training continues; the next
-snapshot is left out if they take that long. The first copy that fails ends the others, and the snapshot. Otherwise all
-is as in snapshot_store.py.
+snapshot is left out if they take that long. The first copy that fails ends the others, and the snapshot. The rest is as
+in snapshot_store.py.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field, replace
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
-from titan_rl.meshes.keepers import KeeperEnd, Keepers, Place
-from titan_rl.meshes.kept_parts import ended, together
 from titan_rl.meshes.model_mesh import ModelMesh
+from titan_rl.meshes.snapshot_server import together
+from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import PhaseName
 
-SETTLE_SECONDS = 10.0  # that ranks which are alive may still copy, after a mesh was lost: a hung one never ends it
+SETTLE_SECONDS = 10.0  # how long live ranks may still copy after a mesh was lost: a hung one never finishes
 
 _drops: set[asyncio.Task[None]] = set()
 
@@ -43,16 +43,16 @@ class Piece:
 
     @property
     def living(self) -> list[Place]:
-        return [place for place in (self.own, self.copy) if place.keeper.alive]
+        return [place for place in (self.own, self.copy) if place.server.alive]
 
     @property
-    def keepers(self) -> tuple[str, str, KeeperEnd, KeeperEnd]:
-        return self.mesh, self.rank, self.own.keeper, self.copy.keeper
+    def servers(self) -> tuple[str, str, ServerHandle, ServerHandle]:
+        return self.mesh, self.rank, self.own.server, self.copy.server
 
 
 @dataclass(eq=False, slots=True)
-class TakenAway:
-    """A snapshot whose parts are with keepers."""
+class ServedSnapshot:
+    """A snapshot whose parts are at snapshot servers."""
 
     snapshot: Snapshot
     pieces: list[Piece]
@@ -70,177 +70,178 @@ class TakenAway:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the memory. A keeper ends the copies that it still makes there."""
+        """Free the memory. A server ends the copies that it still makes there."""
         release([place for piece in self.pieces for place in (piece.own, piece.copy)])
         self.pieces = []
 
     async def copy(self, sizes: Sequence[int], rate: float) -> int:
         """Wait for the stamp of every part, then copy every part, of these sizes, to its peer, which reads at most
-        `rate` bytes a second. Return the bytes that moved."""
-        serial, owners = self.snapshot.serial, {piece.own.keeper for piece in self.pieces}
-        await together(self._stamped([p for p in self.pieces if p.own.keeper is keeper]) for keeper in owners)
-        arriving = Counter[KeeperEnd]()
+        `rate` bytes a second. Return the number of bytes."""
+        serial, owners = self.snapshot.serial, {piece.own.server for piece in self.pieces}
+        await together(self._stamped([p for p in self.pieces if p.own.server is server]) for server in owners)
+        arriving = Counter[ServerHandle]()
         for piece, nbytes in zip(self.pieces, sizes, strict=True):
-            arriving[piece.copy.keeper] += nbytes
+            arriving[piece.copy.server] += nbytes
         moved = await together(
-            p.copy.keeper.fetch(p.copy.fd, serial, p.own, arriving[p.copy.keeper], rate) for p in self.pieces
+            p.copy.server.fetch(p.copy.fd, serial, p.own, arriving[p.copy.server], rate) for p in self.pieces
         )
         self.complete = True
         return sum(moved)
 
     async def _stamped(self, pieces: Sequence[Piece]) -> None:
-        """Return when these parts of one keeper have their stamps. Raise if one will not get it."""
+        """Return when these parts of one server have their stamps. Raise if one will not get it."""
         until = None
         while True:
-            died = {piece.rank for piece in pieces if deaths.ended(piece.rank) is not None}  # before the look
+            died = {piece.rank for piece in pieces if deaths.ended(piece.rank) is not None}  # before stamps are read
             if self.hurried.is_set() and until is None:
                 until = asyncio.get_running_loop().time() + SETTLE_SECONDS
             late = until is not None and asyncio.get_running_loop().time() > until
-            found = await pieces[0].own.keeper.stamped([p.own.fd for p in pieces], self.snapshot.serial)
-            torn = [piece.rank for piece, whole in zip(pieces, found, strict=True) if not whole]
+            stamped = await pieces[0].own.server.stamped([p.own.fd for p in pieces], self.snapshot.serial)
+            torn = [piece.rank for piece, whole in zip(pieces, stamped, strict=True) if not whole]
             if not torn:
                 return
             if late or died & set(torn):
                 raise RunError(f"{', '.join(torn)} did not finish copying")
 
-    def move(self, paths: Mapping[str, tuple[str, ...]]) -> None:
-        """Let ranks find their parts there."""
-        self.snapshot = replace(self.snapshot, paths=paths)
-
 
 class PeerSnapshots(Snapshots):
-    """The snapshots of a run, with keepers."""
+    """The snapshots of a run, at snapshot servers."""
 
     def __init__(
         self,
         trainers: ModelMesh,
         critic: ModelMesh | None,
-        keepers: Keepers,
+        servers: SnapshotServers,
         note: Callable[[str], None],
         gbps: float = 0.0,
     ) -> None:
         """`gbps`: gigabits per second that each host reads at most of the parts of others; 0: no bound."""
         super().__init__(trainers, critic, note)
-        self._keepers = keepers
+        self._servers = servers
         self._rate = gbps * 1e9 / 8
-        self.moved = 0  # bytes that went to peers for the newest snapshot that is whole
-        self._late = False  # a snapshot was left out, which was said
+        self.moved = 0  # bytes copied for the newest whole snapshot
+        self._late = False  # a snapshot was left out, and the user was notified
 
     async def start(self) -> tuple[list[str], str]:
-        """Start the keepers; return which keeps copies of whose parts, and how they read them."""
+        """Start the servers; return whose parts are copied where, and by which transport."""
         hosts = {host.name: host for mesh in self._meshes("rl") for host in mesh.hosts.values()}
-        return await self._keepers.start([*hosts.values()])
+        return await self._servers.start([*hosts.values()])
 
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
         """Begin a snapshot, and copy it to peers while training continues. Leave it out while the one before is still
         being copied."""
-        last = self._taken[-1] if self._taken else None
-        if isinstance(last, TakenAway) and last.copying is not None and not last.copying.done():
+        last = self._entries[-1] if self._entries else None
+        if isinstance(last, ServedSnapshot) and last.copying is not None and not last.copying.done():
             if not self._late:
                 self._note(
-                    f"there is no snapshot of step {step}: that of step {last.snapshot.step} is still being copied to "
-                    "other hosts. A larger fault.snapshot_interval leaves more time; this is said once"
+                    f"there is no snapshot of step {step}: step {last.snapshot.step}'s is still being copied to other "
+                    "hosts. A larger fault.snapshot_interval leaves more time; this is said once"
                 )
             self._late = True
             return
         meshes = self._meshes(phase)
         try:
             pieces = await self._pieces(meshes)
-        except RunError as error:  # a keeper or a host has died; the next snapshot does without it
+        except RunError as error:  # a server or a host has died; the next snapshot does without it
             self._note(f"there is no snapshot of step {step}: {error}")
             return
-        taken = TakenAway(Snapshot(phase, step, controller, self._next_serial(), paths_of(pieces)), pieces)
-        await self._begin(taken, meshes)
-        taken.copying = asyncio.create_task(self._copy(taken))
+        entry = ServedSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths_of(pieces)), pieces)
+        await self._begin(entry, meshes)
+        entry.copying = asyncio.create_task(self._copy(entry))
 
     async def settle(self) -> None:
-        """Wait until copies that are being made are whole, or will not be."""
-        for taken in self._taken:
-            if isinstance(taken, TakenAway) and taken.copying is not None:
-                taken.hurried.set()
-                await asyncio.wait({taken.copying})
+        """Wait until each copy in progress is whole or has failed."""
+        for entry in self._entries:
+            if isinstance(entry, ServedSnapshot) and entry.copying is not None:
+                entry.hurried.set()
+                await asyncio.wait({entry.copying})
 
     async def bring(self) -> None:
-        """Let the keeper of each rank's host have the rank's part of the newest snapshot. Drop one that is lost."""
-        while (taken := self._newest()) is not None:
-            assert isinstance(taken, TakenAway)
+        """Move each rank's part of the newest snapshot to its host's server. Drop a snapshot that is lost."""
+        while (entry := self._newest()) is not None:
+            assert isinstance(entry, ServedSnapshot)
             try:
-                await self._bring(taken)
+                await self._bring(entry)
                 return
             except RunError as error:
-                self._note(f"the snapshot of step {taken.snapshot.step} is lost: {error}")
-            taken.drop()
-            self._taken.remove(taken)
+                self._note(f"the snapshot of step {entry.snapshot.step} is lost: {error}")
+            entry.drop()
+            self._entries.remove(entry)
 
-    async def _copy(self, taken: TakenAway) -> None:
-        sizes = [nbytes for mesh in taken.snapshot.paths for nbytes in self.nbytes[mesh]]
+    async def _copy(self, entry: ServedSnapshot) -> None:
+        sizes = [nbytes for mesh in entry.snapshot.paths for nbytes in self.nbytes[mesh]]
         try:
-            self.moved = await taken.copy(sizes, self._rate)
+            self.moved = await entry.copy(sizes, self._rate)
         except RunError as error:  # training does not need it
-            self._note(f"the snapshot of step {taken.snapshot.step} has no copy on other hosts: {error}")
-            taken.abandon()
+            self._note(f"the snapshot of step {entry.snapshot.step} has no copy on other hosts: {error}")
+            entry.abandon()
 
     async def _pieces(self, meshes: Sequence[ModelMesh]) -> list[Piece]:
-        """Return memory for each rank's part and its copy: that of a snapshot that is no longer the newest, or new."""
-        wanted: list[tuple[str, str, KeeperEnd, KeeperEnd]] = []
+        """Return memory for each rank's part and its copy: an outdated snapshot's, or new."""
+        wanted: list[tuple[str, str, ServerHandle, ServerHandle]] = []
         for mesh in meshes:
             for rank, host in mesh.hosts.items():
-                own = await self._keepers.of(host)
-                wanted.append((mesh.name, rank, own, await self._keepers.of(self._keepers.peer_of(host))))
+                own = await self._servers.of(host)
+                wanted.append((mesh.name, rank, own, await self._servers.of(self._servers.peer_of(host))))
         free: list[Piece] | None = None
-        for taken in self._spare():
-            # Once it is whole, no rank and no keeper writes to its memory.
-            pieces = taken.pieces if isinstance(taken, TakenAway) and taken.whole else []
-            if free is None and [piece.keepers for piece in pieces] == wanted:
+        for entry in self._spare():
+            # Once it is whole, no rank and no server writes to its memory.
+            pieces = entry.pieces if isinstance(entry, ServedSnapshot) and entry.whole else []
+            if free is None and [piece.servers for piece in pieces] == wanted:
                 free = pieces
             else:
-                taken.drop()
-        return free or list(await asyncio.gather(*(self._held(*each) for each in wanted)))
+                entry.drop()
 
-    async def _held(self, mesh: str, rank: str, own: KeeperEnd, peer: KeeperEnd) -> Piece:
-        return Piece(mesh, rank, await self._keepers.hold(own, mesh), await self._keepers.hold(peer, mesh))
+        async def new(mesh: str, rank: str, own: ServerHandle, peer: ServerHandle) -> Piece:
+            return Piece(mesh, rank, await own.hold(mesh), await peer.hold(mesh))
 
-    async def _bring(self, taken: TakenAway) -> None:
+        return free or list(await asyncio.gather(*(new(*each) for each in wanted)))
+
+    async def _bring(self, entry: ServedSnapshot) -> None:
         hosts: dict[str, Host] = {}
-        for mesh in self._meshes(taken.snapshot.phase):
+        for mesh in self._meshes(entry.snapshot.phase):
             hosts |= mesh.hosts
-        await ended(self._settle(piece, hosts[piece.rank], taken.snapshot) for piece in taken.pieces)
-        taken.move(paths_of(taken.pieces))
+        moves = (self._move(piece, hosts[piece.rank], entry.snapshot) for piece in entry.pieces)
+        for result in await asyncio.gather(*moves, return_exceptions=True):  # all have ended before one is dropped
+            if isinstance(result, BaseException):
+                raise result
+        entry.snapshot = replace(entry.snapshot, paths=paths_of(entry.pieces))
 
-    async def _settle(self, piece: Piece, host: Host, snapshot: Snapshot) -> None:
-        """Let the keeper of `host` have a part."""
-        home = await self._keepers.of(host)
+    async def _move(self, piece: Piece, host: Host, snapshot: Snapshot) -> None:
+        """Move a part to the server of `host`, unless it is there."""
+        home = await self._servers.of(host)
         living = piece.living
         if not living:
             raise RunError(f"the hosts with the part of {piece.rank} are gone")
-        there = next((place for place in living if place.keeper is home), None)
+        there = next((place for place in living if place.server is home), None)
         if there is None:
-            there = await self._keepers.hold(home, piece.mesh)
+            there = await home.hold(piece.mesh)
             try:
                 await home.fetch(there.fd, snapshot.serial, living[0])
             except BaseException:
                 release([there])
                 raise
         rest = [place for place in (piece.own, piece.copy) if place is not there]
-        piece.own, piece.copy = there, next((place for place in rest if place.keeper.alive), rest[0])
+        piece.own, piece.copy = there, next((place for place in rest if place.server.alive), rest[0])
         release([place for place in rest if place is not piece.copy])
 
 
-def paths_of(pieces: Sequence[Piece]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+def paths_of(pieces: Sequence[Piece]) -> Mapping[str, tuple[str, ...]]:
+    """Return the paths of ranks' parts, by mesh."""
+    paths: dict[str, tuple[str, ...]] = {}
     for piece in pieces:
-        found[piece.mesh] = (*found.get(piece.mesh, ()), piece.own.path)
-    return found
+        paths[piece.mesh] = (*paths.get(piece.mesh, ()), piece.own.path)
+    return paths
 
 
 def release(places: Sequence[Place]) -> None:
-    """Tell keepers to drop memory. Dead ones have none."""
+    """Make live servers drop memory. A dead one's is free already."""
 
-    async def drop(keeper: KeeperEnd, fds: list[int]) -> None:
+    async def drop(server: ServerHandle, fds: list[int]) -> None:
         with suppress(RunError):  # it has died meanwhile
-            await keeper.drop(fds)
+            await server.drop(fds)
 
-    for keeper in {place.keeper for place in places if place.keeper.alive}:
-        task = asyncio.create_task(drop(keeper, [place.fd for place in places if place.keeper is keeper]))
+    for server in {place.server for place in places if place.server.alive}:
+        task = asyncio.create_task(drop(server, [place.fd for place in places if place.server is server]))
         _drops.add(task)
         task.add_done_callback(_drops.discard)

@@ -25,8 +25,8 @@ from titan_rl.wire.reports import ReaderCost
 from titan_rl.wire.types import Completion, Request
 from titan_rl.wire.weight_source import Connection, Source
 
-BEATS = 10  # signs of life that an idle engine gives before it counts as hung
-GRACE_SECONDS = 5  # a rank's own deadline passes first, because its error says what it was reading
+BEATS = 10  # answers of an idle engine within hang_seconds
+GRACE_SECONDS = 5  # a rank's deadline passes first, because its error names its source
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class GeneratorPolicy:
     """Deadlines of a generator mesh, and how it treats lost replicas."""
 
     init_seconds: float = 300
-    seconds: float = 600  # a pull may take
+    seconds: float = 600  # limit of a pull
     hang_seconds: float = 60
     incidents: Incidents | None = None  # records losses and limits respawns; None: losing a replica ends the mesh
     min_replicas: int = 1  # fewer end the mesh
@@ -42,9 +42,9 @@ class GeneratorPolicy:
 
 class State(StrEnum):
     STARTING = "starting"  # processes and engine
-    SYNCING = "syncing"  # the engine is built, and gets the weights that the others serve
+    SYNCING = "syncing"  # the engine is built, and fetches the weights that the others serve
     SERVING = "serving"
-    RETIRING = "retiring"  # takes no request, and gives back its own
+    RETIRING = "retiring"  # takes no request, and returns the requests that it has
     LOST = "lost"
 
 
@@ -59,14 +59,16 @@ class Replica:
         self.error: Exception | None = None  # final once set: another replica may take this one's index
         self.set_state(State.STARTING)
         self._procs, self._policy = procs, policy
-        self._warm = False  # it has served weights: a fresh process still imports modules and reads them from disk
+        self._warm = (
+            False  # it has served weights; before, its process still imports modules and reads weights from disk
+        )
         self.connections = list[Connection]()  # by rank; none before `connect`
-        self.home = ""  # equal for replicas that could share what they read from other hosts; see locate()
+        self.home = ""  # equal for replicas that can share reads from other hosts; see locate()
         actors: Any = procs.spawn(name, Generator, settings)
         tp = settings.tensor_parallel_degree
         self._ranks: dict[str, Any] = {label(name, {"tp": rank}): actors.slice(tp=rank) for rank in range(tp)}
         self._open: dict[str, asyncio.Future[list[Completion]]] = {}
-        self._outbox: asyncio.Queue[Request | str] = asyncio.Queue()  # requests, and ids of those to withdraw
+        self._outbox: asyncio.Queue[Request | str] = asyncio.Queue()  # requests, and ids to withdraw
         self._serving: asyncio.Task[None] | None = None
         self._lost: Callable[[Exception], None] = lambda _: None
 
@@ -110,14 +112,14 @@ class Replica:
     async def connect(
         self, sources: Sequence[list[Source]], sync: WeightSyncSection, siblings: Sequence["Replica"], seconds: float
     ) -> None:
-        """Tell each rank where to read weights, and with which ranks of the `siblings` it shares what it reads."""
-        given = [[c.copy for each in siblings for c in each.connections[r : r + 1] if c.copy] for r in range(self.tp)]
-        each = ((own, sync, copies) for own, copies in zip(sources, given, strict=True))
+        """Give each rank its sources of weights, and the ranks of `siblings` with which it shares its reads."""
+        copies = [[c.copy for each in siblings for c in each.connections[r : r + 1] if c.copy] for r in range(self.tp)]
+        each = ((own, sync, shared) for own, shared in zip(sources, copies, strict=True))
         self.connections = await self.scatter("connect", each, seconds)
 
     @property
     def memory(self) -> tuple[str, int] | None:
-        """Return what names the memory of its first rank that reads from other hosts: equal for replicas that share
+        """Return the name of the memory into which its first rank reads from other hosts: equal for replicas that share
         their reads. None: it reads nothing from other hosts."""
         return next((connection.copy.memory for connection in self.connections if connection.copy), None)
 
@@ -134,18 +136,9 @@ class Replica:
         self._warm = True
         return cost
 
-    async def take_weights(
-        self, manifests: Sequence[list[Manifest]] | None, version: int, seconds: float
-    ) -> tuple[list[ReaderCost], ReaderCost]:
-        """Fetch and switch in one call: only for the one rank of the one replica, which waits for no other."""
-        (own,), seconds = manifests or [[]], self.patience(seconds)
-        fetched, switched = await self.head("take_weights", own, version, seconds, seconds=2 * seconds + GRACE_SECONDS)
-        self._warm = True
-        return [fetched], switched
-
     def serve(self, lost: Callable[[Exception], None]) -> None:
-        """Watch the built engine and carry its requests. `lost` is called at the first failure, which fails every open
-        request."""
+        """Watch the built engine and carry its requests. The first failure fails every open request and calls
+        `lost`."""
 
         async def carry() -> None:
             error: Exception = RunError(f"{self.name} ended")
@@ -172,18 +165,18 @@ class Replica:
         return done
 
     def withdraw(self, id: str) -> None:
-        """Ask for a request back. It comes back like any other, and its unfinished samples have finish "abort". An
-        engine that drains keeps it until its samples have finished."""
+        """Make the engine return a request. Its unfinished samples have finish "abort". An engine that drains keeps it
+        until its samples have finished."""
         if self.error is None:
             self._outbox.put_nowait(id)
 
     async def idle(self) -> None:
-        """Wait until the requests that it has are answered, given back or lost."""
+        """Wait until its requests are answered, returned or lost."""
         if self._open:
             await asyncio.wait(self._open.values())
 
     async def delivered(self) -> None:
-        """Wait until everything that was put is in the engine, or the replica is lost."""
+        """Wait until all requests are in the engine, or the replica is lost."""
         assert self._serving is not None
         joining = asyncio.create_task(self._outbox.join())
         await asyncio.wait({joining, self._serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +197,7 @@ class Replica:
         await asyncio.wait_for(self._procs.stop().as_asyncio(), 10)
 
     async def kill(self) -> None:
-        """Kill the processes, whatever they are doing."""
+        """Kill the processes, in any state."""
         await end(self.ranks, self._procs)
 
     def fail(self, error: Exception) -> None:
@@ -237,8 +230,8 @@ class Replica:
                 self._outbox.task_done()
 
     async def _take_answers(self, within: float) -> None:
-        """Resolve what is done. Every answer is a sign of life. A call made before the engine is warm keeps its longer
-        deadline; it is the only one, because a live engine answers within `within` seconds."""
+        """Resolve finished requests. A live engine answers within `within` seconds; only the call made before it is
+        warm has a longer deadline."""
         while True:
             taken: list[Done] = await self.head("take", within, seconds=within + self._policy.hang_seconds)
             for request in taken:
@@ -246,5 +239,5 @@ class Replica:
                 if request.refused:
                     answer.set_exception(RequestRefused(f"request {request.id}: {request.refused}"))
                 else:
-                    found = request.completions
-                    answer.set_result([c if c.finite else replace(c, replica=self.name) for c in found])
+                    completions = request.completions
+                    answer.set_result([c if c.finite else replace(c, replica=self.name) for c in completions])

@@ -1,17 +1,16 @@
-"""Which replica samples what: every request is answered once, although replicas come and go.
+"""Sends each request to a replica: each is answered once, although replicas are lost, retired and added.
 
 generate ── route ──> replica.put ──> engine ──> the awaiting generate
               ^           ├── lost: again, with the same seeds
               └───────────┴── retired: from where its samples stopped
 
-A request (a group) goes whole to one replica, so that its samples share a prefix cache: to the one that is expected to
-have the fewest tokens left to sample, the first among equals. A turn of a rollout goes to the replica that served the
-turn before, or else one of its group, which have the beginning of its context in their prefix cache: unless another has
-so much less to do that reading the context again costs less. With no live replica requests wait.
+All samples of a request (a group) go to one replica, where they share a prefix cache: to the first one with the fewest
+expected tokens left to sample. A turn of a rollout goes to the replica that served the turn before, or one that served
+its group, because the beginning of its context is cached there; unless another replica is idle enough that reading the
+context again costs less. Without a live replica requests wait.
 """
 
 import asyncio
-import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,31 +20,29 @@ from titan_rl.wire.deadlines import deadline
 from titan_rl.wire.errors import DeadlinePassed, RequestRefused
 from titan_rl.wire.types import Completion, Request
 
-MOST_NAMES = 1 << 16  # rollouts and groups whose replica is known; the oldest is forgotten
-SPARE = 64  # outdated entries that the heap of replicas may have besides three for each replica
+MAX_HOMES = 1 << 16  # rollouts and groups whose last replica is remembered
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
     """A request on its way."""
 
-    request: Request  # with what its samples have so far
+    request: Request  # with the tokens sampled so far
     answer: asyncio.Future[list[Completion]]
     sends: int = 0
-    sent_as: str = ""  # its id at the replica: each send has another, so that no late answer matches
-    replica: Replica | None = None  # that has it; None: it waits, or is answered
-    tokens: int = 0  # that its samples are expected to lack
+    sent_as: str = ""  # id at the replica, new for each send, so that no late answer matches
+    replica: Replica | None = None  # None: it waits, or is answered
+    tokens: int = 0  # expected tokens that its samples lack
 
 
 class Router:
     """Sends requests to the replicas that have joined, and resolves their answers."""
 
     def __init__(self) -> None:
-        self._live: dict[int, Replica] = {}  # requests may go to these
-        self._tokens: dict[int, int] = {}  # that each of them is expected to sample
-        self._heap: list[tuple[int, int]] = []  # (tokens, replica); entries with other tokens than now are outdated
+        self._live: dict[int, Replica] = {}  # replicas that take requests
+        self._tokens: dict[int, int] = {}  # expected tokens still to sample, by replica
         self._homes: OrderedDict[str, Replica] = OrderedDict()  # name in an affinity -> the replica that served it last
-        self._routed: dict[str, RoutedRequest] = {}  # by id of the request, the oldest first
+        self._routed: dict[str, RoutedRequest] = {}  # by request id, the oldest first
         self._settling: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> list[Completion]:
@@ -63,15 +60,15 @@ class Router:
                 replica.withdraw(routed.sent_as)
 
     def route(self, request: Request) -> Replica | None:
-        """Return the replica with the least to do, or one that knows the context and has little more to do: no more
-        tokens than the context has, or a quarter more. None if no replica is live."""
+        """Return the replica with the fewest tokens to sample, or one that has the context cached and few more: at most
+        the length of the context, or a quarter. None if no replica is live."""
         if not self._live:
             return None
-        least = self._least()
+        least = min(self._tokens, key=lambda index: (self._tokens[index], index))
         tokens = self._tokens[least]
-        most = tokens + max(len(request.tokens), tokens // 4)
-        known = (self._homes[name] for name in request.affinity if name in self._homes)
-        return next((home for home in known if self._tokens[home.index] <= most), self._live[least])
+        max_tokens = tokens + max(len(request.tokens), tokens // 4)
+        homes = (self._homes[name] for name in request.affinity if name in self._homes)
+        return next((home for home in homes if self._tokens[home.index] <= max_tokens), self._live[least])
 
     def join(self, replica: Replica) -> None:
         """Send requests to a replica that serves from now on. It may have a lost one's index."""
@@ -82,27 +79,26 @@ class Router:
                 self._send(routed)
 
     def retire(self, replica: Replica) -> None:
-        """Send a replica nothing from now on, and ask for the requests that it has. Its answers count until it is
-        lost."""
+        """Send a replica no more requests, and withdraw the ones that it has. Its answers count until it is lost."""
         replica.set_state(State.RETIRING)
         self._leave(replica)
-        for routed in self._held_by(replica):
+        for routed in self._at(replica):
             replica.withdraw(routed.sent_as)
 
     def on_lost(self, replica: Replica) -> int:
-        """Send what a lost replica had to others, oldest first, as it was sent before: with the same seeds. Return how
-        many samples begin again."""
+        """Send a lost replica's requests to others, oldest first and with the same seeds. Return the number of samples
+        that begin again."""
         self._leave(replica)
-        again = self._held_by(replica)
+        again = self._at(replica)
         for routed in again:
             self._take_back(routed)
             self._send(routed)
         return sum(len(unfinished(routed.request)) for routed in again)
 
     async def settle(self, seconds: float) -> None:
-        """Wait until no request is on its way between two engines. An engine that drains finishes its requests before
-        it switches weights, so none that began on the old ones may reach it afterwards. A retiring replica that does
-        not give back its requests within `seconds` is lost. Replicas that switch together share one wait."""
+        """Wait until no request is between two engines. An engine that drains finishes its requests before it switches
+        weights, so a request that began on the old ones must not reach it afterwards. A retiring replica that does not
+        return its requests within `seconds` is lost. Replicas that switch together share one wait."""
         if self._settling is None or self._settling.done():
             self._settling = asyncio.create_task(self._settle(seconds))
         await asyncio.shield(self._settling)
@@ -142,13 +138,13 @@ class Router:
             self._homes.move_to_end(name)
         for name in request.affinity[1:]:
             self._homes.setdefault(name, replica)
-        while len(self._homes) > MOST_NAMES:
+        while len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)
         sent = request if routed.sends == 1 else replace(request, id=routed.sent_as)
         replica.put(sent).add_done_callback(partial(self._returned, routed, replica))
 
     def _returned(self, routed: RoutedRequest, replica: Replica, sent: asyncio.Future[list[Completion]]) -> None:
-        """Answer a request, or send it elsewhere if its replica gave it back unfinished."""
+        """Answer a request, or send it elsewhere if its replica returned it unfinished."""
         error = sent.exception()
         if routed.replica is not replica:  # lost or given up
             return
@@ -165,11 +161,11 @@ class Router:
         else:
             routed.answer.set_result(sent.result())
 
-    def _held_by(self, replica: Replica) -> list[RoutedRequest]:
+    def _at(self, replica: Replica) -> list[RoutedRequest]:
         return [routed for routed in self._routed.values() if routed.replica is replica]
 
     def _take_back(self, routed: RoutedRequest) -> Replica | None:
-        """Count a request no more at its replica, which is returned."""
+        """Remove a request from its replica, and return the replica."""
         replica, routed.replica = routed.replica, None
         if replica is not None and self._live.get(replica.index) is replica:
             self._count(replica, -routed.tokens)
@@ -183,16 +179,6 @@ class Router:
     def _count(self, replica: Replica, tokens: int) -> None:
         """Add to the tokens that a live replica is expected to sample."""
         self._tokens[replica.index] = self._tokens.get(replica.index, 0) + tokens
-        heapq.heappush(self._heap, (self._tokens[replica.index], replica.index))
-        if len(self._heap) > 4 * len(self._tokens) + SPARE:
-            self._heap = [(tokens, index) for index, tokens in self._tokens.items()]
-            heapq.heapify(self._heap)
-
-    def _least(self) -> int:
-        """Return the live replica with the fewest tokens, the lowest among equals, without looking at all of them."""
-        while self._tokens.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1]
 
 
 def unfinished(request: Request) -> list[int]:
@@ -204,6 +190,6 @@ def unfinished(request: Request) -> list[int]:
 
 def expected_tokens(request: Request) -> int:
     """Return how many tokens a request's samples are expected to lack. A hint that proved too short is ignored."""
-    most = request.sampling.max_new_tokens
-    hint = min(request.expected or most, most)
-    return sum(max((hint if hint > length else most) - length, 1) for length in unfinished(request))
+    max_tokens = request.sampling.max_new_tokens
+    hint = min(request.expected or max_tokens, max_tokens)
+    return sum(max((hint if hint > length else max_tokens) - length, 1) for length in unfinished(request))

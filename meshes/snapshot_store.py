@@ -4,13 +4,12 @@
     newest  <── stamps: the newest snapshot whose parts are whole on every rank
 
 A part is an anonymous file (memfd) that this process holds open: it survives the death of any rank, and is freed when
-this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine.
-Those of ranks on other machines are in peer_snapshots.py.
+this process ends. This process reads stamps only. Ranks find the parts through /proc, so they must run on this machine;
+peer_snapshots.py is for ranks on other machines.
 
 A snapshot is restored only if each of its parts carries its serial number, which a rank writes last. So a torn snapshot
-is never restored, and the parts of all meshes belong to one step. A take never writes parts of the newest whole
-snapshot. It drops the parts of a torn one, which a rank may still be writing. So a whole snapshot stays whole, whatever
-dies and whenever.
+is never restored, and the parts of all meshes belong to one step. `take` never writes parts of the newest whole
+snapshot, and drops the parts of a torn one, which a rank may still be writing. So no death harms a whole snapshot.
 """
 
 import asyncio
@@ -23,10 +22,10 @@ from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.wire.snapshot import Snapshot, head
 from titan_rl.wire.types import PhaseName
 
-Fds = dict[str, tuple[int, ...]]  # by mesh: the file descriptors of its ranks' parts
+Fds = dict[str, tuple[int, ...]]  # file descriptors of the ranks' parts, by mesh
 
 
-class Taken(Protocol):
+class Entry(Protocol):
     """A snapshot, and the memory of its parts."""
 
     @property
@@ -38,11 +37,11 @@ class Taken(Protocol):
         ...
 
     def drop(self) -> None:
-        """Let go of the memory. It is freed when the last rank that has mapped it unmaps it."""
+        """Free the memory, once the last rank that has mapped it unmaps it."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakenHere:
+class LocalSnapshot:
     """Its parts are files of this process."""
 
     snapshot: Snapshot
@@ -64,38 +63,38 @@ class Snapshots:
     def __init__(self, trainers: ModelMesh, critic: ModelMesh | None, note: Callable[[str], None] = print) -> None:
         """`note` prints what a user should know."""
         self._trainers, self._critic, self._note = trainers, critic, note
-        self._taken: list[Taken] = []  # at most two: the newest whole one, and the one begun after it
+        self._entries: list[Entry] = []  # at most two: the newest whole one, and the one begun after it
         self._serial = 0
-        self.nbytes: dict[str, list[int]] = {}  # by mesh and rank, of one snapshot
+        self.nbytes: dict[str, list[int]] = {}  # bytes of one snapshot, by mesh and rank
 
     async def take(self, phase: PhaseName, step: int, controller: str) -> None:
-        """Begin a snapshot of the meshes' current state; return once all ranks have begun. No rank changes its state
-        before its copy is whole, so the next step may be started at once."""
+        """Begin a snapshot of the current state; return once all ranks have begun. No rank changes its state before its
+        copy is whole, so the next step may be started at once."""
         meshes = self._meshes(phase)
         if not all(mesh.near for mesh in meshes):  # they have moved to where they cannot reach this process's memory
             return
         fds = self._free({mesh.name: mesh.dp * mesh.tp for mesh in meshes})
         paths = {name: tuple(f"/proc/{os.getpid()}/fd/{fd}" for fd in each) for name, each in fds.items()}
-        taken = TakenHere(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
-        await self._begin(taken, meshes)
+        entry = LocalSnapshot(Snapshot(phase, step, controller, self._next_serial(), paths), fds)
+        await self._begin(entry, meshes)
 
     def newest(self, *, before: int | None = None) -> Snapshot | None:
-        """Return the newest whole snapshot, or the newest of those taken before a step."""
-        taken = self._newest(before)
-        return taken.snapshot if taken else None
+        """Return the newest whole snapshot, taken before the step `before` if one is passed."""
+        entry = self._newest(before)
+        return entry.snapshot if entry else None
 
     def forget(self, *, but: Snapshot | None = None) -> None:
         """Drop all snapshots, or all but the one that every mesh was restored from: later steps are undone."""
-        for taken in self._taken:
-            if taken.snapshot is not but:
-                taken.drop()
-        self._taken = [taken for taken in self._taken if taken.snapshot is but]
+        for entry in self._entries:
+            if entry.snapshot is not but:
+                entry.drop()
+        self._entries = [entry for entry in self._entries if entry.snapshot is but]
 
     async def settle(self) -> None:
-        """Return once it is certain which snapshots are whole. The parts here are looked at whenever that is asked."""
+        """Return once it is certain which snapshots are whole: at once, because the parts are here."""
 
     async def bring(self) -> None:
-        """Let the ranks find the newest snapshot from the hosts where they are now. Drop what they cannot reach."""
+        """Make the newest snapshot reachable from the ranks' present hosts. Drop snapshots that they cannot reach."""
         if not all(mesh.near for mesh in self._meshes("rl")):
             self._note(
                 "there are no snapshots from here on: the trainers have moved to where they cannot reach the memory of "
@@ -105,39 +104,39 @@ class Snapshots:
 
     def _meshes(self, phase: PhaseName) -> list[ModelMesh]:
         """Return the meshes whose state is a snapshot of this phase."""
-        critic = self._critic if phase == "rl" else None  # before RL it has not learnt anything
+        critic = self._critic if phase == "rl" else None  # before RL it has learnt nothing
         return [self._trainers] if critic is None else [self._trainers, critic]
 
     def _next_serial(self) -> int:
         self._serial += 1
         return self._serial
 
-    async def _begin(self, taken: Taken, meshes: list[ModelMesh]) -> None:
+    async def _begin(self, entry: Entry, meshes: list[ModelMesh]) -> None:
         """Let every rank begin to copy."""
-        self._taken.append(taken)
-        sizes = await asyncio.gather(*(mesh.snapshot(taken.snapshot) for mesh in meshes))
+        self._entries.append(entry)
+        sizes = await asyncio.gather(*(mesh.snapshot(entry.snapshot) for mesh in meshes))
         self.nbytes = {mesh.name: each for mesh, each in zip(meshes, sizes, strict=True)}
 
-    def _newest(self, before: int | None = None) -> Taken | None:
-        whole = (t for t in self._taken if (before is None or t.snapshot.step < before) and t.whole)
+    def _newest(self, before: int | None = None) -> Entry | None:
+        whole = (t for t in self._entries if (before is None or t.snapshot.step < before) and t.whole)
         return max(whole, key=lambda t: t.snapshot.serial, default=None)
 
-    def _spare(self) -> list[Taken]:
+    def _spare(self) -> list[Entry]:
         """Keep the newest whole snapshot only; return the others."""
-        kept = self._newest()
-        spare = [taken for taken in self._taken if taken is not kept]
-        self._taken = [kept] if kept else []
+        newest = self._newest()
+        spare = [entry for entry in self._entries if entry is not newest]
+        self._entries = [newest] if newest else []
         return spare
 
     def _free(self, ranks: dict[str, int]) -> Fds:
-        """Return parts for N ranks per mesh: those of a snapshot that is no longer the newest, or new ones."""
+        """Return parts for N ranks per mesh: an outdated snapshot's, or new ones."""
         free: Fds | None = None
-        for taken in self._spare():
-            fds = taken.fds if isinstance(taken, TakenHere) and taken.whole else {}
+        for entry in self._spare():
+            fds = entry.fds if isinstance(entry, LocalSnapshot) and entry.whole else {}
             if free is None and {name: len(each) for name, each in fds.items()} == ranks:
                 free = fds
             else:
-                taken.drop()
+                entry.drop()
         return free or {
             name: tuple(os.memfd_create(f"titan_rl snapshot of {name}") for _ in range(count))
             for name, count in ranks.items()

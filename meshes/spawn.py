@@ -27,10 +27,10 @@ COLD = [sys.executable, "-m", "monarch._src.actor.bootstrap_main"]  # as Monarch
 
 FORK_SECONDS = 15.0  # then a rank starts cold; Monarch gives a process 30 s to answer
 ANSWER_SECONDS = 2.0  # for a fork server that has answered before; one that takes longer hangs
-LET_GO_SECONDS = 30.0
-HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks: so long it looks like a host that has room
+RELEASE_SECONDS = 30.0
+HOST_SECONDS = 0.2  # for a worker on this machine to end after its ranks; until then its host seems to have room
 
-_ready_by: dict[Path, float] = {}  # when the fork server of a socket must have imported its engine; 0: it has
+_ready_by: dict[Path, float] = {}  # deadline of a fork server to import its engine, by socket; 0: it has
 
 
 async def spawn(
@@ -58,11 +58,11 @@ async def spawn(
 
     def command(point: Mapping[str, int]) -> BootstrapCommand:
         at = points.index({axis: point[axis] for axis in shape})
-        own = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
+        variables = {**expected[names[at]], "TITAN_RL_CONTROLLER": str(host.parent or os.getpid())}
         if server:
-            own |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
-        own = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **own}
-        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], own)
+            variables |= {"TITAN_RL_FORK_SOCKET": server, "TITAN_RL_FORK_SECONDS": str(FORK_SECONDS)}
+        variables = {**WORKER_ENV, **(env or {}), **(members[at] if members else {}), **variables}
+        return BootstrapCommand(sys.executable, None, ["-I", "-S", LAUNCHER, *COLD], variables)
 
     def begin() -> None:  # in the new process, before any actor
         import ctypes
@@ -86,8 +86,8 @@ async def spawn(
 
 
 def process_group(*shares: int) -> list[dict[str, str]]:
-    """Return what torchrun would set in the processes of a group, by rank, but for where they meet; `shares` is the
-    number of ranks on each host."""
+    """Return torchrun's variables for the ranks of a group, except their meeting place. `shares`: ranks on each
+    host."""
     local = [(n, size) for size in shares for n in range(size)]
     return [
         {"RANK": f"{rank}", "LOCAL_RANK": f"{n}", "WORLD_SIZE": f"{sum(shares)}", "LOCAL_WORLD_SIZE": f"{size}"}
@@ -106,30 +106,30 @@ async def server_of(kind: Kind) -> str:
     folder = os.environ.get(VARIABLE, OFF)
     if folder == OFF:
         return ""
-    path, why = Path(folder) / kind, _refusal(Path(folder))
+    path, refusal = Path(folder) / kind, _refusal(Path(folder))
     by = _ready_by.setdefault(path, time.monotonic() + READY_SECONDS)
     seconds = max(by - time.monotonic(), ANSWER_SECONDS)
     try:
-        if not why:
+        if not refusal:
             async with asyncio.timeout(seconds):
                 await ask(path)
             _ready_by[path] = 0.0
     except TimeoutError:
-        why = f"it did not answer within {seconds:.0f} s"
+        refusal = f"it did not answer within {seconds:.0f} s"
     except OSError as error:
-        why = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
-    if why:
-        warn_cold(kind, why)
-    return "" if why else str(path)
+        refusal = f"it cannot be reached ({error.strerror or error}){_last_line(path)}"
+    if refusal:
+        warn_cold(kind, refusal)
+    return "" if refusal else str(path)
 
 
 def _refusal(folder: Path) -> str:
     """Return why the fork servers of this folder cannot be trusted, or ""."""
     try:
-        found = folder.lstat()
+        info = folder.lstat()
     except OSError as error:
         return f"{VARIABLE}={folder}: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
         return f"{VARIABLE}={folder}: expected a folder of this user with mode 0700"
     return ""
 
@@ -145,17 +145,17 @@ _endings: set[asyncio.Task[None]] = set()
 
 
 async def end(names: Collection[str], *meshes: ProcMesh) -> None:
-    """Kill these processes, whatever their state. Monarch releases dead ones in the background, which takes seconds."""
-    if left := await deaths.kill(names):
-        raise DeadlinePassed(f"{', '.join(left)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
+    """Kill these processes, in any state. Monarch releases dead ones in the background, which takes seconds."""
+    if alive := await deaths.kill(names):
+        raise DeadlinePassed(f"{', '.join(alive)} did not end within {deaths.kill_seconds:g} s of SIGKILL")
     if any(deaths.ended(name) == deaths.GONE for name in names):
         await asyncio.sleep(HOST_SECONDS)
 
-    async def let_go(procs: ProcMesh) -> None:
+    async def release(procs: ProcMesh) -> None:
         with suppress(Exception):  # they are dead already; only Monarch's bookkeeping is lost
-            await asyncio.wait_for(procs.stop().as_asyncio(), LET_GO_SECONDS)
+            await asyncio.wait_for(procs.stop().as_asyncio(), RELEASE_SECONDS)
 
     for procs in meshes:
-        task = asyncio.create_task(let_go(procs))
+        task = asyncio.create_task(release(procs))
         _endings.add(task)
         task.add_done_callback(_endings.discard)

@@ -1,4 +1,4 @@
-"""Report why a call is not answered: what this process waits for, and what the silent processes are doing.
+"""Report why a call is not answered: this process's open calls, and the stacks of the silent processes.
 
     controller waits on trainer[dp=1 tp=0] for step since 61 s (deadline 60 s)
     trainer[dp=0 tp=0], process 9886: sleeping, 41.2 s of CPU, 0.0 cores busy
@@ -15,6 +15,7 @@ Covers processes of this host only. Nothing here stops a process or waits for on
 
 import asyncio
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,10 +28,9 @@ from typing import NamedTuple
 import psutil
 
 DUMP_SECONDS = 10.0
-KILL_SECONDS = 1.0
 TRIES = 3  # a running process may change while py-spy reads it
-LINES = 40  # shown per process
-WAITS = 12  # shown
+MAX_LINES = 40  # per process
+MAX_WAITS = 12
 BUSY_SECONDS = 0.25  # shortest time over which the CPU use of a process is measured
 
 STATES = {
@@ -47,7 +47,7 @@ MACHINERY = (
 )
 """Frames of event loops, threads and wrappers, which call the interesting ones."""
 WORKERS = ("(queue.py:", "(concurrent/futures/thread.py:")
-"""A thread that waits in one of these files waits for work."""
+"""A thread whose top frame is in one of these files waits for work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,63 +84,50 @@ class Process(NamedTuple):
 async def report(wait: Wait, waits: Iterable[Wait], ranks: Mapping[str, int]) -> str:
     """Describe the overdue `wait`, the other `waits` of this process, and the processes of the same mesh.
 
-    `ranks` holds this host's processes by name. Takes DUMP_SECONDS at most, whatever state the processes are in."""
+    `ranks` has this host's processes by name. Takes at most DUMP_SECONDS, also if processes hang or are stopped."""
     others = sorted((other for other in waits if other != wait), key=lambda other: other.since)
-    lines = [str(wait), *(f"also: {other}" for other in others[:WAITS])]
-    if len(others) > WAITS:
-        lines.append(f"also: {len(others) - WAITS} more waits")
+    lines = [str(wait), *(f"also: {other}" for other in others[:MAX_WAITS])]
+    if len(others) > MAX_WAITS:
+        lines.append(f"also: {len(others) - MAX_WAITS} more waits")
     peers = {name: pid for name, pid in ranks.items() if name.partition("[")[0] == wait.actor.partition("[")[0]}
     if wait.actor not in peers:
         lines.append(f"{wait.actor} has no process on this host to look into")
     before, began = {name: Process.of(pid) for name, pid in peers.items()}, time.monotonic()
-    found, _ = await asyncio.gather(stacks(peers), asyncio.sleep(BUSY_SECONDS))
+    dumps, _ = await asyncio.gather(stacks(peers), asyncio.sleep(BUSY_SECONDS))
     for name, pid in peers.items():
         now = Process.of(pid)
         busy = max(0.0, now.cpu - before[name].cpu) / (time.monotonic() - began)
         lines.append(f"{name}, process {pid}: {now.state}, {now.cpu:.1f} s of CPU, {busy:.1f} cores busy")
-        lines += [f"  {line}" for line in found[name].splitlines()]
+        lines += [f"  {line}" for line in dumps[name].splitlines()]
     return "\n".join(lines)
 
 
 async def stacks(ranks: Mapping[str, int], py_spy: str | None = None) -> dict[str, str]:
-    """Return the stacks of each process from py-spy; if py-spy fails, why it failed and where the threads wait in the
-    kernel."""
+    """Return py-spy's dump of each process; if py-spy fails, the reason and where threads wait in the kernel."""
     installed = Path(sys.executable).with_name("py-spy")
     tool = py_spy or (str(installed) if installed.exists() else shutil.which("py-spy"))
-    found = await asyncio.gather(*(_stack(pid, tool) for pid in ranks.values()))
-    return dict(zip(ranks, found, strict=True))
+    dumps = await asyncio.gather(*(asyncio.to_thread(_stack, pid, tool) for pid in ranks.values()))
+    return dict(zip(ranks, dumps, strict=True))
 
 
-async def _stack(pid: int, tool: str | None) -> str:
+def _stack(pid: int, tool: str | None) -> str:
     if tool is None:
         return f"py-spy is not installed (pip install py-spy); {kernel_waits(pid)}"
-    why = ""
+    command, deadline, reason = [tool, "dump", "--pid", str(pid), "--nonblocking"], time.monotonic() + DUMP_SECONDS, ""
     try:
-        async with asyncio.timeout(DUMP_SECONDS):
-            for _ in range(TRIES):
-                code, out, why = await _output(tool, "dump", "--pid", str(pid), "--nonblocking")
-                if code == 0:
-                    return excerpt(out)
-    except TimeoutError:
-        why = f"no answer within {DUMP_SECONDS:g} s"
+        for _ in range(TRIES):
+            limit = max(0.0, deadline - time.monotonic())
+            dump = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit
+            )
+            if dump.returncode == 0:
+                return excerpt(dump.stdout)
+            reason = dump.stderr
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {DUMP_SECONDS:g} s"
     except OSError as error:
-        why = str(error)
-    return f"py-spy shows no stack ({' '.join(why.split()) or 'no message'}); {kernel_waits(pid)}"
-
-
-async def _output(*command: str) -> tuple[int, str, str]:
-    """Run a command and return its exit code and both outputs. Kill it if this is cancelled."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-    try:
-        out, error = await process.communicate()
-    except BaseException:
-        with suppress(ProcessLookupError):
-            process.kill()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), KILL_SECONDS)
-        raise
-    return process.returncode or 0, out.decode(errors="replace"), error.decode(errors="replace")
+        reason = str(error)
+    return f"py-spy shows no stack ({' '.join(reason.split()) or 'no message'}); {kernel_waits(pid)}"
 
 
 def excerpt(dump: str) -> str:
@@ -149,18 +136,18 @@ def excerpt(dump: str) -> str:
     shown: list[str] = []
     idle = 0
     for head, *frames in threads:
-        kept = [frame for frame in frames if not any(part in frame for part in MACHINERY)]
-        if kept and not any(part in kept[0] for part in WORKERS):
-            shown += [f"Thread {head}", *(f"  {frame.strip()}" for frame in kept)]
+        own = [frame for frame in frames if not any(part in frame for part in MACHINERY)]
+        if own and not any(part in own[0] for part in WORKERS):
+            shown += [f"Thread {head}", *(f"  {frame.strip()}" for frame in own)]
         else:
             idle += 1
-    if len(shown) > LINES:
-        shown = [*shown[: LINES - 1], f"  ... {len(shown) - LINES + 1} lines more"]
+    if len(shown) > MAX_LINES:
+        shown = [*shown[: MAX_LINES - 1], f"  ... {len(shown) - MAX_LINES + 1} lines more"]
     return "\n".join([*shown, f"{idle} threads wait for work"] if idle else shown)
 
 
 def kernel_waits(pid: int) -> str:
-    """Say how many threads of a process wait in which kernel functions."""
+    """Describe in which kernel functions the threads of a process wait."""
     waits: Counter[str] = Counter()
     for path in Path(f"/proc/{pid}/task").glob("*/wchan"):
         with suppress(OSError):  # the thread is gone, or reading it is not permitted

@@ -10,10 +10,10 @@ step     real trainer meshes: wall seconds of a step that starts right after a s
          ranks' CPU seconds, which a busy machine changes less. Here step follows step directly. In a run, sampling
          comes between them, which leaves the copy more time.
 restore  the same meshes: resume from a snapshot, and from a checkpoint on disk (`ratio`: over the checkpoint)
-peers    a trainer mesh on one of two workers on this machine, with a keeper each: a step that starts right after a
-         snapshot was begun that is copied to the other keeper, and one without, in turn (`ratio`: over those without).
-         Trainers and both keepers share this machine's cores here, and the "network" between them is its memory.
-copies   one part from the keeper of one worker to that of another, in turn by messages, as it went before, by one-sided
+peers    a trainer mesh on one of two workers on this machine, with a server each: a step that starts right after a
+         snapshot was begun that is copied to the other server, and one without, in turn (`ratio`: over those without).
+         Trainers and both servers share this machine's cores here, and the "network" between them is its memory.
+copies   one part from the server of one worker to that of another, in turn by messages, as it went before, by one-sided
          reads, and by one-sided reads without digests, which are the floor (`ratio`: minimum over its minimum)
 """
 
@@ -39,10 +39,10 @@ from titan_rl.batch.packing import pack
 from titan_rl.config import sections as c
 from titan_rl.environment import prepare_environment
 from titan_rl.meshes import deaths
-from titan_rl.meshes.hosts import Berth, Host, worker_processes
-from titan_rl.meshes.keepers import Keepers
+from titan_rl.meshes.hosts import Host, RankPlace, worker_processes
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
+from titan_rl.meshes.snapshot_servers import SnapshotServers
 from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.shapes import shape_of
 from titan_rl.wire.snapshot import SnapshotPart
@@ -93,8 +93,8 @@ async def start_mesh(model: c.ModelSection, ranks: int, folder: str, host: Host 
         training=c.TrainingSection(seq_len=4 * LENGTH, local_batch_size=4),
         cold_start=c.ColdStartSection(steps=10_000),
     )
-    berth = Berth(host or Host(this_host()), ranks)
-    mesh = ModelMesh(lambda: [berth], "trainer", config, shape_of(model), {})
+    rank_place = RankPlace(host or Host(this_host()), ranks)
+    mesh = ModelMesh(lambda: [rank_place], "trainer", config, shape_of(model), {})
     await mesh.start()
     await mesh.begin_phase("cold_start", 0)
     return mesh
@@ -153,7 +153,7 @@ async def peers(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
         sockets.mkdir()
         async with worker_processes(2, sockets, Path(folder) / "logs", 60.0) as hosts:
             mesh = await start_mesh(model, ranks, folder, hosts[0])
-            snapshots = PeerSnapshots(mesh, None, Keepers(hosts, 300.0, 300.0), print)
+            snapshots = PeerSnapshots(mesh, None, SnapshotServers(hosts, 300.0, 300.0), print)
             await snapshots.start()
             for at, (pair, taken) in enumerate(in_turn((True, False), WARM_UP + pairs)):
                 packed, before, began = [batches(at, rows, mesh)], cpu_seconds(), time.perf_counter()
@@ -177,8 +177,8 @@ async def peers(name: str, model: c.ModelSection, ranks: int, rows: int, pairs: 
         row("bytes of one snapshot, MB", [nbytes / 1e6]),
         row("step without, s", seconds[False]),
         row("step with, s", seconds[True], ratio=ratio(seconds[True], seconds[False])),
-        row("CPU of ranks and keepers without, s", worked[False]),
-        row("CPU of ranks and keepers with, s", worked[True], ratio=ratio(worked[True], worked[False])),
+        row("CPU of ranks and servers without, s", worked[False]),
+        row("CPU of ranks and servers with, s", worked[True], ratio=ratio(worked[True], worked[False])),
         row("until all ranks have begun, s", taking, ratio=ratio(taking, seconds[False])),
         row("step with, until the copy is whole, s", copying, ratio=ratio(copying, seconds[False])),
     ]

@@ -69,7 +69,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                 ) as log,
                 Report(setup.name, config, folder, terminal, log, clock, heldout=heldout) as report,
             ):
-                regrowth = Regrowth(meshes.trainers, meshes.berths, config, incidents)
+                regrowth = Regrowth(meshes.trainers, meshes.rank_places, config, incidents)
                 run = RunParts(
                     setup, terminal, clock, stop, incidents, meshes, watch, weights, snapshots, report, regrowth
                 )

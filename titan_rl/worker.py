@@ -3,8 +3,8 @@
     python -m titan_rl.worker --init-tls FOLDER --hosts head,node1,node2       once: a CA, and certificates to copy
     python -m titan_rl.worker --address tls://node1:26600 --tls FOLDER/node1   on node1, in the folder of the runs
 
-Its host or IP is the only address that it listens at: at this port, which tells runs at which free one, of --ports if
-they are given, it serves them. It serves one run after the other, until Ctrl-C.
+It listens only at the host or IP of --address. The port of --address answers with the port that serves the run, one of
+--ports or any free one. It serves one run after the other, until Ctrl-C.
 """
 
 import argparse
@@ -34,19 +34,19 @@ from titan_rl.wire.worker_address import (
     SECONDS,
     Holder,
     address_of,
-    answer,
+    answer_lookups,
     free_port,
     holder_in,
-    open_door,
+    listen_at,
     port_range,
     split_address,
     takes_connections,
 )
 
 PR_SET_PDEATHSIG = 1
-SHORTEST_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address
-LEAVING_SECONDS = 10.0  # for a worker that nothing needs any more to end
-LOOK_SECONDS = 0.2  # between two tries to listen at an address that another worker has
+MIN_SERVE_SECONDS = 2.0  # a worker that ends sooner cannot listen at its address
+LEAVE_SECONDS = 10.0  # limit for a worker without a run to end
+RETRY_SECONDS = 0.2  # between attempts to listen at an address that another worker has
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,42 +55,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--address", help="where runs reach this worker: tls://NAME:PORT")
     parser.add_argument("--tls", default="", help="folder with ca.pem, cert.pem and key.pem of this host")
-    parser.add_argument("--insecure", action="store_true", help="allow tcp://: whoever reaches it executes code as you")
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow tcp://: anyone who reaches it executes code as you"
+    )
     parser.add_argument("--ports", default="", help="serve runs at ports LOW-HIGH (docs/clusters.md); default: any")
     parser.add_argument("--init-tls", metavar="FOLDER", help="make a CA there, unless it has one, and certificates")
-    parser.add_argument("--hosts", default="", help="with --init-tls: names or IPs, as addresses have them")
+    parser.add_argument("--hosts", default="", help="with --init-tls: names or IPs as in addresses")
     parser.add_argument("--days", type=float, default=365, help="with --init-tls: how long certificates are valid")
     parser.add_argument("--until-eof", action="store_true", help="end when standard input ends, as through ssh")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.parent:  # a run, or serve_runs
-        return serve_run(given.address, given.parent)
-    if given.init_tls:
-        hosts = [name.strip() for name in given.hosts.split(",") if name.strip()]
+    options = parser.parse_args(argv)
+    if options.parent:  # a run, or serve_runs
+        return serve_run(options.address, options.parent)
+    if options.init_tls:
+        hosts = [name.strip() for name in options.hosts.split(",") if name.strip()]
         if not hosts:
             complain("--hosts: expected the names or IPs of the hosts, as --hosts head,node1, found none")
             return USAGE
-        make_certificates(Path(given.init_tls), hosts, given.days)
-        print(f"made certificates for {', '.join(hosts)} in {given.init_tls}; ca.key is for no host")
+        make_certificates(Path(options.init_tls), hosts, options.days)
+        print(f"made certificates for {', '.join(hosts)} in {options.init_tls}; ca.key is for no host")
         return DONE
-    if problems := refusals(given.address, given.tls, given.ports, insecure=given.insecure):
+    if problems := refusals(options.address, options.tls, options.ports, insecure=options.insecure):
         print("\n".join(f"titan_rl.worker: {problem}" for problem in problems), file=sys.stderr)
         return USAGE
-    if given.until_eof:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    if options.until_eof:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
         threading.Thread(target=interrupt_at_eof, daemon=True).start()
     try:
-        door = door_of(given.address, waits=given.until_eof)
+        listening = listen_when_free(options.address, waits=options.until_eof)
     except OSError as error:
-        complain(f"expected to listen at {given.address}, found: {error.strerror or error}")
+        complain(f"expected to listen at {options.address}, found: {error.strerror or error}")
         return FAILED
-    with door, socket_folder() as folder, serving(folder) as servers:
+    with listening, socket_folder() as folder, serving(folder) as servers:
         if not visible_gpus():
             servers.keep(KINDS)
             for kind in KINDS:
                 with suppress(OSError):  # ranks of this kind start cold
                     asyncio.run(asyncio.wait_for(ask(Path(os.environ[VARIABLE]) / kind), READY_SECONDS))
-        return serve_runs(door, given.address, given.tls, given.ports)
+        return serve_runs(listening, options.address, options.tls, options.ports)
 
 
 def complain(what: str) -> None:
@@ -118,32 +120,32 @@ def refusals(address: str | None, tls: str, ports: str = "", *, insecure: bool) 
 
 
 def interrupt_at_eof() -> None:
-    """End this process as Ctrl-C does when nothing can come from its standard input any more."""
+    """End this process as Ctrl-C does, once its standard input has ended."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def door_of(address: str, *, waits: bool) -> socket.socket:
+def listen_when_free(address: str, *, waits: bool) -> socket.socket:
     """Listen at a worker's address. With `waits`, wait while another worker of this user has it for a run whose
     controller is silent: that worker ends with its run."""
-    began, again, whose = time.monotonic(), 0.0, ""
+    began, again, owner = time.monotonic(), 0.0, ""
     while True:
         try:
-            return open_door(address)
+            return listen_at(address)
         except OSError as error:
             if not waits or error.errno != errno.EADDRINUSE:
                 raise
         worker = worker_at(address)
-        found = holder_of(worker)
-        again = again or found.again
-        if found.again > again or time.monotonic() - max(began, found.ends) > LEAVING_SECONDS:
-            whose = f"another worker, process {worker}, has it for {found.run}" if worker else "another process has it"
-            raise OSError(errno.EADDRINUSE, f"{whose}: wait for its end, stop it, or use another address")
-        if worker and not whose:
-            whose = f"another worker, process {worker}, has it for {found.run}"
-            print(f"waiting for {address}: {whose}, whose controller {found.how_silent}", flush=True)
-        time.sleep(LOOK_SECONDS)
+        holder = holder_of(worker)
+        again = again or holder.again
+        if holder.again > again or time.monotonic() - max(began, holder.ends) > LEAVE_SECONDS:
+            owner = f"another worker, process {worker}, has it for {holder.run}" if worker else "another process has it"
+            raise OSError(errno.EADDRINUSE, f"{owner}: wait for its end, stop it, or use another address")
+        if worker and not owner:
+            owner = f"another worker, process {worker}, has it for {holder.run}"
+            print(f"waiting for {address}: {owner}, whose controller {holder.how_silent}", flush=True)
+        time.sleep(RETRY_SECONDS)
 
 
 def worker_at(address: str) -> int:
@@ -154,14 +156,14 @@ def worker_at(address: str) -> int:
         with suppress(psutil.Error):  # it has ended, or is another user's
             if "titan_rl.worker" not in process.cmdline():
                 continue
-            connections = process.net_connections("tcp")  # those of this network
+            connections = process.net_connections("tcp")
             if any(each.status == psutil.CONN_LISTEN and each.laddr == place for each in connections):
                 return process.pid
     return 0
 
 
 def holder_of(worker: int) -> Holder:
-    """Return which run has the host of another worker; 0: it is not known."""
+    """Return which run has another worker's host."""
     with suppress(psutil.Error):  # it has ended
         for child in psutil.Process(worker).children() if worker else ():
             if "--parent" in child.cmdline():
@@ -169,14 +171,14 @@ def holder_of(worker: int) -> Holder:
     return Holder("another run", 0.0, 0.0)
 
 
-def serve_runs(door: socket.socket, address: str, tls: str, ports: str) -> int:
-    """Serve one run after the other, each in a new process and at a new port, which the door at `address` tells: what
-    Monarch keeps of a run ends with it."""
+def serve_runs(listening: socket.socket, address: str, tls: str, ports: str) -> int:
+    """Serve one run after the other, each in a new process and at a new port. Lookups at `address` return the port;
+    Monarch's state of a run ends with its process."""
     scheme, host, _ = split_address(address)
     os.environ |= {HOST: host, PORTS: ports}
     prepare_environment(tls=tls)
     serving, served = "", list[int]()
-    answer(door, lambda: serving if serving and takes_connections(serving, SECONDS) else "", complain)
+    answer_lookups(listening, lambda: serving if serving and takes_connections(serving, SECONDS) else "", complain)
     print(f"worker at {address}; Ctrl-C ends it", flush=True)
     while True:
         began, within = time.monotonic(), port_range(ports)
@@ -189,7 +191,7 @@ def serve_runs(door: socket.socket, address: str, tls: str, ports: str) -> int:
         serving = address_of(scheme, host, port)
         command = [sys.executable, "-m", "titan_rl.worker", "--address", serving, "--parent", str(os.getpid())]
         code = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0).wait()
-        if time.monotonic() - began < SHORTEST_SECONDS:
+        if time.monotonic() - began < MIN_SERVE_SECONDS:
             complain(f"expected to serve runs at {serving}, found exit code {code}")
             return FAILED
 

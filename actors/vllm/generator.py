@@ -137,18 +137,6 @@ class Generator(Actor):
     async def switch(self, version: int, timeout: float) -> ReaderCost:
         """Rank 0, once every rank has fetched. All ranks write what they fetched between the same two steps, verify it,
         and serve it as `version`; or this raises, and they serve nothing. Returns seconds of the slowest rank."""
-        return await self._switch_next(version, timeout)
-
-    @concurrent_endpoint
-    async def take_weights(
-        self, manifests: list[Manifest], version: int, timeout: float
-    ) -> tuple[ReaderCost, ReaderCost]:
-        """The only rank of the only replica, which waits for no other. Fetch and switch; return what each cost."""
-        with span("read", lane="weights"):
-            fetched = await self._landing.fetch_weights(manifests, timeout)
-        return fetched, await self._switch_next(version, timeout)
-
-    async def _switch_next(self, version: int, timeout: float) -> ReaderCost:
         self._switched = asyncio.get_running_loop().create_future()
         self._next.version, self._next.timeout = version, timeout
         self._wake.set()

@@ -18,10 +18,10 @@ def sample_with_vllm(folder: Path, names: list[str]) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from titan_rl.actors.vllm.engine import Engine, EngineSettings
+    from titan_rl.actors.vllm.vllm_params import pieces, verify_complete
     from titan_rl.kernels.pack_weights import pack, window
     from titan_rl.wire.model_shape import shape_of_folder
     from titan_rl.wire.types import Request, Sampling
-    from titan_rl.wire.vllm_params import pieces, verify_complete
     from titan_rl.wire.weight_plan import Shard, plan
 
     answers = {}

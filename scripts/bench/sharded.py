@@ -1,7 +1,7 @@
 """The shards of TorchTitan's layouts, without torch."""
 
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import Shard
 
 

@@ -121,12 +121,6 @@ class SimulatedGenerator(Actor):
         return self._switched(version)
 
     @interleaved
-    async def take_weights(
-        self, manifests: list[Manifest], version: int, timeout: float
-    ) -> tuple[ReaderCost, ReaderCost]:
-        return ReaderCost(blocks=len(manifests)), self._switched(version)
-
-    @interleaved
     async def sleep(self) -> None: ...
 
     @interleaved

@@ -14,9 +14,9 @@ from torch import Tensor
 from bench.rows import Row, in_turn
 from bench.sharded import shards
 from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.kernels.pack_weights import pack
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import Run, Shard, plan
 
 LLAMA_70B = ModelShape(

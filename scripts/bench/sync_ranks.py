@@ -22,11 +22,11 @@ from bench.sync_plan import random_params
 from titan_rl.actors.endpoint import quiet_rdma
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import pack, window
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Copy, Piece, Run, Shard
 from titan_rl.wire.weight_source import HostCopy, Offer, Source
 

@@ -10,8 +10,8 @@ from bench.ranks import Ranks
 from bench.rows import Row, in_turn
 from bench.sync_plan import shape_of_size, shards
 from bench.sync_ranks import Reader, TrainerRank
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import WeightSyncSection
-from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import plan
 
 RANKS = 2

@@ -46,8 +46,8 @@ def facts_of(config: Config, folder: str) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.v1.attention.selector import get_attn_backend
 
+    from titan_rl.actors.vllm.vllm_params import verify_complete
     from titan_rl.wire.model_shape import shape_of_folder
-    from titan_rl.wire.vllm_params import verify_complete
 
     g = config.generator
     own: Any = {**asdict(g), "max_model_len": config.training.seq_len}

@@ -91,9 +91,6 @@ class FakeEngine:
         await self.steps.wait()
         return ReaderCost()
 
-    async def do_take_weights(self, manifests: Any, version: int, timeout: float) -> tuple[ReaderCost, ReaderCost]:
-        return await self.do_fetch_weights(manifests, timeout), await self.do_switch(version, timeout)
-
 
 def fake_replica(index: int, engine: Any, policy: GeneratorPolicy) -> Replica:
     class Fake(Replica):

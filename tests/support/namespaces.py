@@ -70,13 +70,13 @@ class SeparateHost:
         self.switch.plug(self.port)
 
     def ranks(self) -> dict[str, psutil.Process]:
-        """Return the living ranks on this host, by name, without keepers of snapshots."""
+        """Return the living ranks on this host, by name, without snapshot servers."""
         network = os.readlink(f"/proc/{self.init.pid}/ns/net")
         found: dict[str, psutil.Process] = {}
         for launcher, name, pid in launched(psutil.process_iter()):
             with suppress(OSError, psutil.Error):  # it ended
                 rank, here = psutil.Process(pid), os.readlink(f"/proc/{launcher.pid}/ns/net") == network
-                if here and not name.startswith("keeper") and rank.status() != psutil.STATUS_ZOMBIE:
+                if here and not name.startswith("snapshots") and rank.status() != psutil.STATUS_ZOMBIE:
                     found[name] = rank
         return found
 

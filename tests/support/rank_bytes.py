@@ -35,9 +35,9 @@ def allocated(folder: Path, layout: str, tied: bool) -> dict[str, int]:
     from titan_rl.actors.sync.staging import Staging
     from titan_rl.actors.titan.model import local
     from titan_rl.actors.titan.role_model import RoleModel
+    from titan_rl.actors.vllm.vllm_params import pieces
     from titan_rl.batch.packing import pack
     from titan_rl.preflight.shapes import shape_of
-    from titan_rl.wire.vllm_params import pieces
     from titan_rl.wire.weight_plan import plan
 
     config = replace(config_of(layout, tied=tied), job=JobSection(dump_folder=str(folder)))

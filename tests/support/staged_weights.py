@@ -8,8 +8,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from titan_rl.actors.sync.held_shards import shards_of
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Shard
 
 # Rows that neither tensor parallelism nor FSDP divides evenly: 13 vocabulary rows, vectors of 7.

@@ -1,4 +1,4 @@
-"""Hosts that cannot map the controller's memory: workers in PID namespaces of their own, as containers are. Keepers
+"""Hosts that cannot map the controller's memory: each worker has a PID namespace, as a container has. Snapshot servers
 hold the snapshots of their trainers."""
 
 import os
@@ -88,7 +88,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def test_a_host_that_is_lost_with_its_trainer_costs_no_bit(runs: Runs, hosts: list[Host], tmp_path: Path) -> None:
-    """Nothing is on disk: its rank is restored on another host, from the copy that a third one has. A keeper that died
+    """Nothing is on disk: its rank is restored on another host, from the copy that a third one has. A server that died
     before has been replaced."""
     local = runs.start(tmp_path / "local", **KEYS)
     keys = {
@@ -99,8 +99,8 @@ def test_a_host_that_is_lost_with_its_trainer_costs_no_bit(runs: Runs, hosts: li
     }
     run = runs.start(tmp_path / "run", **KEYS, **keys)
     run.wait_for_step(1)
-    (keeper,) = hosts[0].ranks("keeper")
-    os.kill(keeper, signal.SIGKILL)
+    (server,) = hosts[0].ranks("snapshots")
+    os.kill(server, signal.SIGKILL)
     run.wait_for_step(4)
     assert not list(run.folder.glob("checkpoint/step-*")), "none is due before the last step"
     hosts[1].lose()

@@ -9,7 +9,7 @@ import torch
 from titan_rl.actors.sync.held_shards import shards_of
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.titan.model import TitanModel, local
-from titan_rl.wire.vllm_params import pieces
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.wire.weight_plan import plan
 
 # The seams: pinning copies, as it does on a GPU's host, but into ordinary memory; and the device counts as a GPU.

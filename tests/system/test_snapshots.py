@@ -238,7 +238,7 @@ def test_a_rank_killed_in_the_midst_of_a_copy_leaves_the_snapshot_before(tmp_pat
                     await snapshots.take("rl", at, json.dumps({"next": at}))
                     for victim in victims:
                         stop(victim)
-                    torn = snapshots._taken[-1].snapshot
+                    torn = snapshots._entries[-1].snapshot
                     if WRITING in stamps(torn)["trainer"]:
                         return torn
                     for victim in victims:

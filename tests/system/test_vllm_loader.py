@@ -14,8 +14,8 @@ from support.forked_programs import output_of
 from support.weight_layouts import TINY, execute, hf_sizes
 from titan_rl.actors.imports import import_vllm_model
 from titan_rl.actors.vllm import vllm_cpu
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Shard, plan
 
 COMPARE = f"""

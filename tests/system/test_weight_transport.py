@@ -19,9 +19,9 @@ from support.staged_weights import READERS, SHAPE, Weights, generator_parameters
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import How
+from titan_rl.actors.vllm.vllm_params import param_shapes, verify_complete
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.manifest import Manifest
-from titan_rl.wire.vllm_params import param_shapes, verify_complete
 from titan_rl.wire.weight_plan import Copy, Shard, plan
 from titan_rl.wire.weight_source import Offer, Source
 

@@ -174,7 +174,7 @@ async def by_other_ways(
 
 def shape_bytes(shape: ModelShape, tp: int, dtype: str) -> list[int]:
     """Return the bytes that each generator rank must read: its parameters, less the rows that pad the vocabulary."""
-    from titan_rl.wire.vllm_params import pieces
+    from titan_rl.actors.vllm.vllm_params import pieces
 
     return [
         sum(p.rows * p.cols for p in pieces(shape, tp=tp, rank=rank)) * (2 if dtype == "bfloat16" else 4)

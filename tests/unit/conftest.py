@@ -21,7 +21,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the ranks that other tests of this process have spawned under the same names."""
-    for name in ("_followed", "_away", "_awaited", "_lives", "_meant", "_ends", "_waiting"):
+    for name in ("_local", "_remote", "_awaited", "_generations", "_killed", "_ends", "_waiting"):
         monkeypatch.setattr(deaths, name, type(getattr(deaths, name))())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.nvidia_smi import two_gpus
-from titan_rl.wire.torch_build import torch_cuda
+from titan_rl.preflight.torch_build import torch_cuda
 
 ROOT = Path(__file__).parents[2]
 POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"

@@ -1,4 +1,4 @@
-"""What a worker does whose address another worker has, and what its run says meanwhile."""
+"""A worker whose address another worker has, and the messages of its run."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from titan_rl.config.sections import HostsSection
 from titan_rl.meshes.ssh_workers import ssh_workers
 from titan_rl.wire.program import USAGE
 from titan_rl.wire.worker_address import RUN, Holder, free_port, holder_in
-from titan_rl.worker import door_of, main
+from titan_rl.worker import listen_when_free, main
 
 OTHER = """
 import socket, subprocess, sys, time
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 
 class OtherWorker:
-    """A process that looks like a worker which serves a run, as the file in its folder says."""
+    """A process that looks like a worker; the file in its folder names the run that it serves."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port("127.0.0.1")
@@ -60,11 +60,11 @@ def test_a_worker_waits_for_one_whose_controller_is_silent(
 ) -> None:
     address = f"tcp://127.0.0.1:{other.port}"
     with pytest.raises(OSError, match="Address already in use"):
-        door_of(address, waits=False)
+        listen_when_free(address, waits=False)
     opened = list[int]()
 
     def wait() -> None:
-        with door_of(address, waits=True) as door:
+        with listen_when_free(address, waits=True) as door:
             opened.append(door.getsockname()[1])
 
     waiting = threading.Thread(target=wait, daemon=True)
@@ -96,7 +96,7 @@ def test_a_worker_does_not_wait_for_a_run_that_is_alive(other: OtherWorker) -> N
         with pytest.raises(
             OSError, match="has it for the run in /a: wait for its end, stop it, or use another"
         ) as error:
-            door_of(f"tcp://127.0.0.1:{other.port}", waits=True)
+            listen_when_free(f"tcp://127.0.0.1:{other.port}", waits=True)
         assert error.value.errno == errno.EADDRINUSE
     finally:
         ended.set()

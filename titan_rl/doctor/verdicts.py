@@ -9,7 +9,7 @@ from typing import Literal
 from titan_rl.doctor.installed import Wanted, satisfies
 from titan_rl.doctor.machine_facts import Facts
 from titan_rl.environment import LONGEST_TMPDIR
-from titan_rl.wire.torch_build import as_numbers
+from titan_rl.preflight.torch_build import as_numbers
 
 GIB = 2**30
 # Measured with train_configs/grpo_llama.toml (1 trainer rank, 1 generator) on two cores: 2.2 GiB, 93 open files in one

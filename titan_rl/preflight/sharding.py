@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import Config
 from titan_rl.preflight.checks.machine import check_gpu_memory, check_host_memory
 from titan_rl.preflight.placement import gpus_of_hosts
@@ -16,7 +17,6 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.preflight.refusal import refuse
 from titan_rl.preflight.shapes import role_shapes
 from titan_rl.wire.model_shape import MeshQuestion, ModelShape, ShardedModel
-from titan_rl.wire.vllm_params import pieces
 
 SECONDS = 300.0  # measured: 10 for 8B over 8 ranks, 30 for 70B over 64
 

@@ -21,14 +21,15 @@ from titan_rl.actors.environment_rank import EnvironmentSettings
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.engine import EngineSettings
 from titan_rl.actors.vllm.launch_env import BATCH_INVARIANT
+from titan_rl.actors.vllm.vllm_params import verify_complete
 from titan_rl.agents.episode_loop import LoopSettings
 from titan_rl.agents.episodes import Limits
 from titan_rl.config.sections import Config
-from titan_rl.meshes import deaths, fork_servers, keepers
+from titan_rl.meshes import deaths, fork_servers, snapshot_servers
 from titan_rl.meshes.environment_mesh import EnvironmentMesh, EnvironmentPolicy
 from titan_rl.meshes.faults import Watch
 from titan_rl.meshes.generator_mesh import GeneratorMesh
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
 from titan_rl.meshes.replica import GeneratorPolicy
@@ -36,11 +37,10 @@ from titan_rl.meshes.snapshot_store import Snapshots
 from titan_rl.preflight.plan import Setup
 from titan_rl.record.incidents import Incidents
 from titan_rl.record.terminal import Terminal
-from titan_rl.train.berths import Berths, joined_hosts, resources
+from titan_rl.train.rank_places import RankPlaces, joined_hosts, resources
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.types import RoleName
-from titan_rl.wire.vllm_params import verify_complete
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
 CLOSE_SECONDS = 5.0  # for a clean end; what takes longer is killed with the controller
@@ -62,7 +62,7 @@ class Meshes:
     colocated: bool = False  # generators and trainers take turns on the same devices
     on_gpus: bool = False  # which are GPUs
     hosts: Sequence[Host] = ()  # of the run
-    berths: Berths | None = None  # where meshes are started again
+    rank_places: RankPlaces | None = None  # where meshes are started again
 
     async def turn_of_trainers(self) -> None:
         """Put colocated engines to sleep until they are given new weights."""
@@ -101,7 +101,7 @@ async def launch(
     fork_servers.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     # A host whose agent dies is lost (remote_host.py).
-    watch = Watch(tended=["generator", "environment", "agent", keepers.MESH])
+    watch = Watch(tended=["generator", "environment", "agent", snapshot_servers.MESH])
     meshes: Meshes | None = None
 
     def back() -> None:
@@ -110,9 +110,9 @@ async def launch(
 
     async with joined_hosts(setup, terminal.warn, back) as hosts:
         try:
-            berths = Berths(setup, hosts)
-            started = await watch.drive(_start(berths, setup, terminal, incidents))
-            meshes = replace(started, hosts=hosts, berths=berths)
+            rank_places = RankPlaces(setup, hosts)
+            started = await watch.drive(_start(rank_places, setup, terminal, incidents))
+            meshes = replace(started, hosts=hosts, rank_places=rank_places)
             yield meshes, watch
         except RunError as error:
             raise await watch.explained(error) from None
@@ -126,7 +126,7 @@ async def launch(
                     await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
 
 
-async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
+async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
     """Start all meshes. Generators that share the trainers' GPUs start before them: vLLM measures how much memory is
     free, which nothing else may change meanwhile."""
     config = setup.resolved
@@ -136,15 +136,15 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
         trains = role in ("trainer", "critic")
         with terminal.phase(f"{role}: processes, model{', optimizer' if trains else ''}"):
             env = {PLANNED: setup.device, **_allocator_env(setup)}
-            mesh = ModelMesh(partial(berths.of_model, role), role, config, shapes.get(role, setup.shape), env)
+            mesh = ModelMesh(partial(rank_places.of_model, role), role, config, shapes.get(role, setup.shape), env)
             await mesh.start()
         return mesh
 
     starting: dict[str, Callable[[], Awaitable[Any]]] = {"trainers": partial(started, "trainer")}
     if setup.config.samples_rollouts:
-        starting["generators"] = partial(_generators, berths.of_replica, setup, terminal, incidents)
+        starting["generators"] = partial(_generators, rank_places.of_replica, setup, terminal, incidents)
         if setup.config.rollout_code:
-            starting["environments"] = partial(_environments, berths.of_environment, setup, terminal, incidents)
+            starting["environments"] = partial(_environments, rank_places.of_environment, setup, terminal, incidents)
     for role in config.roles:
         starting[role] = partial(started, cast(RoleName, role))
     meshes: dict[str, Any] = {}
@@ -155,13 +155,15 @@ async def _start(berths: Berths, setup: Setup, terminal: Terminal, incidents: In
 
 
 async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, terminal: Terminal) -> Snapshots:
-    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with keepers."""
+    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with snapshot servers."""
     trainers, critic = meshes.trainers, meshes.critic
     if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
         return Snapshots(trainers, critic, incidents.note)
-    ends = keepers.Keepers(meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+    ends = snapshot_servers.SnapshotServers(
+        meshes.hosts, config.comm.init_timeout_seconds, config.comm.train_timeout_seconds
+    )
     snapshots = PeerSnapshots(trainers, critic, ends, incidents.note, config.fault.snapshot_gbps)
-    with terminal.phase("snapshots: keepers"):
+    with terminal.phase("snapshots: servers"):
         copies, how = await snapshots.start()
     terminal.note(f"snapshots: copies of {', of '.join(copies)}; by {how}")
     return snapshots
@@ -180,10 +182,10 @@ async def launch_loaded(
         with without_lines(b"Monarch internal logs are being written"):
             host = Host(this_host())
 
-        def seated(replica: int, _: bool) -> Berth:
+        def seated(replica: int, _: bool) -> RankPlace:
             tp = setup.config.generator.tensor_parallel_degree
             devices = visible_devices()[replica * tp : (replica + 1) * tp] if setup.device == "cuda" else []
-            return Berth(host, tp, resources(setup, "generator", devices))
+            return RankPlace(host, tp, resources(setup, "generator", devices))
 
         generators = await watch.drive(_generators(seated, setup, terminal, None, loaded=True))
         meshes.append(generators)
@@ -232,7 +234,7 @@ def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPo
 
 
 async def _generators(
-    berth_of: Callable[[int, bool], Berth],
+    rank_place_of: Callable[[int, bool], RankPlace],
     setup: Setup,
     terminal: Terminal,
     incidents: Incidents | None,
@@ -255,7 +257,7 @@ async def _generators(
     tp = g.tensor_parallel_degree
     with terminal.phase("generator: processes, vLLM engine"):
         mesh = await GeneratorMesh.spawn(
-            berth_of,
+            rank_place_of,
             settings,
             replicas=g.replicas,
             env=_engine_env(setup),

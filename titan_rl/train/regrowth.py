@@ -13,7 +13,7 @@ from collections.abc import Callable
 from titan_rl.config.sections import Config
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.record.incidents import Incidents
-from titan_rl.train.berths import Berths
+from titan_rl.train.rank_places import RankPlaces
 from titan_rl.wire.errors import RunError
 
 STEADY = 5  # times fault.detect_seconds that a host must have been back
@@ -25,9 +25,12 @@ class Regrow(RunError):
 
 
 class Regrowth:
-    def __init__(self, trainers: ModelMesh, berths: Berths | None, config: Config, incidents: Incidents) -> None:
-        """`berths`: None if the mesh cannot be placed again, so its number of rows stays."""
-        self._trainers, self._berths, self._fault, self._incidents = trainers, berths, config.fault, incidents
+    def __init__(
+        self, trainers: ModelMesh, rank_places: RankPlaces | None, config: Config, incidents: Incidents
+    ) -> None:
+        """`rank_places`: None if the mesh cannot be placed again, so its number of rows stays."""
+        self._trainers, self._rank_places = trainers, rank_places
+        self._fault, self._incidents = config.fault, incidents
         self._saves = config.checkpoint.enable
         self._shrunk = 0  # how often the mesh has lost rows
 
@@ -37,22 +40,26 @@ class Regrowth:
     @property
     def due(self) -> bool:
         """Return True if the mesh should start again at the next step that is on disk."""
-        if self._berths is None or not self._trainers.size or not self._saves:
+        if self._rank_places is None or not self._trainers.size or not self._saves:
             return False
         seconds = STEADY * self._fault.detect_seconds * 2 ** max(0, self._shrunk - 1)
         spared = self._incidents.left(self._trainers.name) >= min(SPARE, self._fault.max_restarts)
-        return spared and self._berths.rows(seconds) > self._trainers.dp
+        return spared and self._rank_places.rows(seconds) > self._trainers.dp
 
     def after(self, step: int) -> Regrow:
         """Return what asks for the start."""
-        assert self._berths is not None
-        rows = f"{self._berths.rows()} instead of {self._trainers.dp} dp rows"
+        assert self._rank_places is not None
+        rows = f"{self._rank_places.rows()} instead of {self._trainers.dp} dp rows"
         return Regrow(f"{self._trainers.name}: started again after step {step}, with {rows}")
 
     def failed(self, error: RunError, say: Callable[[str], None]) -> bool:
         """Take note that the mesh did not start with more rows. Return True if the new hosts are left out from here on,
         False if the reason is the loss of another one."""
-        if self._berths is None or error.mesh != self._trainers.name or not (left := self._berths.leave_out()):
+        if (
+            self._rank_places is None
+            or error.mesh != self._trainers.name
+            or not (left := self._rank_places.leave_out())
+        ):
             return False
         say(f"{error}; the {self._trainers.name} does without {', '.join(left)} until its worker is started again")
         return True

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import Config
 from titan_rl.meshes.generator_mesh import GeneratorMesh
 from titan_rl.meshes.healing import REFUSED
@@ -29,7 +30,6 @@ from titan_rl.wire.manifest import Manifest, PickledOnce, Publication
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.reports import SyncStats
 from titan_rl.wire.spans import Clock, span
-from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import WeightPlan, plan
 from titan_rl.wire.weight_source import Source
 

@@ -1,4 +1,4 @@
-"""Certificates of a small cluster: `make_certificates` issues them, `certificate_problems` looks at a host's own.
+"""Certificates of a small cluster: `make_certificates` issues them, `certificate_problems` checks a host's.
 
     FOLDER/ca.key                            signs certificates; keep it off the hosts
     FOLDER/HOST/{ca,cert,key}.pem            to copy to each host: hosts.tls, or --tls of its worker
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
-EARLIER = timedelta(days=1)  # a host's clock may be slow, by hours if its time zone was mistaken
+CLOCK_TOLERANCE = timedelta(days=1)  # a host's clock may be slow, by hours if its time zone is wrong
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: float = 365) -> None:
@@ -38,12 +38,12 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: float = 365) -> 
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     ca = x509.load_pem_x509_certificate((folder / CA).read_bytes())
     for host in hosts:
-        own = ec.generate_private_key(ec.SECP256R1())
+        host_key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([_general(host)])
         uses = x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH])
-        signed = _signed(_named(host), ca.subject, own, key, days, [names, uses])
+        signed = _signed(_named(host), ca.subject, host_key, key, days, [names, uses])
         (folder / host).mkdir(mode=0o700, exist_ok=True)
-        _write(folder / host / KEY, _pem_of(own))
+        _write(folder / host / KEY, _pem_of(host_key))
         _write(folder / host / CERT, signed.public_bytes(serialization.Encoding.PEM))
         _write(folder / host / CA, ca.public_bytes(serialization.Encoding.PEM))
 
@@ -58,7 +58,7 @@ def certified_name(folder: Path) -> str:
 
 
 def certificate_problems(folder: Path, now: datetime | None = None) -> Iterator[str]:
-    """Yield what is wrong with a host's own files: one is missing, expired, or of another CA or key."""
+    """Yield the problems of a host's files: one is missing, expired, or has another CA or key."""
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import serialization
@@ -113,7 +113,7 @@ def _signed(
 
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(min(now, now + timedelta(days=days)) - EARLIER)
+    builder = builder.not_valid_before(min(now, now + timedelta(days=days)) - CLOCK_TOLERANCE)
     builder = builder.not_valid_after(now + timedelta(days=days))
     for extension in extensions:
         builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use, and which processes can share that memory."""
+"""The cores and memory that this process may use, and names of its machine and memory."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Return the cores of this process's affinity, or those that a container's limit amounts to if they are fewer."""
+    """Return the number of cores of this process's affinity, or of the container's limit if that is lower."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         quota, period = CPU_MAX.read_text().split()
@@ -18,15 +18,15 @@ def usable_cores() -> int:
 
 def host_memory() -> int:
     """Return the bytes of memory that this process and its children may use."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = min(found, int((Path("/sys/fs/cgroup") / limit).read_text()))
-    return found
+            nbytes = min(nbytes, int((Path("/sys/fs/cgroup") / limit).read_text()))
+    return nbytes
 
 
 def machine() -> str:
-    """Return a string that is equal for processes on one machine, whatever their network and containers."""
+    """Return a string that is equal for processes on one machine, also in different networks and containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

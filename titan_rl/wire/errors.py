@@ -8,7 +8,7 @@ class RunError(Exception):
         super().__init__(headline)
         self.details = details
         self.rank = rank  # the failed one, "trainer[dp=1 tp=0]"; empty: respawning a mesh would not help
-        self.kind = kind  # of the remote exception
+        self.kind = kind  # type of the remote exception
 
     @property
     def mesh(self) -> str:

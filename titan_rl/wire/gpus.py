@@ -14,7 +14,7 @@ PLANNED = "TITAN_RL_DEVICE"  # "cpu" or "cuda": in the environment of every rank
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs that a run may use; or, if they are not `here`, those that a dry run plans for."""
+    """The GPUs that a run may use; if not `here`, the GPUs that a dry run plans for."""
 
     count: int = 0
     nbytes: int = 0  # memory of the smallest one; 0: unknown
@@ -53,17 +53,17 @@ def visible_devices() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(index) for index in range(present)]
-    found = list[str]()
+    devices = list[str]()
     for device in map(str.strip, visible.split(",")):
-        known = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
-        if not (present and known):
+        is_device = device.startswith(("GPU-", "MIG-")) or (device.isdecimal() and int(device) < present)
+        if not (present and is_device):
             break  # CUDA stops reading at the first entry that is not a device
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def require_planned_device(cuda_is_available: bool) -> None:
-    """Raise if this process was started for a GPU and torch finds none: it would go on on the CPU, without a word."""
+    """Raise if this process was started for a GPU and torch finds none: it would silently use the CPU."""
     if os.environ.get(PLANNED) == "cuda" and not cuda_is_available:
         raise RuntimeError(
             "expected a GPU, because the run was planned for CUDA, found none that torch can use: the driver may be "

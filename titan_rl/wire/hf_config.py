@@ -1,4 +1,4 @@
-"""Reads a config.json of transformers 4 or 5: what trainer and generator cannot both run, and the rotary embedding."""
+"""Reads a config.json of transformers 4 or 5: unsupported values, and the rotary embedding."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_rl.wire.model_families import BY_MODEL_TYPE, FAMILIES, FamilyParts, RopeType, why_unknown
 
-HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that transformers insists on
+HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # required by transformers
     (
         ("tie_word_embeddings", "use_cache", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"),
         (bool,),
@@ -17,12 +17,12 @@ HF_TYPES: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (  # that 
     (("eos_token_id",), (int, list), "an integer or a list of them"),
     (("attention_dropout", "initializer_range"), (int, float), "a number"),
 )
-SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # that must be there
+SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {  # required
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # that may be there
+YARN_KEYS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # optional
 MOST, MOST_LAYERS, MOST_EXPERTS = 2**30, 1000, 2**14  # far above every model
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 HF_SIZES = (
@@ -43,12 +43,12 @@ def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the keys of a supported scaling, as in config.json; None if there is none."""
     kind: RopeType = rope["rope_type"]
     optional = (*YARN_KEYS, "truncate") if kind == "yarn" else ()
-    found = {key: rope[key] for key in (*SCALING_KEYS[kind], *optional) if rope.get(key) is not None}
-    return {"rope_type": kind, **found} if kind != "default" else None
+    keys = {key: rope[key] for key in (*SCALING_KEYS[kind], *optional) if rope.get(key) is not None}
+    return {"rope_type": kind, **keys} if kind != "default" else None
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is missing, and what trainer and generator cannot both run."""
+    """Yield missing keys, and values that trainer and generator cannot both run."""
     model_type = str(config.get("model_type"))
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(list(BY_MODEL_TYPE)[:-1]) + f" or {list(BY_MODEL_TYPE)[-1]}"

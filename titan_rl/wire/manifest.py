@@ -1,4 +1,4 @@
-"""What a published version consists of, so that a reader can check whether it holds that version.
+"""Contents of a published version, against which a reader checks its weights.
 
     run (the plan's copies, for one trainer rank and one reader) -> blocks of whole rows -> a checksum each
 
@@ -10,7 +10,7 @@ Checksums have 64 bits: XXH3 on a host; on a GPU, where its serial steps would b
 import pickle
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import xxhash
@@ -21,7 +21,7 @@ from titan_rl.wire.weight_source import HashKind
 T = TypeVar("T")
 
 checksum = xxhash.xxh3_64_intdigest
-"""13 GB/s on one core where memcpy reaches 10; it releases the GIL meanwhile."""
+"""Faster than memcpy, and releases the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one run of one publication contains."""
+    """Contents of one run of one publication."""
 
     version: int
     serial: int  # counts publications: a version may be published twice, with other weights before RL begins
     slot: int
-    layout: int  # of the run, see layout()
-    checksums: tuple[int, ...]  # by block; empty if they are never compared
-    digest: int  # of all of the above
+    layout: int  # hash of the run's layout, see layout()
+    checksums: tuple[int, ...]  # one per block; empty if they are never compared
+    digest: int  # hash of all the above
 
     @classmethod
     def of(cls, version: int, serial: int, slot: int, layout: int, checksums: tuple[int, ...]) -> "Manifest":
@@ -58,8 +58,8 @@ class Manifest:
 
 
 class PickledOnce(list[T]):
-    """A list that is sent to many processes and pickled for the first of them only: every replica reads from every
-    trainer rank, and gets the same lists. Do not change it, or what it contains. It arrives as a plain list."""
+    """A list that is pickled once for many receivers: every replica gets the same sources, which are long. Neither it
+    nor its items may change. It arrives as a plain list."""
 
     def __init__(self, values: Iterable[T]) -> None:
         super().__init__(values)
@@ -78,28 +78,24 @@ class Publication:
     version: int
     slot: int
     manifests: list[dict[int, Manifest]]  # by trainer rank, then by reader
-    seconds: float  # that packing took the slowest rank
-    _of: dict[int, PickledOnce[Manifest]] = field(default_factory=dict, compare=False, repr=False)  # by reader
+    seconds: float  # to pack, on the slowest rank
 
     def of(self, reader: int) -> list[Manifest]:
-        """Return the manifests of the runs that a reader reads, in the order of the trainer ranks: the same list for
-        all replicas."""
-        if reader not in self._of:
-            self._of[reader] = PickledOnce(runs[reader] for runs in self.manifests if reader in runs)
-        return self._of[reader]
+        """Return the manifests of the runs that a reader reads, in the order of the trainer ranks."""
+        return [runs[reader] for runs in self.manifests if reader in runs]
 
 
-def blocks(copies: Sequence[Copy], most: int) -> tuple[Block, ...]:
-    """Cut a run into blocks of at most `most` elements. A row that is longer is a block of its own."""
-    found: list[Block] = []
-    start, taken, elements = 0, [], 0
-    for copy in (part for whole in copies for part in _cut(whole, most)):
-        if taken and elements + copy.elements > most:
-            found.append(Block(start, elements, tuple(taken)))
-            start, taken, elements = start + elements, [], 0
-        taken.append(copy)
+def blocks(copies: Sequence[Copy], max_elements: int) -> tuple[Block, ...]:
+    """Cut a run into blocks of at most `max_elements`. A longer row is a whole block."""
+    result: list[Block] = []
+    start, parts, elements = 0, [], 0
+    for copy in (part for whole in copies for part in _cut(whole, max_elements)):
+        if parts and elements + copy.elements > max_elements:
+            result.append(Block(start, elements, tuple(parts)))
+            start, parts, elements = start + elements, [], 0
+        parts.append(copy)
         elements += copy.elements
-    return (*found, Block(start, elements, tuple(taken))) if taken else ()
+    return (*result, Block(start, elements, tuple(parts))) if parts else ()
 
 
 def layout(copies: Sequence[Copy], dtype: str, block_bytes: int, kind: HashKind = "xxh3") -> int:
@@ -111,9 +107,9 @@ def layout(copies: Sequence[Copy], dtype: str, block_bytes: int, kind: HashKind 
     return hashed.intdigest()
 
 
-def _cut(copy: Copy, most: int) -> Iterator[Copy]:
+def _cut(copy: Copy, max_elements: int) -> Iterator[Copy]:
     """Cut a copy into parts of whole rows, in the order of the run."""
-    rows = max(1, most // copy.cols)
+    rows = max(1, max_elements // copy.cols)
     for row in range(0, copy.rows, rows):
         down = {"src_row0": copy.src_row0 + row, "dst_row0": copy.dst_row0 + row}
         yield replace(copy, **down, rows=min(rows, copy.rows - row))

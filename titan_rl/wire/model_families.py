@@ -16,18 +16,18 @@ RopeType = Literal["default", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyParts:
-    """What differs between model families."""
+    """Parts in which model families differ."""
 
     model_type: str  # in config.json
     architectures: dict[Head, str]  # in config.json
-    qkv_bias: bool = False  # of the query, key and value projections
+    qkv_bias: bool = False  # query, key and value projections have biases
     head_norms: bool = False  # RMSNorm over each query and key head
     experts: bool = False  # a router chooses experts for each token, instead of one feed-forward
     default_window: int = 0  # sliding window if config.json has no such key; 0: the family has no window
     heads_fill_dim: bool = False  # vLLM takes no head_dim other than hidden_size / num_attention_heads
     derived_sizes: tuple[str, ...] = ()  # keys that config.json may omit: they follow from the other sizes
     rope_types: tuple[RopeType, ...] = ("default", "yarn")
-    false_keys: tuple[str, ...] = ()  # of config.json: parts that are not computed here
+    false_keys: tuple[str, ...] = ()  # keys of config.json for parts that are not computed here
     initializers: Literal["depth_scaled", "normal"] = "normal"  # if model.initializer_range is 0
 
 
@@ -51,7 +51,7 @@ FAMILIES: dict[Family, FamilyParts] = {
     "qwen3": FamilyParts(
         model_type="qwen3",
         architectures={"lm": "Qwen3ForCausalLM", "value": "Qwen3ForSequenceClassification"},
-        head_norms=True,  # the defaults of its sizes are those of one particular model, so none are derived
+        head_norms=True,  # its default sizes are one particular model's, so none are derived
         false_keys=("attention_bias", "use_sliding_window"),
     ),
     "qwen3_moe": FamilyParts(  # Qwen3-30B-A3B, 235B-A22B

@@ -26,7 +26,7 @@ class ModelShape:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    hidden_dim: int  # of the feed-forward, or of each expert
+    hidden_dim: int  # rows of the feed-forward, or of each expert
     max_seq_len: int
     rope_theta: float
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # "rope_type", and its keys of config.json
@@ -34,7 +34,7 @@ class ModelShape:
     norm_eps: float
     tied: bool
     head: Head = "lm"
-    experts: int = 0  # of each layer; 0: one feed-forward
+    experts: int = 0  # per layer; 0: one feed-forward
     experts_per_token: int = 0
     norm_routes: bool = False  # the weights of a token's experts add up to 1
 
@@ -200,16 +200,16 @@ def shape_of_folder(folder: str, key: str) -> ModelShape:
 class ShardedModel:
     """Numbers of parameters on the fullest rank of a mesh, and how many of them FSDP2 gathers at once."""
 
-    held: int  # its own shards
-    whole: int  # all groups gathered: what tensor parallelism leaves
-    block: int  # the largest transformer block gathered
-    last: int  # the group of the head gathered
-    sent: Sequence[Sequence[int]] = ()  # by rank and reader: what a weight sync moves; empty without readers
+    held: int  # in its shards
+    whole: int  # with all groups gathered, under tensor parallelism
+    block: int  # in the largest transformer block, gathered
+    last: int  # in the head's group, gathered
+    sent: Sequence[Sequence[int]] = ()  # moved by a weight sync, by rank and reader; empty without readers
 
 
 @dataclass(frozen=True, slots=True)
 class MeshQuestion:
-    """What has to be known to cut a model: `config` without "auto", and who reads the weights."""
+    """The inputs for cutting a model over a mesh. `config` has no "auto"."""
 
     config: Config
     shape: ModelShape

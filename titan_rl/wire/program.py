@@ -1,4 +1,4 @@
-"""How a program that has worker processes begins and ends: nothing waits for its threads."""
+"""Begin and end of a program that has worker processes: its end waits for no threads."""
 
 import io
 import os
@@ -39,16 +39,16 @@ def enter(main: Callable[[], int], stopped: str = "") -> None:
 
 
 class LastingFile(io.FileIO):
-    """Drops what cannot be written: the reader of the pipe has ended, the terminal is gone, the disk is full."""
+    """Drops bytes that cannot be written: the pipe has no reader, the terminal is gone, the disk is full."""
 
     def close(self) -> None:
-        """Stay open: user code may close what it prints to."""
+        """Stay open: user code may close its standard streams."""
 
     def write(self, data: Any, /) -> int:
-        whole = left = memoryview(data).cast("B")
+        whole = rest = memoryview(data).cast("B")
         with suppress(OSError):
-            while left and (written := super().write(left)):  # None: a full pipe that does not block
-                left = left[written:]
+            while rest and (written := super().write(rest)):  # None: a full pipe that does not block
+                rest = rest[written:]
         return len(whole)
 
 

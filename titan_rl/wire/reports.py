@@ -1,4 +1,4 @@
-"""What meshes and engines report of a step and of a weight sync: losses, counts and seconds."""
+"""Reports of meshes and engines about a step and a weight sync: losses, counts and seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ class StepStats:
     grad_norm: float
     lr: float
     tokens: int  # trained tokens
-    seconds: float  # of the slowest rank
+    seconds: float  # on the slowest rank
     skipped: int = 0  # updates with a gradient that was not finite
     busy: float = 0.0  # seconds in which this rank computed, or waited for a core
     ranks: Mapping[str, float] = field(default_factory=dict)  # busy seconds of every rank, by name
@@ -26,7 +26,7 @@ class Backlog(NamedTuple):
     """Groups in flight."""
 
     inflight: int
-    finished: int  # of these, waiting to be trained on
+    finished: int  # groups in flight that wait to be trained on
     curriculum: Mapping[str, float] = {}  # metrics of it, if there is one
 
 
@@ -36,10 +36,10 @@ class EngineStats:
 
     steps: int = 0
     tokens: int = 0  # sampled
-    prompt_tokens: int = 0  # of finished samples
-    cached_tokens: int = 0  # of these, read from the prefix cache
+    prompt_tokens: int = 0  # in finished samples
+    cached_tokens: int = 0  # prompt tokens read from the prefix cache
     recomputed: int = 0  # tokens whose keys and values new weights have dropped
-    max_batch: int = 0  # most samples advanced by one step
+    max_batch: int = 0  # largest number of samples in one step
     seconds: float = 0.0  # in add and step
 
     def since(self, before: "EngineStats") -> "EngineStats":
@@ -55,7 +55,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class ReaderCost:
-    """What a weight sync cost on the reader's side: one rank that fetched, or one engine that switched."""
+    """Cost of a weight sync to a reader: a rank that fetched, or an engine that switched."""
 
     read: float = 0.0  # seconds, without verification
     write: float = 0.0  # seconds
@@ -65,7 +65,7 @@ class ReaderCost:
     changed: int = 0  # blocks fetched
     blocks: int = 0  # blocks of the publication
     remote: int = 0  # bytes that this rank, or this engine's ranks, brought to their host by remote reads
-    engine: EngineStats = field(default_factory=EngineStats)  # what it did since the switch before
+    engine: EngineStats = field(default_factory=EngineStats)  # counts since the previous switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,6 @@ class SyncStats:
     pause: float = 0.0  # seconds that an engine stood still
     changed: float | None = None  # share of the weights' blocks that were fetched; None without weight_sync.delta
     waited: float = 0.0  # seconds of `seconds` in which the controller did nothing else
-    engines: Mapping[str, EngineStats] = field(default_factory=dict)  # what each replica did since the sync before
+    engines: Mapping[str, EngineStats] = field(default_factory=dict)  # each replica's counts since the previous sync
     into_host: int = 0  # most bytes that remote reads brought to one host
     refused: tuple[str, ...] = ()  # replicas that serve nothing, because these are not the announced weights

@@ -1,6 +1,6 @@
-"""The contract between what drives a rollout and what samples its turns.
+"""The contract between the driver of a rollout and the session that samples its turns.
 
-A driver writes each turn's whole context as token ids, and is given what the policy sampled:
+A driver writes each turn's whole context as token ids, and receives the sampled tokens:
 
     driver.drive(session):  completion = await session.sample(tokens) -> ... -> Outcome
 
@@ -30,13 +30,13 @@ class ContextOverflow(LimitReached):
 
 
 class TokensSpent(LimitReached):
-    """The rollout has sampled as many tokens as it may."""
+    """The rollout has reached its limit of tokens."""
 
     status = "max_tokens"
 
 
 class TurnsSpent(LimitReached):
-    """The rollout has sampled as many turns as it may."""
+    """The rollout has reached its limit of turns."""
 
     status = "max_turns"
 
@@ -46,20 +46,20 @@ class DriverLost(Exception):
 
 
 class SessionOver(Exception):
-    """The rollout has ended, by its deadline for example: nothing of it is sampled or kept any more."""
+    """The rollout has ended, by its deadline for example: it can sample no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a driver returns about a rollout, besides the tokens, which its session has."""
+    """A driver's result for a rollout, except the tokens, which the session has."""
 
     status: Status = "completed"
     reward: float | None = None  # None: the task's reward judges the sampled text
-    rewards: Mapping[str, float] = field(default_factory=dict)  # its components, for people
-    turn_rewards: Sequence[float] = ()  # of each turn, in the order in which they were sampled; empty: none
-    messages: Sequence[Mapping[str, Any]] = ()  # the conversation, for people and for rewards
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the reward's components, for display
+    turn_rewards: Sequence[float] = ()  # one per turn, in the order of sampling; empty: none
+    messages: Sequence[Mapping[str, Any]] = ()  # the conversation, for display and for rewards
     metrics: Mapping[str, float] = field(default_factory=dict)  # numbers to log, such as tool calls and seconds
-    error: str = ""  # what failed, if the status is one of FAILED
+    error: str = ""  # set if the status is one of FAILED
 
 
 class Session(Protocol):

@@ -1,5 +1,4 @@
-"""Snapshots of all trained state in memory: as the controller names them, as a rank finds its part, which host has the
-other copy of it, and how that host's keeper reads it."""
+"""Snapshots of all trained state in memory: names of parts, manifests of copies, and the host of each copy."""
 
 import os
 import struct
@@ -27,7 +26,7 @@ class SnapshotPart:
     >>> SnapshotPart("/proc/4711/fd/23", 8)
     """
 
-    path: str  # of memory that the controller holds, or the keeper of the rank's host
+    path: str  # memory of the controller, or of the snapshot server of the rank's host
     serial: int
 
 
@@ -39,7 +38,7 @@ class Snapshot:
     step: int
     controller: str  # JSON: the controller's state, as in a checkpoint of this step
     serial: int
-    paths: Mapping[str, tuple[str, ...]]  # by mesh: the paths of its ranks' parts, in rank order
+    paths: Mapping[str, tuple[str, ...]]  # paths of the ranks' parts, by mesh and in rank order
 
     def parts(self, mesh: str) -> list[SnapshotPart]:
         return [SnapshotPart(path, self.serial) for path in self.paths[mesh]]
@@ -47,12 +46,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class PartManifest:
-    """What a whole part holds: its head, and the digest of each block of what follows the head."""
+    """Contents of a whole part: its head, and the digests of the blocks that follow it."""
 
     serial: int
     start: int
     end: int
-    nbytes: int  # of the whole part, which is at least `end`
+    nbytes: int  # size of the part, at least `end`
     block_bytes: int
     digests: tuple[bytes, ...]  # xxh3, 128 bits
 
@@ -67,7 +66,7 @@ class PartManifest:
 
 @dataclass(frozen=True, slots=True)
 class PartOffer:
-    """A whole part that its keeper offers to another one."""
+    """A whole part that one server offers to another."""
 
     manifest: PartManifest
     blocks: "tuple[RDMABuffer, ...]"  # registered for one-sided reads
@@ -79,8 +78,8 @@ def head(fd: int) -> tuple[int, int, int]:
 
 
 def peer_of(host: int, machines: Sequence[str]) -> int | None:
-    """Return the host whose keeper has copies of a host's parts: the next one, in a ring, that is on another machine;
-    or the next one, if all are on one machine. `machines`, by host: "" if it is lost. None: no other host is left.
+    """Return the host that has copies of a host's parts: the next one, in a ring, that is on another machine; or the
+    next one, if all are on one machine. `machines`, by host: "" if it is lost. None: no other host is left.
 
     >>> [peer_of(host, ["a", "b", "c"]) for host in range(3)]
     [1, 2, 0]

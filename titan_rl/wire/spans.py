@@ -1,8 +1,8 @@
-"""Record what a process did when, as spans. Recording one takes about a microsecond; they are kept until taken.
+"""Record the work of a process as spans, which are stored until they are taken.
 
     with span("forward", tokens=96): ...            one stretch of work
     with span("sample", lane="group", id=7): ...    one of many concurrent stretches, each with an id
-    span.take()                                     what was recorded since the last take
+    span.take()                                     the spans since the last take
 
 A lane is one thread of execution: its spans nest. Concurrent asyncio tasks use another lane, or give their spans an id.
 Spans are measured on the host: a GPU may still run kernels launched in an earlier span.
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 Value = int | float | str
 
-MOST = 16384  # spans kept until taken: a few MB, and minutes of any rank's work
-LONGEST_STRETCH = 250_000_000  # ns
+MAX_SPANS = 16384  # stored until taken: a few MB, and minutes of any rank's work
+MAX_STRETCH_NS = 250_000_000
 
 
 class Span(NamedTuple):
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     nanoseconds: int
     args: Mapping[str, Value]
     id: int | None = None
-    """Spans with an id may overlap others in their lane; those of one id nest."""
+    """Spans with an id may overlap others in their lane; spans with the same id nest."""
 
     @property
     def end(self) -> int:
@@ -39,13 +39,13 @@ class Recorded(NamedTuple):
 
     spans: list[Span]
     dropped: int = 0  # older spans that were not taken in time
-    now: int = 0  # when they were taken, by the clock that spans are of; 0: unknown
+    now: int = 0  # when they were taken, by the spans' clock; 0: unknown
 
 
 class Recorder:
     """The newest spans of one process. Use it from one thread only, the event loop's."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_SPANS) -> None:
         self._spans: deque[Span] = deque(maxlen=most)
         self._recorded = 0
         # Read the wall clock once: if it were set later, nested spans could overlap.
@@ -100,7 +100,7 @@ class Stretch:
     `counts` returns totals that grow with the turns; a span's args are their increase during the span."""
 
     def __init__(
-        self, recorder: Recorder, name: str, counts: Callable[[], dict[str, int]], *, longest: int = LONGEST_STRETCH
+        self, recorder: Recorder, name: str, counts: Callable[[], dict[str, int]], *, longest: int = MAX_STRETCH_NS
     ) -> None:
         self._recorder, self._name, self._counts, self._longest = recorder, name, counts, longest
         self._began: int | None = None

@@ -5,7 +5,7 @@ from typing import Literal
 Status = Literal[
     "completed",
     "max_turns",
-    "max_tokens",  # of the whole rollout
+    "max_tokens",  # the whole rollout's limit
     "context_overflow",  # the next turn's context leaves no room to sample
     "parse_error",  # the driver could not read the policy's answer
     "tool_error",

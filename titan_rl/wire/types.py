@@ -20,7 +20,7 @@ from titan_rl.wire.stop_reasons import Status
 
 Finish = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
-PhaseName = Literal["cold_start", "rl"]  # supervised steps, then those of the algorithm, on one model
+PhaseName = Literal["cold_start", "rl"]  # supervised steps, then the algorithm's steps, on one model
 RoleName = Literal["trainer", "critic", "reference", "teacher", "reward_model"]  # a mesh of TorchTitan ranks
 
 Column = Literal[
@@ -38,15 +38,15 @@ RATIO_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 2.0, float
 
 
 class ContextScore(NamedTuple):
-    """How an engine scores a token of a context."""
+    """An engine's score of a context token."""
 
-    logprob: float  # at temperature 1, of the whole distribution
+    logprob: float  # at temperature 1, over the whole vocabulary
     best: int
     best_logprob: float
 
 
 Demonstration = Sequence[tuple[str, str | list[dict[str, Any]]]]
-"""What the policy says in each turn, and what it reads next: text, or chat messages."""
+"""Pairs of the policy's text in a turn and the reply to it: text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Prompt:
     answer: str
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
-    messages: Sequence[dict[str, Any]] = ()  # of a chat: what `tokens` render
+    messages: Sequence[dict[str, Any]] = ()  # a chat, which `tokens` render
     demonstration: Demonstration = ()
     where: str = ""  # file:line of its row
 
@@ -95,7 +95,7 @@ class Request:
     """Partial samples to resume, one per seed; empty for a new request. A sample with finish="abort" continues; any
     other is returned unchanged. max_new_tokens counts old and new tokens."""
     expected: int = 0  # expected tokens per sample, a hint for routing; 0: max_new_tokens
-    affinity: tuple[str, ...] = ()  # names of what has read this context's beginning, the best first: for routing
+    affinity: tuple[str, ...] = ()  # rollout and group with the same beginning of the context, for routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,12 @@ class Completion:
     """One sample of a request. All lists have one entry per sampled token."""
 
     tokens: list[int]
-    logprobs: list[float]  # of the sampled token, at the sampling temperature
-    versions: list[int]  # the policy version that sampled the token
+    logprobs: list[float]  # at the sampling temperature
+    versions: list[int]  # policy version that sampled the token
     finish: Finish
-    replica: str = ""  # that answered, if one of the log-probs is not finite
+    replica: str = ""  # set if a log-prob is not finite
     kept: list[bytes] = field(default_factory=list)  # each token's kept set (kept_sets.py); empty: not recorded
-    context: list[ContextScore] = field(
-        default_factory=list
-    )  # of the request's tokens from the second on, if asked for
+    context: list[ContextScore] = field(default_factory=list)  # the second to last context token, if requested
 
     @property
     def finite(self) -> bool:
@@ -118,7 +116,7 @@ class Completion:
 
 
 def uniform(versions: Sequence[int]) -> bool:
-    """Return True if one version sampled all tokens, which is cheap to find and makes the rest cheap."""
+    """Return True if one version sampled all tokens."""
     return len(versions) > 0 and versions.count(versions[0]) == len(versions)
 
 
@@ -129,17 +127,17 @@ def extremes(versions: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge says about one rollout."""
+    """A judge's verdict on one rollout."""
 
-    reward: float  # NaN: there is none, and `error` says why
+    reward: float  # NaN: none, for the reason in `error`
     parts: Mapping[str, float] = field(default_factory=dict)  # components and other numbers, logged
-    error: str = ""  # with a reward: what failed besides, such as the grader
+    error: str = ""  # with a reward: a failure besides, such as the grader's
     hung: bool = False  # it failed by not returning
 
 
 Judge = Callable[[Prompt, Sequence["Rollout"]], Awaitable[Sequence[float | Judgement]]]
-"""Returns the rewards of a group's rollouts, or verdicts, which may lack some. An exception means that the whole group
-has no rewards, unless it is a RunError: that is the failure of a mesh and ends or heals the run."""
+"""Returns a reward or verdict for each rollout of a group. An exception means that the whole group has no rewards,
+unless it is a RunError: a mesh has failed, which ends or heals the run."""
 
 
 class Generates(Protocol):
@@ -150,17 +148,17 @@ class Generates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy read since the turn before on its branch, and what it sampled then. Never re-tokenized text."""
+    """The context since the branch's previous turn, and the completion. Text is never tokenized again."""
 
     context: list[int]
     completion: Completion
     reward: float = 0.0
-    index: int = 0  # among the rollout's turns, in the order in which they were asked for
+    index: int = 0  # among the rollout's turns, in the order of requests
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One sequence of tokens. What it shares with an earlier branch is context of its first turn, so that each sampled
+    """One sequence of tokens. Tokens shared with an earlier branch are context of its first turn, so that each sampled
     token is under the mask of one branch only."""
 
     turns: list[Turn]
@@ -202,18 +200,18 @@ class Rollout:
     """A trajectory: one turn, or several in one branch or more, which are one member of its group together."""
 
     branches: list[Branch]
-    text: str  # of the last turn, for people and for rewards
-    reward: float  # NaN: it says nothing about the policy, and is not trained on
+    text: str  # the last turn's, for display and for rewards
+    reward: float  # NaN: none; the rollout is not trained on
     penalty: float = 0.0  # for its length; logged and evaluated rewards do not include it
     advantage: float = 0.0  # mean over its trained tokens
     status: Status = "completed"
-    rewards: Mapping[str, float] = field(default_factory=dict)  # the reward's components, for people
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the reward's components, for display
     messages: Sequence[Mapping[str, Any]] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
-    attempts: int = 1  # of its driver
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the judge's verdict
-    unrewarded: str = ""  # why the judge gave no reward
+    attempts: int = 1  # by its driver
+    parts: Mapping[str, float] = field(default_factory=dict)  # numbers in the judge's verdict
+    unrewarded: str = ""  # the judge's reason for no reward
 
     @property
     def signal(self) -> float:
@@ -226,7 +224,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns in the order in which they were asked for."""
+        """The turns in the order of requests."""
         return sorted((turn for branch in self.branches for turn in branch.turns), key=lambda turn: turn.index)
 
     @property
@@ -260,9 +258,9 @@ class Rollout:
 
     @property
     def plain(self) -> bool:
-        """True if there is nothing to tell but its one answer."""
-        told = self.status != "completed" or self.attempts > 1 or self.messages or self.rewards or self.metrics
-        return not told and len(self.branches) == 1 and len(self.branches[0].turns) == 1
+        """True if it is one answer without further facts."""
+        more = self.status != "completed" or self.attempts > 1 or self.messages or self.rewards or self.metrics
+        return not more and len(self.branches) == 1 and len(self.branches[0].turns) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +292,9 @@ class Sample:
     tokens: Sequence[int] | np.ndarray
     mask: Sequence[int] | np.ndarray  # 1 on the tokens that are trained on
     columns: Mapping[Column, Sequence[float] | np.ndarray] = field(default_factory=dict)
-    prompt: int = 0  # leading tokens, computed once for all samples that begin with the same; 0: unknown
-    sequence: int = -1  # the rollout that it is a branch of: samples of one number are one sequence; -1: it is its own
-    kept: KeptSets | None = None  # of each token, if sampling was truncated
+    prompt: int = 0  # leading tokens, computed once for all samples that begin with them; 0: unknown
+    sequence: int = -1  # its rollout: samples with one number are one sequence; -1: a sequence by itself
+    kept: KeptSets | None = None  # one set per token, if sampling was truncated
 
     def with_columns(self, **columns: Sequence[float] | np.ndarray) -> "Sample":
         every: dict[Any, Sequence[float] | np.ndarray] = {**self.columns, **columns}
@@ -311,7 +309,7 @@ class Rows:
     tokens: np.ndarray  # [B, L] int64
     positions: np.ndarray  # [B, L] int64: the token's in its sample
     targets: np.ndarray  # [B, T] int64
-    places: np.ndarray  # [B, T] int64: which predicts targets[i], among those of the flattened rows
+    places: np.ndarray  # [B, T] int64: the place in the flattened rows that predicts targets[i]
     mask: np.ndarray  # [B, T] float32, 1 where targets[i] is trained on
     weights: np.ndarray  # [B, T] float32: weight in the loss; combines mask, aggregation and denominator
     sequences: np.ndarray  # [B, T] int64: the target's document, by its index within the microbatch; -1 is padding
@@ -324,7 +322,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One dp row's share of an update. All dp rows have equally many microbatches, because they run collectives."""
+    """One dp row's share of an update. All dp rows have the same number of microbatches, because they run
+    collectives."""
 
     microbatches: list[Rows]
     tokens: int  # trained tokens over all dp rows, at least 1: the denominator of every per-token mean
@@ -333,5 +332,5 @@ class Batch:
 
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return lengths[0] numbers from begins[0] on, then lengths[1] numbers from begins[1] on, and so forth."""
+    """Return lengths[0] consecutive numbers from begins[0], then lengths[1] from begins[1], and so on."""
     return np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())

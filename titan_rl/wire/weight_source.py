@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 SLOTS = 2
-"""Of staging memory: a version is packed into one while the other is read."""
+"""Slots of staging memory: a version is packed into one while the other is read."""
 
 HashKind = Literal["xxh3", "splitmix"]
-"""Of a block's checksum: "xxh3" of bytes on a host, "splitmix" of bytes that a GPU reads (kernels/block_hash.py)."""
+"""Kind of a block's checksum: "xxh3" of bytes on a host, "splitmix" of bytes that a GPU reads
+(kernels/block_hash.py)."""
 
 
 def one_sided(backend: str) -> str:
-    """Return what a run calls one-sided reads through this backend of Monarch's."""
+    """Return the name of one-sided reads through this backend of Monarch's."""
     return f"RDMABuffer ({'TCP fallback' if backend == 'tcp' else backend})"
 
 
@@ -43,15 +44,15 @@ class Offer:
     fd: int
     size: int  # bytes of the whole memory
     starts: tuple[int, ...]  # by slot: the run's first byte
-    nbytes: int  # of the run
-    layout: int  # of what is packed there, see manifest.layout()
-    registered: Registered | None  # only if a reader is remote
-    kind: HashKind = "xxh3"  # of the checksums in its manifests; `layout` covers it
+    nbytes: int  # size of the run
+    layout: int  # hash of the run's layout, see manifest.layout()
+    registered: Registered | None  # None: no reader is remote
+    kind: HashKind = "xxh3"  # kind of checksums in its manifests; `layout` covers it
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one trainer rank offers to one reader, and the order of its contents."""
+    """A trainer rank's offer to one reader, and the order of its contents."""
 
     trainer_rank: int
     offer: Offer
@@ -66,12 +67,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Where a reader keeps what remote reads brought to its host, for the readers of other replicas there to map."""
+    """Memory of a reader with the bytes of remote reads, which readers of other replicas on the host map."""
 
     place: str  # transport.here(), at the reader
     pid: int
     fd: int
-    inode: int  # of the memory: equal for all who share it
+    inode: int  # the memory's, equal for all that share it
 
     @property
     def memory(self) -> tuple[str, int]:

@@ -1,10 +1,10 @@
-"""How a run reaches the worker of another host: the worker's address, the front door there, and which run has the host.
+"""A worker's address: how a run finds the port that serves it, and which run has the host.
 
     run ── connects to tls://node1:26600 ──> "titan_rl tls 40173" ── attaches to ──> tls://node1:40173
 
-Each run is served at another port. Monarch keeps one connection per address for as long as a process lives: a
-worker that has ended a run, or was started again, is not reached again at an address where it was lost. The door says
-nothing else, and whoever connects may hear it; who may use the port is decided there, by TLS.
+Each run is served at another port: Monarch keeps one connection per address for as long as a process lives, so a worker
+that was started again cannot be reached at its earlier address. Anyone who connects may read the port; TLS decides who
+may use it.
 """
 
 import errno
@@ -23,63 +23,61 @@ from typing import NamedTuple
 from titan_rl.wire.certificates import CA, CERT, KEY
 
 WORD = "titan_rl"
-SECONDS = 3.0
-AGAIN_SECONDS = 0.2  # from a caller that could not be taken to the next try
-FEWEST = 6  # ports of a worker: for a run, its return, its ranks to meet, its agent and that of a run which waits
-LONGEST = 64  # bytes of an answer
+SECONDS = 3.0  # limit of a lookup
+RETRY_SECONDS = 0.2  # after a caller could not be accepted
+MIN_PORTS = 6  # per worker: a run, its return, its ranks' meeting, its agent, and a waiting run with its agent
+MAX_ANSWER_BYTES = 64
 
 
-class NoDoor(OSError):
-    """What listens there is no worker's front door: str() says what it did."""
+class NotAWorker(OSError):
+    """Another program, or another kind of worker, listens at an address."""
 
 
-def open_door(address: str) -> socket.socket:
-    """Listen at a worker's address, and at no other one of this host."""
+def listen_at(address: str) -> socket.socket:
+    """Listen at a worker's address only, not at this host's other addresses."""
     _, host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
 
-def answer(door: socket.socket, serves: Callable[[], str], say: Callable[[str], None]) -> None:
-    """Tell each caller what address `serves` returns, as long as the process lives. Empty: none yet. A caller that the
-    kernel does not hand over, because no more files can be opened for example, waits; `say` shows each reason once."""
+def answer_lookups(listening: socket.socket, serves: Callable[[], str], say: Callable[[str], None]) -> None:
+    """Send each caller the address that `serves` returns, as long as the process lives; "": none yet. A caller that
+    cannot be accepted, because no more files can be opened for example, waits; `say` shows each reason once."""
 
-    def answering() -> None:
-        said = set[int | None]()
+    def answer() -> None:
+        reasons = set[int | None]()
         while True:
             try:
-                caller, _ = door.accept()
+                caller, _ = listening.accept()
             except OSError as error:
-                if error.errno not in said:
-                    said.add(error.errno)
+                if error.errno not in reasons:
+                    reasons.add(error.errno)
                     say(f"a run that asks where this worker serves is not answered, and waits: {error.strerror}")
-                time.sleep(AGAIN_SECONDS)
+                time.sleep(RETRY_SECONDS)
                 continue
             with caller:
                 scheme, _, port = split_address(served) if (served := serves()) else ("", "", 0)
                 caller.settimeout(SECONDS)
-                try:
+                with suppress(OSError):  # the caller only checked whether anything listens
                     caller.sendall(f"{WORD} {scheme or 'none'} {port}\n".encode())
-                except OSError:  # it only looked whether anything listens
-                    continue
 
-    threading.Thread(target=answering, name="front door", daemon=True).start()
+    threading.Thread(target=answer, name="lookups", daemon=True).start()
 
 
 def port_range(text: str) -> range:
-    """Return the ports of "26700-26799", none of "", or raise ValueError, which says what is expected."""
+    """Return the ports of "26700-26799", or none of ""."""
     if not text:
         return range(0)
-    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    ports = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-    if len(ports) < FEWEST or ports[0] < 1 or ports[-1] >= 2**16:
-        raise ValueError(f'expected at least {FEWEST} ports from 1 to 65535, such as "26700-26799", found "{text}"')
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    ports = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if len(ports) < MIN_PORTS or ports[0] < 1 or ports[-1] >= 2**16:
+        raise ValueError(f'expected at least {MIN_PORTS} ports from 1 to 65535, such as "26700-26799", found "{text}"')
     return ports
 
 
 def listener(host: str, ports: Sequence[int] = (), used: Sequence[int] = ()) -> socket.socket:
-    """Listen at a free port of this host's address: any, or one of `ports`. Those that were `used` come last, the
-    latest at the end: Monarch does not find a worker again at a port where it lost one."""
+    """Listen at a free port of this host's address: any, or one of `ports`. Ports that were `used` come last, the
+    latest at the end: Monarch cannot reach a worker again at a port where it lost one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     fresh = [port for port in random.sample(ports, len(ports)) if port not in used]
     for port in [*fresh, *(port for port in used if port in ports)] if ports else (0,):
@@ -97,22 +95,22 @@ def free_port(host: str, ports: Sequence[int] = (), used: Sequence[int] = ()) ->
         return free.getsockname()[1]
 
 
-def ask_door(address: str, seconds: float = SECONDS) -> str:
+def look_up(address: str, seconds: float = SECONDS) -> str:
     """Return the address at which a worker serves. "": it does not serve yet. Raise OSError if nothing listens or
-    answers, NoDoor if something else answers, or a worker with another scheme."""
+    answers, NotAWorker if something else answers, or a worker with another scheme."""
     scheme, host, port = split_address(address)
-    with socket.create_connection((host, port), seconds) as door:
-        said = b""
-        while not said.endswith(b"\n") and len(said) < LONGEST and (more := door.recv(LONGEST)):
-            said += more
-    words = said.decode(errors="replace").split()
+    with socket.create_connection((host, port), seconds) as worker:
+        answer = b""
+        while not answer.endswith(b"\n") and len(answer) < MAX_ANSWER_BYTES and (more := worker.recv(MAX_ANSWER_BYTES)):
+            answer += more
+    words = answer.decode(errors="replace").split()
     if len(words) != 3 or words[0] != WORD or not words[2].isdecimal():
-        raise NoDoor("something listens there, but does not answer as a worker of this version")
+        raise NotAWorker("something listens there, but does not answer as a worker of this version")
     _, theirs, inner = words
     if inner == "0":
         return ""
     if theirs != scheme:
-        raise NoDoor(f"its worker does not answer {scheme}://, but {theirs}://")
+        raise NotAWorker(f"its worker does not answer {scheme}://, but {theirs}://")
     return address_of(scheme, host, int(inner))
 
 
@@ -144,7 +142,7 @@ def takes_connections(address: str, seconds: float) -> bool:
 
 
 def refuses_connections(address: str, seconds: float) -> bool:
-    """Return whether a host's kernel says that nothing listens at an address. Silence is no refusal."""
+    """Return whether a host's kernel refuses connections to an address. Silence is no refusal."""
     return isinstance(_failure(address, seconds), ConnectionRefusedError)
 
 
@@ -159,16 +157,16 @@ def _failure(address: str, seconds: float) -> OSError | None:
 
 
 def why_silent(address: str, tls: str = "") -> str:
-    """Connect as Monarch does, and return how that fails."""
+    """Connect as Monarch does, and return the reason of the failure."""
     _, host, port = split_address(address)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return f"the name {host} resolves to nothing ({getattr(error, 'strerror', None) or error})"
     try:
         connection = socket.create_connection((host, port), SECONDS)
     except OSError as error:
-        return f"nothing listens at {found[0][4][0]}:{port} ({error.strerror or error})"
+        return f"nothing listens at {addresses[0][4][0]}:{port} ({error.strerror or error})"
     with connection:
         if not tls:
             return "something listens there, but does not answer as a worker: it may expect tls://"
@@ -181,21 +179,21 @@ def why_silent(address: str, tls: str = "") -> str:
                     if not secure.recv(1):
                         return "it closed the connection"
         except (ssl.SSLError, OSError) as error:
-            why = f"{getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
-            when = "expired" in why or "not yet valid" in why
-            return f"TLS fails: {why}{' (are the clocks of both hosts right?)' if when else ''}"
+            reason = f"{getattr(error, 'verify_message', '') or getattr(error, 'reason', '') or error}"
+            when = "expired" in reason or "not yet valid" in reason
+            return f"TLS fails: {reason}{' (are the clocks of both hosts right?)' if when else ''}"
     return "it is reached, and the certificates are accepted, but it does not answer: is it of other versions?"
 
 
-RUN = "run"  # the file's name
+RUN = "run"  # name of the file
 
 
 class Holder(NamedTuple):
     """The run that has a host. Times are of the host's monotonic clock."""
 
     run: str
-    again: float  # its controller has asked again by then, if it is alive
-    ends: float  # its agent ends it then, if the controller does not ask again
+    again: float  # when a live controller will have called the agent again
+    ends: float  # when the agent ends the run unless the controller calls again
 
     @property
     def silent(self) -> bool:
@@ -209,6 +207,6 @@ class Holder(NamedTuple):
 def holder_in(folder: Path) -> Holder:
     """Return which run has the host of the worker whose folder this is."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((folder / RUN).read_text())
-        return Holder(str(found["run"]), float(found["again"]), float(found["ends"]))
+        record = json.loads((folder / RUN).read_text())
+        return Holder(str(record["run"]), float(record["again"]), float(record["ends"]))
     return Holder("another run", 0.0, 0.0)

@@ -14,10 +14,10 @@ import torch
 from bench.gpu.measured import DEVICE, ON_CPU, say, say_equal, seconds_of
 from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.manifest import Manifest
 from titan_rl.wire.model_shape import ModelShape
-from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Shard, plan
 from titan_rl.wire.weight_source import Source
 

@@ -15,10 +15,10 @@ from support.weight_layouts import layout as layout_of
 from titan_rl.actors.sync.landing import WRITE_BYTES, Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Memory
+from titan_rl.actors.vllm.vllm_params import param_shapes, pieces
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.errors import WeightsRefused
 from titan_rl.wire.manifest import Manifest, blocks, layout
-from titan_rl.wire.vllm_params import param_shapes, pieces
 from titan_rl.wire.weight_plan import Copy, plan
 from titan_rl.wire.weight_source import Source
 

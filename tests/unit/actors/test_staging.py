@@ -20,11 +20,11 @@ from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import octets
 from titan_rl.actors.titan.private import StridedShard
+from titan_rl.actors.vllm.vllm_params import param_shapes
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.kernels.pack_weights import pack, reference_pack, window
 from titan_rl.wire.cores import here
 from titan_rl.wire.manifest import blocks, checksum, layout
-from titan_rl.wire.vllm_params import param_shapes
 from titan_rl.wire.weight_plan import Copy, Shard, plan
 from titan_rl.wire.weight_source import Offer, Source
 

@@ -15,7 +15,7 @@ from titan_rl.doctor.installed import (
     requirements,
     satisfies,
 )
-from titan_rl.wire.torch_build import torch_cuda
+from titan_rl.preflight.torch_build import torch_cuda
 
 
 def distribution(folder: Path, record: str) -> Distribution:

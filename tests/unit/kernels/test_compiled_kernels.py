@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from titan_rl.config.sections import Config, GeneratorSection
-from titan_rl.train.berths import cuda_environment
+from titan_rl.train.rank_places import cuda_environment
 
 pytest.importorskip("triton")
 

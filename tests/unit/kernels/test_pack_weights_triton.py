@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.kernels.pack_weights import pack, reference_pack
-from titan_rl.wire.vllm_params import pieces
 from titan_rl.wire.weight_plan import Copy, plan
 
 triton = pytest.importorskip("triton")

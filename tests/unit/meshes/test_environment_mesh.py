@@ -1,4 +1,4 @@
-"""Where rollouts are placed, what is replayed, and what a session refuses; on loops of this process."""
+"""Rollouts are placed, moved and replayed; on loops of this process."""
 
 import asyncio
 import gc
@@ -145,7 +145,7 @@ async def test_a_failing_session_frees_its_place_and_ends_the_users_code(tmp_pat
 
 
 async def test_lockstep_waits_for_rollouts_that_move(tmp_path: Path) -> None:
-    """The turns of a step are sampled together, whatever dies: batches, and so bits, are the same."""
+    """The turns of a step are sampled together, also after a death: batches, and so bits, are the same."""
 
     async def orders(kill: bool) -> list[tuple[int, int]]:
         mesh, ranks, said = await fake_environments(ODD, tmp_path, LIMITS, concurrency=4, lockstep=True)

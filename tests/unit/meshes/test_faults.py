@@ -123,7 +123,7 @@ def test_a_death_ends_what_is_driven_though_it_waits_for_something_else() -> Non
     assert driven([], KILLED) == "trainer[dp=1 tp=0] died: its process was killed by signal 9"
 
 
-def test_a_death_of_a_rank_that_is_tended_disturbs_nobody() -> None:
+def test_a_death_of_a_rank_that_is_tended_disturbs_no_other() -> None:
     assert driven(["generator"], KILLED.replace("trainer{", "generator0{")) == "undisturbed"
 
 
@@ -192,7 +192,7 @@ def test_a_killed_child_is_known_at_once_and_its_calls_end() -> None:
 
 async def test_a_cancelled_caller_is_no_death() -> None:
     never: Any = SimpleNamespace(as_asyncio=lambda: asyncio.Event().wait())
-    task = asyncio.create_task(ask(never, actor="nobody", verb="step", seconds=60))
+    task = asyncio.create_task(ask(never, actor="role[tp=0]", verb="step", seconds=60))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -1,5 +1,5 @@
-"""Snapshots with keepers that are plain objects: ranks, keepers and hosts die in any order; what is restored is whole,
-of one step, and where the rank is."""
+"""Snapshots at servers that are plain objects: ranks, servers and hosts die in any order; a restored snapshot is whole,
+of one step, and on the rank's host."""
 
 import asyncio
 import os
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from titan_rl.meshes import deaths
 from titan_rl.meshes.hosts import Host
-from titan_rl.meshes.keepers import KeeperEnd, Keepers, Place
-from titan_rl.meshes.kept_parts import KeptParts
 from titan_rl.meshes.model_mesh import ModelMesh
 from titan_rl.meshes.peer_snapshots import PeerSnapshots
+from titan_rl.meshes.snapshot_server import Parts
+from titan_rl.meshes.snapshot_servers import Place, ServerHandle, SnapshotServers
 from titan_rl.wire.errors import RankDied
 from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot, peer_of
 
@@ -24,7 +24,7 @@ BLOCK = 2500  # bytes: a part of one page has two blocks
 
 @dataclass(eq=False)
 class Home:
-    """A host. It is lost with its keeper, and with the ranks on it."""
+    """A host. It is lost with its server, and with the ranks on it."""
 
     name: str
     gone: bool = False
@@ -34,13 +34,13 @@ class Home:
 
 
 @dataclass(eq=False)
-class FakeKeeper:
-    """A keeper in this process, which reads another one's parts without messages."""
+class FakeServer:
+    """A server in this process, which reads another one's parts without messages."""
 
     host: Home
     killed: bool = False
-    parts: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
-    gate: asyncio.Event | None = None  # which a copy to this keeper waits for
+    parts: Parts = field(default_factory=lambda: Parts(BLOCK))
+    gate: asyncio.Event | None = None  # which a copy to this server waits for
 
     @property
     def alive(self) -> bool:
@@ -48,11 +48,11 @@ class FakeKeeper:
 
     def check(self) -> None:
         if not self.alive:
-            raise RankDied(f"keeper of {self.host.name}", "is gone")
+            raise RankDied(f"server of {self.host.name}", "is gone")
 
     async def hold(self, mesh: str) -> Place:
         self.check()
-        return Place(cast(KeeperEnd, self), os.getpid(), self.parts.hold(mesh))
+        return Place(cast(ServerHandle, self), os.getpid(), self.parts.hold(mesh))
 
     async def stamped(self, fds: list[int], serial: int) -> list[bool]:
         self.check()
@@ -61,37 +61,34 @@ class FakeKeeper:
         return found
 
     async def fetch(self, fd: int, serial: int, source: Place, nbytes: int = 0, rate: float = 0.0) -> int:
-        keeper, part = cast(FakeKeeper, source.keeper), self.parts.part(fd)
-        keeper.check()
+        server, part = cast(FakeServer, source.server), self.parts.part(fd)
+        server.check()
 
         async def read(number: int, block: memoryview) -> None:
             if self.gate is not None:
                 await self.gate.wait()
             self.check()
-            keeper.check()
-            block[:] = keeper.parts.part(source.fd).blocks[number]
+            server.check()
+            block[:] = server.parts.part(source.fd).blocks[number]
 
-        return await self.parts.fetch(part, await keeper.parts.offer(source.fd, serial), read, rate)
+        return await self.parts.fetch(part, await server.parts.offer(source.fd, serial), read, rate)
 
     async def drop(self, fds: list[int]) -> None:
         self.check()
         self.parts.drop(fds)
 
 
-class FakeKeepers:
+class FakeServers:
     def __init__(self, homes: list[Home]) -> None:
-        self.homes, self.every = homes, dict[str, FakeKeeper]()
-        self.started: list[FakeKeeper] = []  # a dead one's memory is freed by the kernel, but this process is alive
+        self.homes, self.every = homes, dict[str, FakeServer]()
+        self.started: list[FakeServer] = []  # a dead one's memory is freed by the kernel, but this process is alive
 
-    async def of(self, host: Home) -> FakeKeeper:
+    async def of(self, host: Home) -> FakeServer:
         found = self.every.get(host.name)
         if found is None or not found.alive:
-            found = self.every[host.name] = FakeKeeper(host)
+            found = self.every[host.name] = FakeServer(host)
             self.started.append(found)
         return found
-
-    async def hold(self, keeper: FakeKeeper, mesh: str) -> Place:
-        return await keeper.hold(mesh)
 
     def peer_of(self, host: Home) -> Home:
         peer = peer_of(self.homes.index(host), ["" if each.gone else each.name for each in self.homes])
@@ -99,7 +96,7 @@ class FakeKeepers:
 
 
 class Ranks:
-    """A mesh whose ranks copy their state, which names the step and the rank, when `finish` says so."""
+    """A mesh whose ranks copy their state, which names the step and the rank, when `finish` is called."""
 
     def __init__(self, name: str, homes: list[Home]) -> None:
         self.name, self.dp, self.tp, self.near = name, len(homes), 1, False
@@ -144,16 +141,16 @@ def restored(snapshot: Snapshot) -> list[bytes]:
 class World:
     homes: list[Home]
     mesh: Ranks
-    keepers: FakeKeepers
+    servers: FakeServers
     store: PeerSnapshots
     notes: list[str]
 
     @classmethod
     def of(cls, hosts: int, ranks: int) -> "World":
         homes = [Home(f"host{number}") for number in range(hosts)]
-        mesh, keepers, notes = Ranks("trainer", homes[:ranks]), FakeKeepers(homes), list[str]()
-        store = PeerSnapshots(cast(ModelMesh, mesh), None, cast(Keepers, keepers), notes.append)
-        return cls(homes, mesh, keepers, store, notes)
+        mesh, servers, notes = Ranks("trainer", homes[:ranks]), FakeServers(homes), list[str]()
+        store = PeerSnapshots(cast(ModelMesh, mesh), None, cast(SnapshotServers, servers), notes.append)
+        return cls(homes, mesh, servers, store, notes)
 
     async def taken(self, step: int) -> None:
         """Take a snapshot, and wait until it is whole with its copies."""
@@ -163,7 +160,7 @@ class World:
 
     async def half_taken(self, step: int, copier: str) -> asyncio.Event:
         """Take a snapshot whose parts are whole, and whose copy on one host waits for the event that is returned."""
-        gate = self.keepers.every[copier].gate = asyncio.Event()
+        gate = self.servers.every[copier].gate = asyncio.Event()
         await self.store.take("rl", step, "{}")
         self.mesh.finish()
         for _ in range(100):
@@ -202,7 +199,7 @@ async def test_without_its_copies_a_snapshot_is_not_whole() -> None:
     gate = await world.half_taken(2, copier="host1")
     assert world.newest().step == 1, "the part is whole, its copy is not"
     await world.store.take("rl", 3, "{}")
-    assert "no snapshot of step 3: that of step 2 is still being copied" in world.notes[0]
+    assert "no snapshot of step 3: step 2's is still being copied" in world.notes[0]
     await world.store.take("rl", 4, "{}")
     assert len(world.notes) == 1
     gate.set()
@@ -217,7 +214,7 @@ async def test_a_host_that_is_lost_while_its_part_is_copied_leaves_the_snapshot_
     world.lose(world.homes[0])
     gate.set()
     await world.store.settle()
-    assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+    assert "the snapshot of step 2 has no copy on other hosts: server of host0 died" in world.notes[0]
     await world.store.bring()
     assert world.newest().step == 1
     assert restored(world.newest()) == [state(1, 0), state(1, 1)]
@@ -226,16 +223,16 @@ async def test_a_host_that_is_lost_while_its_part_is_copied_leaves_the_snapshot_
 async def test_the_first_copy_that_fails_ends_the_others_and_leaves_no_memory() -> None:
     world = World.of(hosts=3, ranks=2)
     await world.taken(1)
-    world.keepers.every["host2"].gate = asyncio.Event()  # which is never set
+    world.servers.every["host2"].gate = asyncio.Event()  # which is never set
     gate = await world.half_taken(2, copier="host1")
-    assert len(world.keepers.every["host2"].parts._parts) == 2
+    assert len(world.servers.every["host2"].parts._parts) == 2
     world.lose(world.homes[0])
     gate.set()
     await world.store.settle()
-    assert "the snapshot of step 2 has no copy on other hosts: keeper of host0 died" in world.notes[0]
+    assert "the snapshot of step 2 has no copy on other hosts: server of host0 died" in world.notes[0]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(world.keepers.every["host2"].parts._parts) == 1, "the copy of step 1"
+    assert len(world.servers.every["host2"].parts._parts) == 1, "the copy of step 1"
     assert world.newest().step == 1
 
 
@@ -254,16 +251,16 @@ async def test_a_rank_that_dies_while_it_copies_is_not_waited_for(monkeypatch: p
     assert restored(world.newest()) == [state(3, 0), state(3, 1)]
 
 
-async def test_a_dead_keeper_is_replaced_and_both_dead_lose_the_snapshot() -> None:
+async def test_a_dead_server_is_replaced_and_both_dead_lose_the_snapshot() -> None:
     world = World.of(hosts=2, ranks=1)
     await world.taken(1)
-    world.keepers.every["host0"].killed = True
+    world.servers.every["host0"].killed = True
     assert world.store.newest() is not None, "its copy is alive"
     await world.store.bring()
     assert restored(world.newest()) == [state(1, 0)]
     await world.taken(2)
-    for keeper in world.keepers.every.values():
-        keeper.killed = True
+    for server in world.servers.every.values():
+        server.killed = True
     assert world.store.newest() is None
     await world.store.bring()
     await world.taken(3)
@@ -274,7 +271,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("take"), st.just(0)),
     st.tuples(st.just("finish"), st.integers(0, 3)),
     st.tuples(st.just("turns"), st.integers(1, 30)),
-    st.tuples(st.just("keeper"), st.integers(0, 3)),
+    st.tuples(st.just("snapshots"), st.integers(0, 3)),
     st.tuples(st.just("host"), st.integers(0, 3)),
     st.tuples(st.just("rewind"), st.just(0)),
 )
@@ -282,7 +279,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=25))
 @settings(max_examples=3 * settings().max_examples)
-def test_what_is_restored_is_whole_whatever_dies(events: list[tuple[str, int]]) -> None:
+def test_a_restored_snapshot_is_whole_after_any_deaths(events: list[tuple[str, int]]) -> None:
     async def run() -> None:
         world, step = World.of(hosts=4, ranks=3), 0
         for event, number in events:
@@ -294,8 +291,8 @@ def test_what_is_restored_is_whole_whatever_dies(events: list[tuple[str, int]]) 
             elif event == "turns":
                 for _ in range(number):
                     await asyncio.sleep(0)
-            elif event == "keeper" and f"host{number}" in world.keepers.every:
-                world.keepers.every[f"host{number}"].killed = True
+            elif event == "snapshots" and f"host{number}" in world.servers.every:
+                world.servers.every[f"host{number}"].killed = True
             elif event == "host" and sum(not home.gone for home in world.homes) > 2:
                 world.lose(world.homes[number])
             if event in ("host", "rewind"):
@@ -310,8 +307,8 @@ def test_what_is_restored_is_whole_whatever_dies(events: list[tuple[str, int]]) 
                     world.store.forget(but=newest)
         world.mesh.finish()
         await world.store.settle()
-        for keeper in world.keepers.started:
-            keeper.parts.drop(list(keeper.parts._parts))
+        for server in world.servers.started:
+            server.parts.drop(list(server.parts._parts))
 
     asyncio.run(run())
 

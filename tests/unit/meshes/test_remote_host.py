@@ -1,4 +1,4 @@
-"""Which workers a run does not join, and how an agent's words become deaths."""
+"""Which workers a run does not join, and how an agent's reports become deaths."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from monarch.actor import HostMesh
 from titan_rl.meshes import deaths, remote_host
 from titan_rl.meshes.host_agent import HostAgent, HostFacts, Lease, Refusal, own_versions
 from titan_rl.meshes.remote_host import Joined, Joining, Remote, _while_served, mismatch
-from titan_rl.wire.worker_address import address_of, answer
+from titan_rl.wire.worker_address import address_of, answer_lookups
 
 FACTS = HostFacts(
     own_versions(), os.getcwd(), "/tmp/agent", "/tmp/agent/report", "", 1, "boot", "boot pid:[1]", 2, [], "node1", 1
@@ -29,67 +29,67 @@ def test_a_worker_of_another_version_or_folder_is_refused() -> None:
     assert "expected this run's current folder" in mismatch(replace(FACTS, folder="/elsewhere"))
 
 
-def test_a_question_that_was_long_on_its_way_does_not_prolong_the_lease() -> None:
+def test_a_call_that_was_long_on_its_way_does_not_prolong_the_lease() -> None:
     """The controller counts from the last answer that it received, and the agent never counts from a later moment."""
     now = [0.0]
     lease = Lease(10, lambda: now[0])
     for now[0] in (1.0, 2.0):
-        lease.asked()
-        lease.answered()
+        lease.on_call()
+        lease.on_answer()
     now[0] = 11.5
-    lease.asked()  # sent at 2.1, to a host that was cut off until now
-    lease.answered()
+    lease.on_call()  # sent at 2.1, to a host that was cut off until now
+    lease.on_answer()
     assert not lease.over
     now[0] = 12.0
     assert lease.over, "10 s after the answer at 2.0"
 
 
 @pytest.fixture
-def heard(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The deaths that listeners hear of, with no earlier ranks."""
+def reported(no_ranks: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Returns the deaths that listeners are called with; there are no earlier ranks."""
     found: list[tuple[str, str]] = []
     monkeypatch.setattr(deaths, "_listeners", [lambda name, how: found.append((name, how))])
     return found
 
 
-def test_ranks_of_another_host_live_and_die_by_what_its_agent_passes_on(heard: list[tuple[str, str]]) -> None:
+def test_ranks_of_another_host_live_and_die_by_the_reports_of_its_agent(reported: list[tuple[str, str]]) -> None:
     killed: list[int] = []
     env = deaths.follow(["trainer[dp=1 tp=0]"], "/tmp/agent/report")["trainer[dp=1 tp=0]"]
     assert env["TITAN_RL_REPORT"] == "/tmp/agent/report"
     launcher = deaths.Launcher(kill=killed.append)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\n".encode())
-    launcher.hear(b"pid 41\n")
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\n".encode())
+    launcher.receive(b"pid 41\n")
     assert deaths.living() == ["trainer[dp=1 tp=0]"]
     assert deaths.alive() == {}, "its pid means nothing on this machine"
-    launcher.hear(b"end 9\n")
-    assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
+    launcher.receive(b"end 9\n")
+    assert reported == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert deaths.living() == []
-    assert not launcher.hear(b""), "the launcher has ended"
-    assert heard == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
+    assert not launcher.receive(b""), "the launcher has ended"
+    assert reported == [("trainer[dp=1 tp=0]", "was killed by signal 9")]
     assert killed == []
 
 
-def test_ranks_of_a_lost_host_are_dead(heard: list[tuple[str, str]]) -> None:
+def test_ranks_of_a_lost_host_are_dead(reported: list[tuple[str, str]]) -> None:
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
     launcher = deaths.Launcher(kill=lambda _: None)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
     launcher.end("is gone: its host tls://node1:26600 does not answer")
-    assert heard == [("generator0[tp=0]", "is gone: its host tls://node1:26600 does not answer")]
+    assert reported == [("generator0[tp=0]", "is gone: its host tls://node1:26600 does not answer")]
     assert deaths.living() == []
 
 
 def test_ranks_that_are_expected_on_a_lost_host_are_dead_though_no_launcher_reported_them(
-    heard: list[tuple[str, str]],
+    reported: list[tuple[str, str]],
 ) -> None:
     deaths.follow(["generator0[tp=0]"], host="host2")  # moved on to host1:
     deaths.follow(["generator0[tp=0]"], host="host1")
     expected = deaths.follow(["trainer[dp=0 tp=0]"], host="host2")["trainer[dp=0 tp=0]"]
-    deaths.Launcher(host="host2").hear(f"name {expected['TITAN_RL_RANK']}\n".encode())
+    deaths.Launcher(host="host2").receive(f"name {expected['TITAN_RL_RANK']}\n".encode())
     deaths.follow(["generator1[tp=0]"], host="host2")
     deaths.host_lost("host2", "is gone: the worker of its host host2 has ended")
-    assert heard == [("generator1[tp=0]", "is gone: the worker of its host host2 has ended")]
+    assert reported == [("generator1[tp=0]", "is gone: the worker of its host host2 has ended")]
     deaths.host_lost("host2", "again")
-    assert len(heard) == 1
+    assert len(reported) == 1
     assert deaths.ended("generator1[tp=0]") is not None, "calls to it end at once"
 
 
@@ -111,20 +111,20 @@ async def test_a_host_is_lost_with_its_agent_although_its_worker_lives_and_monar
         await asyncio.wait_for(remote.lost.wait(), 10)
 
 
-def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(heard: list[tuple[str, str]]) -> None:
+def test_a_rank_that_was_killed_before_it_was_started_is_killed_on_its_host(reported: list[tuple[str, str]]) -> None:
     killed: list[int] = []
     env = deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")["generator0[tp=0]"]
     deaths.follow(["generator0[tp=0]"], "/tmp/agent/report")  # its successor
     launcher = deaths.Launcher(kill=killed.append)
-    launcher.hear(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
+    launcher.receive(f"name {env['TITAN_RL_RANK']}\npid 41\n".encode())
     assert killed == [41]
-    assert heard == []
+    assert reported == []
     assert deaths.living() == []
 
 
 def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent of a second run is refused while the controller of the first asks, and waits while it is silent. What
-    cannot be written is said by its path."""
+    """A second run's agent is refused while the first run's controller calls, and waits while it is silent. A folder
+    that cannot be written to is named."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def claim(agent: HostAgent, run: str, within: float = 0.2) -> Refusal | None:
@@ -137,19 +137,19 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     assert unsure[:2] == ("it is busy with the run in /a, whose controller may be silent", False)
     assert 30 < unsure.seconds < 34, "its agent ends it then"
     assert first._awaited(), "the second asks again"
-    first._tell_when(1.0)
+    first._write_holder(1.0)
     busy = claim(second, "the run in /b")
     assert busy is not None
     assert busy.final
     assert not first._awaited()
     assert busy.why.startswith("it is busy with the run in /a: wait")
-    first._tell_when(-10.0)  # a while ago: its controller was killed
+    first._write_holder(-10.0)  # a while ago: its controller was killed
     waits = HostAgent(30)
     began = time.monotonic()
-    told = claim(waits, "the run in /d", within=60)
-    assert told is not None
-    assert told[:2] == ("it is busy with the run in /a, whose controller is silent", False)
-    assert time.monotonic() - began < 30, "it is told at once"
+    refused = claim(waits, "the run in /d", within=60)
+    assert refused is not None
+    assert refused[:2] == ("it is busy with the run in /a, whose controller is silent", False)
+    assert time.monotonic() - began < 30, "at once"
     began = time.monotonic()
     assert claim(waits, "the run in /d", within=0.5) is not None
     assert time.monotonic() - began >= 0.5, "and only once"
@@ -163,12 +163,12 @@ def test_a_host_is_one_runs_until_its_agent_ends(tmp_path: Path, monkeypatch: py
     )
 
 
-async def test_a_question_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_that_a_dead_worker_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker of a run that was killed ends with that run, also while another run waits for the host."""
-    monkeypatch.setattr(remote_host, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(remote_host, "CHECK_SECONDS", 0.05)
     serves = ["tcp://127.0.0.1:1001"]
     door = socket.create_server(("127.0.0.1", 0))
-    answer(door, lambda: serves[-1], print)
+    answer_lookups(door, lambda: serves[-1], print)
     address = address_of("tcp", "127.0.0.1", door.getsockname()[1])
 
     async def never() -> Joined:

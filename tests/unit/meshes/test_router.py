@@ -3,17 +3,14 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.operations import instructions
 from support.routed import CONTEXT, NotedReplica, World, begun, stop, tick
 from titan_rl.meshes.replica import State
-from titan_rl.meshes.router import SPARE
 from titan_rl.wire.errors import RequestRefused, RunError
 from titan_rl.wire.types import Completion, Request, Sampling
 
@@ -245,48 +242,3 @@ async def test_the_turns_of_a_lost_replica_go_on_elsewhere_and_nothing_remembers
     assert await world.ask(Request("other", CONTEXT, [1], Sampling(10))) == [0]
     assert await world.ask(replace(turn("b", 1, 60), affinity=("b",))) == [1], "0 is another now"
     assert await world.ask(turn("a", 1, 60)) == [1], "which took it over"
-
-
-# -- many replicas: instructions are counted, not seconds -------------------------------------------------------------
-
-
-def test_what_a_request_costs_does_not_grow_with_the_number_of_replicas_but_for_a_logarithm() -> None:
-    def per_replica(replicas: int) -> float:
-        async def body() -> float:
-            world, draw = World(replicas), Random(0)
-            requests = [
-                Request(f"r{k}", CONTEXT, [1] * draw.randrange(1, 9), Sampling(64), affinity=(f"a{k % replicas}",))
-                for k in range(4 * replicas)
-            ]
-
-            def work() -> None:
-                for k, request in enumerate(requests):
-                    replica = world.router.route(request)
-                    assert replica is not None
-                    world.router._count(replica, 64 * len(request.seeds))
-                    if k % 2:
-                        world.router._count(replica, -64 * len(request.seeds))
-
-            return instructions(work, "meshes/router.py") / replicas
-
-        return asyncio.run(body())
-
-    assert 0 < per_replica(128) < 1.5 * per_replica(32)
-
-
-def test_the_least_loaded_is_found_whatever_changes() -> None:
-    async def body() -> None:
-        world, draw = World(20), Random(1)
-        for _ in range(3000):
-            index = draw.randrange(20)
-            if index not in world.replicas:
-                world.join(index)
-            elif draw.random() < 0.1 and len(world.replicas) > 1:
-                world.lose(index)
-            else:
-                replica: Any = world.replicas[index]
-                world.router._count(replica, draw.randrange(20) - world.tokens[index])
-            assert world.router._least() == min(sorted(world.tokens), key=world.tokens.__getitem__)
-            assert len(world.router._heap) <= 4 * 20 + SPARE + 1
-
-    asyncio.run(body())

@@ -1,4 +1,4 @@
-"""Replicas of one host: which one makes the memory for what is read from other hosts, and which one reads first."""
+"""Replicas of one host share their reads from other hosts: one makes the memory, and reads first."""
 
 import asyncio
 from pathlib import Path

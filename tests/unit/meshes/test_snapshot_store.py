@@ -1,4 +1,4 @@
-"""The store of snapshots under any course of events: what was whole stays whole, and torn ones are never restored."""
+"""The store of snapshots under any course of events: whole ones stay whole, and torn ones are never restored."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from titan_rl.wire.snapshot import HEAD, WRITING, Snapshot
 
 
 class Ranks:
-    """A mesh whose ranks copy their state, which is the step, when `finish` says so: late, never, or too late."""
+    """A mesh whose ranks copy their state, which is the step, when `finish` is called: late, never, or too late."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.dp, self.tp, self.near = name, count, 1, True
@@ -43,7 +43,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=20))
 @settings(max_examples=3 * settings().max_examples)
-def test_what_was_whole_stays_whole_whatever_happens(events: list[tuple[str, Any]]) -> None:
+def test_a_whole_snapshot_stays_whole(events: list[tuple[str, Any]]) -> None:
     """Ranks finish in any order, even copies of snapshots that were dropped long ago."""
     meshes = Ranks("trainer", 2), Ranks("critic", 1)
     snapshots, step = Snapshots(cast(ModelMesh, meshes[0]), cast(ModelMesh, meshes[1])), 0
@@ -92,7 +92,7 @@ def test_an_older_snapshot_can_be_gone_back_to() -> None:
     snapshots.forget()
 
 
-def test_trainers_that_move_away_have_no_snapshots_and_that_is_said() -> None:
+def test_trainers_that_move_away_have_no_snapshots_and_a_note() -> None:
     policy, said = Ranks("trainer", 2), list[str]()
     snapshots = Snapshots(cast(ModelMesh, policy), None, said.append)
     asyncio.run(snapshots.take("rl", 5, "{}"))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.meshes import stalls
-from titan_rl.meshes.stalls import LINES, Process, Wait, excerpt, report, stacks
+from titan_rl.meshes.stalls import MAX_LINES, Process, Wait, excerpt, report, stacks
 
 SLEEP = "import time\ndef dreams():\n    time.sleep(60)\nprint('up', flush=True)\ndreams()"
 SPIN = "def spins():\n    while True:\n        pass\nprint('up', flush=True)\nspins()"
@@ -165,5 +165,5 @@ def test_of_a_dump_stay_the_threads_that_work_and_their_own_frames() -> None:
     ]
     deep = DUMP + "".join(f"    f{i} (deep.py:{i})\n" for i in range(100))
     lines = excerpt(deep).splitlines()
-    assert len(lines) == LINES + 1
+    assert len(lines) == MAX_LINES + 1
     assert lines[-2] == "  ... 64 lines more"

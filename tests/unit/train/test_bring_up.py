@@ -18,7 +18,7 @@ from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.spawn import process_group
 from titan_rl.record.terminal import Terminal
 from titan_rl.train import bring_up
-from titan_rl.train.berths import Berths, cuda_environment, resources
+from titan_rl.train.rank_places import RankPlaces, cuda_environment, resources
 from titan_rl.wire import gpus
 
 # In a process of its own: the end of a run is the end of Monarch and of all ranks in the controller's process.
@@ -75,17 +75,17 @@ def test_every_rank_has_a_gpu_of_its_own_among_those_that_the_run_was_given(
     run = load(find(config))
     setup: Any = SimpleNamespace(config=run, device="cuda")
     host: Any = None
-    berths = Berths(setup, [host])
-    meshes = [] if run.placement.kind == "colocated" else berths.of_model("trainer")  # generators share its GPUs
+    rank_places = RankPlaces(setup, [host])
+    meshes = [] if run.placement.kind == "colocated" else rank_places.of_model("trainer")  # generators share its GPUs
     if run.samples_rollouts:
-        meshes += [berths.of_replica(replica) for replica in range(run.generator.replicas)]
+        meshes += [rank_places.of_replica(replica) for replica in range(run.generator.replicas)]
     for role in run.roles:
-        meshes += berths.of_model(role)
+        meshes += rank_places.of_model(role)
     dealt = []
-    for berth in meshes:
-        seen = berth.env["CUDA_VISIBLE_DEVICES"].split(",")
-        dealt += [seen[int(rank["LOCAL_RANK"])] for rank in process_group(berth.ranks)]
-    assert len(dealt) == len(set(dealt)) == sum(berth.ranks for berth in meshes)
+    for rank_place in meshes:
+        seen = rank_place.env["CUDA_VISIBLE_DEVICES"].split(",")
+        dealt += [seen[int(rank["LOCAL_RANK"])] for rank in process_group(rank_place.ranks)]
+    assert len(dealt) == len(set(dealt)) == sum(rank_place.ranks for rank_place in meshes)
     assert set(dealt) <= set(given.split(",") if given else map(str, range(12)))
 
 
@@ -128,7 +128,7 @@ class Started:
             config=config, resolved=config, device=device, shape=shape, role_shapes={}, model_folder="model"
         )
         nothing: Any = None
-        asyncio.run(bring_up._start(Berths(setup, [nothing]), setup, Terminal(), nothing))
+        asyncio.run(bring_up._start(RankPlaces(setup, [nothing]), setup, Terminal(), nothing))
 
     def model_mesh(self, host: Any, role: str, *_: Any) -> Any:
         return SimpleNamespace(start=lambda: self._note(role))
@@ -181,7 +181,7 @@ async def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
 
     monkeypatch.setattr(deaths, "kill_seconds", 0.0)
     monkeypatch.setattr(hosts, "local_hosts", list)
-    monkeypatch.setattr(bring_up, "Berths", lambda *_: None)
+    monkeypatch.setattr(bring_up, "RankPlaces", lambda *_: None)
     monkeypatch.setattr(bring_up, "_start", none_started)
     setup: Any = SimpleNamespace(config=load(find("grpo_llama")), device=device)
     nothing: Any = None
@@ -191,7 +191,7 @@ async def test_killed_processes_on_gpus_have_longer_to_free_their_memory(
 
 
 def test_what_outlives_a_kill_is_named_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "_followed", {os.getpid(): "stubborn[tp=0]"})
+    monkeypatch.setattr(deaths, "_local", {os.getpid(): "stubborn[tp=0]"})
     monkeypatch.setattr(deaths.os, "kill", lambda *_: None)
     monkeypatch.setattr(deaths, "kill_seconds", 0.05)
     assert asyncio.run(deaths.kill(["stubborn[tp=0]"])) == ["stubborn[tp=0]"]

@@ -57,8 +57,8 @@ class World:
         config = Config(fault=FaultSection(**fault), checkpoint=CheckpointSection(enable=checkpoints))
         self.trainers: Any = Trainers()
         self.incidents = Incidents(folder, config.fault, self.said.append)
-        berths: Any = room or Room()
-        self.growth = Regrowth(self.trainers, berths, config, self.incidents)
+        rank_places: Any = room or Room()
+        self.growth = Regrowth(self.trainers, rank_places, config, self.incidents)
 
 
 def test_a_host_must_stay_longer_each_time_that_rows_were_lost(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `--init-tls` makes, and what is wrong with a host's certificate."""
+"""Certificates that `--init-tls` makes, and their problems."""
 
 import shutil
 import socket
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_host_gets_its_own_certificate_and_key_and_nobody_else_reads_them(folder: Path) -> None:
+def test_a_host_gets_its_certificate_and_key_which_no_other_user_reads(folder: Path) -> None:
     for name in ("127.0.0.1", "node1"):
         assert list(certificate_problems(folder / name)) == []
         assert certified_name(folder / name) == name
@@ -105,7 +105,7 @@ def test_a_name_that_resolves_to_nothing_and_a_port_without_a_worker_are_told_ap
     assert "resolves to nothing" in why_silent("tcp://-no-such-host-.:26600")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert takes_connections(f"tcp://127.0.0.1:{port}", 5), "nobody accepts, but the kernel does"
+        assert takes_connections(f"tcp://127.0.0.1:{port}", 5), "the kernel accepts"
     assert not takes_connections(f"tcp://127.0.0.1:{port}", 5)
     assert "nothing listens at 127.0.0.1" in why_silent(f"tcp://127.0.0.1:{port}")
 

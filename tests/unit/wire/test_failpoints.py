@@ -12,7 +12,7 @@ RANK = "generator0[tp=0]"
 
 
 def at_failpoints(folder: Path, *, armed: bool) -> str:
-    """What a process of RANK says that comes to its failpoints twice, whether or not it is armed."""
+    """Return the output of a process of RANK that reaches its failpoints twice."""
     program = """
 import asyncio
 from titan_rl.wire import failpoints

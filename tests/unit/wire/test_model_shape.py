@@ -107,15 +107,6 @@ def test_a_value_head_is_transformers_sequence_classification(shape: ModelShape,
 
 
 @shapes
-def test_a_value_head_is_another_head_on_the_same_body(shape: ModelShape) -> None:
-    valued = shape.with_value_head()
-    assert replace(valued, head="lm", tied=shape.tied) == shape
-    assert not valued.tied
-    assert valued.with_value_head() == valued
-    assert valued != shape
-
-
-@shapes
 def test_a_reward_model_keeps_tie_word_embeddings_of_the_model_that_it_was(shape: ModelShape) -> None:
     config = shape.with_value_head().hf_config(bos=1, eos=2, pad=0) | {"tie_word_embeddings": True}
     assert ModelShape.from_hf(config) == shape.with_value_head()

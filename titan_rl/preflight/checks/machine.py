@@ -25,11 +25,11 @@ from titan_rl.preflight.memory import (
 )
 from titan_rl.preflight.placement import CPU_SLOTS, gpus_needed
 from titan_rl.preflight.refusal import problem
+from titan_rl.preflight.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
 from titan_rl.wire.cores import host_memory
 from titan_rl.wire.gpus import Gpus
 from titan_rl.wire.model_shape import ModelShape
 from titan_rl.wire.snapshot import snapshot_bytes
-from titan_rl.wire.torch_build import as_numbers, cuda_media, torch_cuda, vllm_needs_gpu
 
 PROCESS_BYTES = 2**28  # that a process takes on a CPU before it holds a weight
 # Measured: the head sizes of vLLM 0.32's CPU attention. Any other one fails in the first forward.

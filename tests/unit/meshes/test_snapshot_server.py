@@ -1,4 +1,4 @@
-"""Copies of parts between two keepers in one process: which blocks are read, and when a copy has its stamp."""
+"""Copies of parts between two servers in one process: their bytes, and when a copy has its stamp."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from titan_rl.meshes.kept_parts import IN_FLIGHT, KeptParts, ReadRate
+from titan_rl.meshes.snapshot_server import IN_FLIGHT, Parts, ReadRate
 from titan_rl.wire.snapshot import HEAD, WRITING, head
 
 BLOCK = 1000  # bytes
@@ -16,10 +16,10 @@ STATE = os.urandom(10 * BLOCK)
 
 @dataclass
 class Pair:
-    """A part, and memory for its copy with another keeper."""
+    """A part, and memory for its copy at another server."""
 
-    source: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
-    peer: KeptParts = field(default_factory=lambda: KeptParts(BLOCK))
+    source: Parts = field(default_factory=lambda: Parts(BLOCK))
+    peer: Parts = field(default_factory=lambda: Parts(BLOCK))
     reads: list[int] = field(default_factory=list)  # numbers of blocks
     meanwhile: Callable[[int], Awaitable[None]] | None = None  # awaited before each read
 
@@ -61,42 +61,16 @@ def pair() -> Iterator[Pair]:
         parts.drop(list(parts._parts))
 
 
-async def test_a_copy_equals_its_part_and_only_blocks_that_changed_are_read_again(pair: Pair) -> None:
-    pair.write(3, STATE)
-    assert await pair.fetch(3) == 3 * 4096 - HEAD.size, "whole pages"
-    assert pair.copied(3) == STATE
-    changed = STATE[:4500] + b"changed" + STATE[4507:]
-    pair.write(4, changed)
-    assert await pair.fetch(4) == BLOCK
-    assert pair.reads == [4]
-    assert pair.copied(4) == changed
-    pair.write(5, changed)
-    assert await pair.fetch(5) == 0
-    assert pair.copied(5) == changed
-    longer = changed + os.urandom(5000)  # in more pages
-    pair.write(6, longer)
-    assert await pair.fetch(6) == 4 * 4096 - HEAD.size
-    assert pair.copied(6) == longer
-    pair.write(7, STATE)  # shorter: what follows its end is of no meaning
-    await pair.fetch(7)
-    assert pair.copied(7) == STATE
-
-
-async def test_memory_that_another_wrote_to_since_its_last_copy_is_read_whole(pair: Pair) -> None:
-    """A keeper whose host's ranks move becomes the one whose part they write."""
-
-    pair.write(3, STATE)
-    await pair.fetch(3)
-    os.pwrite(pair.copy, b"written by a rank", 2000)
-    os.pwrite(pair.copy, HEAD.pack(4, HEAD.size, HEAD.size + len(STATE)), 0)
-    pair.write(5, STATE)
-    assert await pair.fetch(5) == 3 * 4096 - HEAD.size
-    assert pair.copied(5) == STATE
+async def test_a_copy_equals_its_part_also_when_that_grows_or_shrinks(pair: Pair) -> None:
+    longer = STATE + os.urandom(5000)  # in more pages
+    for serial, state, pages in ((3, STATE, 3), (4, longer, 4), (5, STATE, 4)):  # memory never shrinks
+        pair.write(serial, state)
+        assert await pair.fetch(serial) == pages * 4096 - HEAD.size, "whole pages"
+        assert pair.copied(serial) == state
 
 
 async def test_a_copy_is_offered_in_its_turn(pair: Pair) -> None:
-    """Its host's keeper is gone: a third one fetches the copy."""
-
+    """Its host's server is gone: a third one fetches the copy."""
     pair.write(3, STATE)
     await pair.fetch(3)
     assert await pair.peer.offer(pair.copy, 3) == await pair.source.offer(pair.part, 3)
@@ -145,8 +119,7 @@ async def test_a_read_that_fails_ends_the_copy_and_its_other_reads(pair: Pair) -
 
 
 async def test_a_copy_that_is_dropped_ends_and_leaves_its_reads_to_others(pair: Pair) -> None:
-    """Its host is gone, and no one has noticed: its reads would take until their deadline."""
-
+    """The loss of its host is not known yet: its reads would take until their deadline."""
     stuck = asyncio.Event()
 
     async def hang(_: int) -> None:
@@ -203,5 +176,5 @@ def test_reads_begin_at_their_rate_whichever_copy_they_are_of() -> None:
     rate = ReadRate()
     assert [rate.wait(10.0, 500, 1000.0) for _ in range(3)] == [0.0, 0.5, 1.0]
     assert rate.wait(10.25, 250, 1000.0) == 1.25
-    assert rate.wait(20.0, 250, 1000.0) == 0.0, "what was not used is not made up for"
+    assert rate.wait(20.0, 250, 1000.0) == 0.0, "unused time gives no credit"
     assert rate.wait(20.0, 10**12, 0.0) == 0.0

@@ -52,7 +52,7 @@ def verify_complete(live: Mapping[str, tuple[int, ...]], shape: ModelShape, tp: 
             wrong.append(f"{name} (expected shape {size}, found {tuple(live[name])})")
     if wrong:
         raise ValueError(
-            f"the generator's parameters are not those of the plan for {shape.family} at tensor parallelism {tp}: "
+            f"the generator's parameters differ from the plan for {shape.family} at tensor parallelism {tp}: "
             f"{', '.join(wrong)}. A shape of (0,) means that vLLM repacked the weight after loading."
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.config.toml import find, load
 from titan_rl.meshes.hosts import Host
-from titan_rl.train.berths import Berths
+from titan_rl.train.rank_places import RankPlaces
 from titan_rl.wire.errors import RunError
 
 
@@ -25,16 +25,16 @@ class Hosts:
         nothing: Any = None
         self.all = [Host(nothing, f"host{n}", lost=lambda n=n: n in self.lost, joined=0.0) for n in range(3)]
         setup: Any = SimpleNamespace(config=config, device="cpu")
-        self.berths = Berths(setup, self.all)
+        self.rank_places = RankPlaces(setup, self.all)
 
     def trainer(self) -> list[tuple[str, int]]:
-        return [(berth.host.name, berth.ranks) for berth in self.berths.of_model("trainer")]
+        return [(rank_place.host.name, rank_place.ranks) for rank_place in self.rank_places.of_model("trainer")]
 
     def replica(self, index: int) -> str:
-        return self.berths.of_replica(index).host.name
+        return self.rank_places.of_replica(index).host.name
 
     def elsewhere(self, index: int) -> str:
-        return self.berths.of_replica(index, elsewhere=True).host.name
+        return self.rank_places.of_replica(index, elsewhere=True).host.name
 
 
 def test_no_slot_is_dealt_twice_once_meshes_have_moved() -> None:
@@ -64,18 +64,18 @@ def test_a_trainer_with_fewer_rows_gets_the_others_back_when_it_starts_again() -
 
 def test_a_host_counts_for_more_rows_when_it_has_been_there_for_long_enough() -> None:
     hosts = Hosts(hosts__slots=2, fault__min_trainers=1)
-    assert hosts.berths.rows() == 2
+    assert hosts.rank_places.rows() == 2
     hosts.lost = {0, 2}
     assert hosts.trainer() == [("host1", 1)]
-    assert hosts.berths.rows() == 1
+    assert hosts.rank_places.rows() == 1
     hosts.lost = {2}
     hosts.all[0] = replace(hosts.all[0], joined=time.monotonic())
-    assert hosts.berths.rows() == 2
-    assert hosts.berths.rows(1000) == 1
+    assert hosts.rank_places.rows() == 2
+    assert hosts.rank_places.rows(1000) == 1
     hosts.all[0] = replace(hosts.all[0], joined=time.monotonic() - 2000)
-    assert hosts.berths.rows(1000) == 2
+    assert hosts.rank_places.rows(1000) == 2
     hosts.lost = {0, 1, 2}
-    assert hosts.berths.rows() == 0, "nothing is raised: the loss of its host is about to be noticed"
+    assert hosts.rank_places.rows() == 0, "nothing is raised: the loss of its host is about to be noticed"
 
 
 def test_a_host_on_which_the_trainer_did_not_start_is_left_out_until_it_is_joined_anew() -> None:
@@ -84,14 +84,14 @@ def test_a_host_on_which_the_trainer_did_not_start_is_left_out_until_it_is_joine
     assert hosts.trainer() == [("host1", 1)]
     hosts.lost = {2}
     assert hosts.trainer() == [("host0", 1), ("host1", 1)]
-    assert hosts.berths.leave_out() == ["host0"]
-    assert hosts.berths.rows() == 1
+    assert hosts.rank_places.leave_out() == ["host0"]
+    assert hosts.rank_places.rows() == 1
     assert hosts.trainer() == [("host1", 1)]
     assert hosts.replica(0) == "host0", "others are started there"
     hosts.all[0] = replace(hosts.all[0], name="host0 anew")
     assert hosts.trainer() == [("host0 anew", 1), ("host1", 1)]
     hosts.lost = {1, 2}
-    assert hosts.berths.leave_out() == [], "the host that was lost is the reason"
+    assert hosts.rank_places.leave_out() == [], "the host that was lost is the reason"
 
 
 def test_a_replica_goes_round_the_hosts_on_which_it_did_not_start() -> None:

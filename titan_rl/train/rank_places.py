@@ -1,4 +1,4 @@
-"""Where each mesh of a run goes, and what its processes are launched with there."""
+"""Assigns hosts to the meshes of a run, and variables to their processes."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from titan_rl.config.auto import threads
 from titan_rl.config.sections import Config, HostsSection
 from titan_rl.meshes import deaths, hosts
 from titan_rl.meshes.fork_servers import Kind
-from titan_rl.meshes.hosts import Berth, Host
+from titan_rl.meshes.hosts import Host, RankPlace
 from titan_rl.meshes.remote_host import Joining, attached
 from titan_rl.meshes.ssh_workers import ssh_workers
 from titan_rl.preflight.placement import (
@@ -35,8 +35,8 @@ from titan_rl.wire.gpus import PLANNED, visible_devices
 from titan_rl.wire.worker_address import address_of, free_port, port_range, route_to, split_address
 
 
-class Berths:
-    """The berths of a run on `joined` hosts."""
+class RankPlaces:
+    """Assigns each mesh of a run its place on the `joined` hosts."""
 
     def __init__(self, setup: Setup, joined: Sequence[Host]) -> None:
         self._setup, self._hosts = setup, joined
@@ -47,12 +47,12 @@ class Berths:
         self._left_out = defaultdict[str, list[Host]](list)  # by mesh: hosts on which it did not start
         self._before: set[int] = set()  # hosts of the trainer before it was placed last
 
-    def of_model(self, role: str) -> list[Berth]:
-        return [self._berth(share, "model") for share in self._shares(role)]
+    def of_model(self, role: str) -> list[RankPlace]:
+        return [self._rank_place(share, "model") for share in self._shares(role)]
 
-    def of_replica(self, index: int, elsewhere: bool = False) -> Berth:
-        """Return where a replica goes. One that is added during a run goes where slots are left. One whose last start
-        failed goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
+    def of_replica(self, index: int, elsewhere: bool = False) -> RankPlace:
+        """Return the place of a replica. One that is added during a run gets free slots. One whose last start failed
+        goes `elsewhere`: to a host on which none of its starts failed, if one has room."""
         name = f"generator{index}"
         if name not in self._placement:
             self._placement |= {name: place(self._setup.config, self._slots, index + 1)[name]}
@@ -64,67 +64,67 @@ class Berths:
             if not self._left_out.pop(name, None):
                 raise
             (share,) = self._shares(name)
-        return self._berth(share, "generator")
+        return self._rank_place(share, "generator")
 
     def of_environment(self, number: int) -> Host:
         first = environment_host(self._setup.config, number)
         return next((h for h in (*self._hosts[first:], *self._hosts[:first]) if not h.lost()), self._hosts[first])
 
     def _shares(self, mesh: str) -> Sequence[Share]:
-        """Return a mesh's shares. If one of its hosts is lost, it moves to slots that are free on the others; it moves
-        too if it has fewer rows than the config says, for there may be room again."""
+        """Return a mesh's shares. If one of its hosts is lost, it moves to free slots on the others; it also moves if
+        it has fewer rows than in the config, because there may be room again."""
         lost = self._unusable(mesh)
-        own = slots_of(self._placement[mesh])
-        fewer = mesh == "trainer" and len(own) < self._setup.config.parallelism.world_size
+        own_slots = slots_of(self._placement[mesh])
+        fewer = mesh == "trainer" and len(own_slots) < self._setup.config.parallelism.world_size
         added = mesh not in place(self._setup.config, self._slots)  # where a mesh may have moved meanwhile
         others = {slot for name, shares in self._placement.items() if name != mesh for slot in slots_of(shares)}
-        if fewer or any(host in lost for host, _ in own) or (added and own & others):
+        if fewer or any(host in lost for host, _ in own_slots) or (added and own_slots & others):
             try:
                 self._placement[mesh] = place_again(self._setup.config, mesh, self._placement, self._slots, lost)
             except Unplaceable as error:
                 names = ", ".join(self._hosts[number].name for number in lost)
                 raise RunError(f"{mesh} cannot be started again without {names}: {error}") from None
             if mesh == "trainer":
-                self._before = {host for host, _ in own}
+                self._before = {host for host, _ in own_slots}
         return self._placement[mesh]
 
     def _unusable(self, mesh: str, seconds: float = 0) -> list[int]:
-        """Return the hosts on which a mesh cannot be started, and those that it does not have and that have not been
-        there for `seconds`."""
-        own, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
+        """Return the hosts on which a mesh cannot be started, and other hosts that joined within the last `seconds`."""
+        own_hosts, since = {share.host for share in self._placement[mesh]}, time.monotonic() - seconds
         left_out = self._left_out[mesh]
         return [
             number
             for number, host in enumerate(self._hosts)
-            if host and (host.lost() or host in left_out or (number not in own and host.joined > since))
+            if host and (host.lost() or host in left_out or (number not in own_hosts and host.joined > since))
         ]
 
     def rows(self, seconds: float = 0) -> int:
-        """Return how many dp rows the trainer would get now, on hosts that it has or that have been there for
-        `seconds`."""
+        """Return the number of dp rows that the trainer would get now, on its hosts and hosts that joined at least
+        `seconds` ago."""
         unusable = self._unusable("trainer", seconds)
         try:
-            found = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
+            shares = place_again(self._setup.config, "trainer", self._placement, self._slots, unusable)
         except Unplaceable:  # it has just lost a host
             return 0
-        return len(slots_of(found)) // self._setup.config.parallelism.tensor_parallel_degree
+        return len(slots_of(shares)) // self._setup.config.parallelism.tensor_parallel_degree
 
     def leave_out(self) -> list[str]:
-        """Let the trainer do without the hosts that it was given last, until they are joined anew. Return their names;
-        none if the trainer has lost a host."""
-        given = {share.host for share in self._placement["trainer"]}
-        if any(self._hosts[number].lost() for number in given):
+        """Exclude the hosts that the trainer got last, until they join again. Return their names; none if the trainer
+        has lost a host."""
+        present = {share.host for share in self._placement["trainer"]}
+        if any(self._hosts[number].lost() for number in present):
             return []
-        left = [self._hosts[number] for number in sorted(given - self._before)]
-        self._left_out["trainer"] += left
-        return [host.name for host in left]
+        excluded = [self._hosts[number] for number in sorted(present - self._before)]
+        self._left_out["trainer"] += excluded
+        return [host.name for host in excluded]
 
-    def _berth(self, share: Share, kind: Kind) -> Berth:
+    def _rank_place(self, share: Share, kind: Kind) -> RankPlace:
         environment = resources(self._setup, kind, self._devices(share), self._cores)
-        return Berth(self._hosts[share.host], len(share.slots), environment)
+        return RankPlace(self._hosts[share.host], len(share.slots), environment)
 
     def _devices(self, share: Share) -> list[str]:
-        """Return the GPUs of a share, in rank order. The hosts of `processes` divide those of this machine."""
+        """Return the GPUs of a share, in rank order. With hosts.kind = "processes", hosts divide this machine's
+        GPUs."""
         if self._setup.device != "cuda":
             return []
         facts = self._hosts[share.host].facts if self._setup.config.hosts.at_addresses else None
@@ -137,8 +137,8 @@ class Berths:
 
 
 def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int = 0) -> dict[str, str]:
-    """Return the environment of processes on a host: the GPUs they see, in rank order (none on CPU), and threads. Only
-    GPUs that this process was given are dealt: the others may be another user's."""
+    """Return the environment of processes on a host: their GPUs, in rank order (none on CPU), and threads. Only this
+    process's visible GPUs are assigned: the others may be another user's."""
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(devices),
         "OMP_NUM_THREADS": str(threads(setup.config, kind, setup.device, cores or usable_cores())),
@@ -148,21 +148,21 @@ def resources(setup: Setup, kind: Kind, devices: Sequence[str] = (), cores: int 
 
 
 def cuda_environment(config: Config) -> dict[str, str]:
-    """Return what CUDA's libraries read once, before a rank could set it."""
-    found = {}
+    """Return the variables that CUDA's libraries read once, before a rank could set them."""
+    variables = {}
     if config.generator.dtype == "float32":
-        found["TRITON_F32_DEFAULT"] = "ieee"  # vLLM's float32 attention would multiply in TF32, which has three digits
+        variables["TRITON_F32_DEFAULT"] = "ieee"  # else vLLM's float32 attention uses TF32
     if config.debug.deterministic:
-        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return found
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return variables
 
 
 @asynccontextmanager
 async def joined_hosts(
     setup: Setup, say: Callable[[str], None], back: Callable[[], None]
 ) -> AsyncIterator[Sequence[Host]]:
-    """Yield the hosts of a run. When one that was lost is in its place again, `say` shows it and `back` is called.
-    Ranks that are left at the end are killed, and workers that were started here."""
+    """Yield the hosts of a run. When a lost host joins again, `say` shows it and `back` is called. At the end,
+    remaining ranks are killed, and workers that were started here."""
     keys, detect_seconds = setup.config.hosts, setup.config.fault.detect_seconds
     if keys.at_addresses:
         enable_transport(own_place(keys))
@@ -179,9 +179,9 @@ async def joined_hosts(
         joined = attached(keys.addresses, joining, say, back)
     else:
         joined = hosts.worker_processes(keys.number, Path(os.environ["TMPDIR"]), logs, keys.join_seconds)
-    async with started, joined as found:
+    async with started, joined as run_hosts:
         try:
-            yield found
+            yield run_hosts
         finally:
             await deaths.kill(deaths.living())
 
@@ -189,11 +189,11 @@ async def joined_hosts(
 def own_place(keys: HostsSection) -> str:
     """Return the one address at which this process listens for the workers: a free port, of hosts.ports if given."""
     scheme, _, _ = split_address(keys.addresses[0])
-    own, ports = own_address(keys), port_range(keys.ports)
+    host, ports = own_address(keys), port_range(keys.ports)
     try:
-        return address_of(scheme, own, free_port(own, ports) if ports else 0)
+        return address_of(scheme, host, free_port(host, ports) if ports else 0)
     except OSError as error:
-        raise RunError(f"hosts.ports: expected a free port at {own}, found: {error.strerror or error}") from None
+        raise RunError(f"hosts.ports: expected a free port at {host}, found: {error.strerror or error}") from None
 
 
 def own_address(keys: HostsSection) -> str:

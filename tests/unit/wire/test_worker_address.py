@@ -1,4 +1,4 @@
-"""What a worker's door tells, and what callers make of other listeners."""
+"""What a lookup at a worker's address returns, and how other listeners are refused."""
 
 import errno
 import os
@@ -10,38 +10,38 @@ import time
 import pytest
 
 from titan_rl.wire.worker_address import (
-    NoDoor,
+    NotAWorker,
     address_of,
-    answer,
-    ask_door,
+    answer_lookups,
     free_port,
+    listen_at,
     listener,
-    open_door,
+    look_up,
     port_range,
     split_address,
 )
 
 
-def test_a_door_tells_where_its_worker_serves_now() -> None:
+def test_a_lookup_returns_where_the_worker_serves_now() -> None:
     address = f"tls://127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(ConnectionRefusedError):
-        ask_door(address)
+        look_up(address)
     serves = [""]
-    answer(open_door(address), lambda: serves[0], pytest.fail)
-    assert ask_door(address) == "", "it does not serve yet"
+    answer_lookups(listen_at(address), lambda: serves[0], pytest.fail)
+    assert look_up(address) == "", "it does not serve yet"
     for port in (4711, 4712):
         serves[0] = f"tls://127.0.0.1:{port}"
-        assert ask_door(address) == f"tls://127.0.0.1:{port}"
+        assert look_up(address) == f"tls://127.0.0.1:{port}"
     socket.create_connection(("127.0.0.1", split_address(address)[2])).close()  # it looks whether anything listens
-    assert ask_door(address) == "tls://127.0.0.1:4712"
-    with pytest.raises(NoDoor, match="its worker does not answer tcp://, but tls://"):
-        ask_door(address.replace("tls", "tcp"))
+    assert look_up(address) == "tls://127.0.0.1:4712"
+    with pytest.raises(NotAWorker, match="its worker does not answer tcp://, but tls://"):
+        look_up(address.replace("tls", "tcp"))
 
 
-def test_a_door_survives_that_no_more_files_can_be_opened() -> None:
+def test_lookups_survive_that_no_more_files_can_be_opened() -> None:
     said = list[str]()
     address = f"tls://127.0.0.1:{free_port('127.0.0.1')}"
-    answer(open_door(address), lambda: "tls://127.0.0.1:4711", said.append)
+    answer_lookups(listen_at(address), lambda: "tls://127.0.0.1:4711", said.append)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as first, socket.socket() as second:
         for caller in (first, second):
@@ -57,7 +57,7 @@ def test_a_door_survives_that_no_more_files_can_be_opened() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for caller in (first, second):
             assert caller.recv(64) == b"titan_rl tls 4711\n", "it was kept waiting"
-    assert ask_door(address) == "tls://127.0.0.1:4711"
+    assert look_up(address) == "tls://127.0.0.1:4711"
     assert said == [
         f"a run that asks where this worker serves is not answered, and waits: {os.strerror(errno.EMFILE)}"
     ], "the reason is said once"
@@ -86,7 +86,7 @@ def test_a_range_of_ports_is_refused_by_what_was_found(text: str) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n", b"titan_rl tls port\n", b"x" * 1000])
-def test_what_is_no_door_is_named(said: bytes) -> None:
+def test_another_listener_is_named(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def speak() -> None:
@@ -95,13 +95,13 @@ def test_what_is_no_door_is_named(said: bytes) -> None:
                 caller.sendall(said)
 
         threading.Thread(target=speak).start()
-        with pytest.raises(NoDoor, match="does not answer as a worker"):
-            ask_door(f"tls://127.0.0.1:{other.getsockname()[1]}", 5)
+        with pytest.raises(NotAWorker, match="does not answer as a worker"):
+            look_up(f"tls://127.0.0.1:{other.getsockname()[1]}", 5)
 
 
 def test_a_silent_listener_may_only_be_busy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(TimeoutError):
-        ask_door(f"tls://127.0.0.1:{other.getsockname()[1]}", 0.1)
+        look_up(f"tls://127.0.0.1:{other.getsockname()[1]}", 0.1)
 
 
 @pytest.mark.parametrize("address", ["tls://node1:26600", "tcp://10.0.0.7:1", "tls://[fd00::1]:26600"])

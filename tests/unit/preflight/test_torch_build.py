@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.wire.torch_build import cuda_media, torch_cuda
+from titan_rl.preflight.torch_build import cuda_media, torch_cuda
 
 
 def test_a_media_package_for_cuda_is_known_by_what_it_links_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
