@@ -76,12 +76,12 @@ def test_what_a_folder_lost_is_named_before_anything_is_trained(
 def test_the_plan_of_a_resumed_run_has_the_note(runs: Runs, whole: RunFiles, tmp_path: Path) -> None:
     folder = shutil.copytree(whole.folder, tmp_path / "run")
     remove("rollouts.jsonl")(folder)
-    out = " ".join(runs.finish(folder, **WHOLE | {"training__steps": 9}).finish().split())
+    out = " ".join(runs.finish(folder, **{**WHOLE, "training__steps": 9}).finish().split())
     assert "rollouts.jsonl is missing, and the run resumes from step 8: records of its steps are lost" in out
 
 
 def test_a_run_whose_folder_is_removed_ends_by_name(runs: Runs, tmp_path: Path) -> None:
-    run = runs.start(tmp_path / "run", **WHOLE | {"training__steps": 100_000, "algorithm__max_dead_steps": 0})
+    run = runs.start(tmp_path / "run", cold_start__steps=8, training__steps=100_000, algorithm__max_dead_steps=0)
     run.wait_for_step(1)
     run.folder.rename(tmp_path / "elsewhere")
     out = " ".join(run.finish(60).split())

@@ -105,9 +105,10 @@ def test_another_users_fifo_and_links_neither_hang_nor_redirect_a_start(short: P
     assert linked.is_dir()
 
 
-def test_temporary_files_of_a_run_lie_in_its_folder(short: Path) -> None:
+def test_temporary_files_of_a_run_lie_in_its_folder(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     with socket_folder() as folder:
         assert tempfile.gettempdir() == str(folder)
         tempfile.NamedTemporaryFile(delete=False).close()
