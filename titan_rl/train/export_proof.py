@@ -22,7 +22,7 @@ NOISE = 4  # times the rounding error of transformers' own float32, where that e
 
 
 class ProofFailed(Exception):
-    """transformers finds something else in the folder than what was trained."""
+    """transformers computes other numbers from the folder than the trainer did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Recovery:
         return Resume.find(self._run.setup.folder, self._run.config, self._run.snapshots.newest())
 
     async def drive(self, attempt: Callable[[Resume], Coroutine[Any, Any, None]]) -> None:
-        """Make attempts until one comes to its end, or until what was lost cannot be replaced."""
+        """Make attempts until one finishes, or until a loss cannot be replaced."""
         mending = False
         while True:
             try:
