@@ -57,27 +57,27 @@ class Sequences:
 
         kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
         model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        found: list[torch.Tensor] = []
+        results: list[torch.Tensor] = []
         with torch.no_grad():
             for sample in self.samples:
                 logits = model(torch.tensor([sample.tokens[:-1]])).logits[0]
                 if not judged:
                     logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
-                found.append(logits.flatten())
-        return torch.cat(found).numpy()
+                results.append(logits.flatten())
+        return torch.cat(results).numpy()
 
 
 def compare_models(sequences: Sequences, folder: Path, expected: np.ndarray, *, judged: bool) -> str:
     """Return how far transformers is from the trainer's model. Raise if that is above the tolerance, and more than
     float32 arithmetic explains: a sharp model magnifies its rounding."""
-    found = sequences.by_transformers(folder, "float32", judged=judged)
-    apart = np.abs(found - expected).max()
+    theirs = sequences.by_transformers(folder, "float32", judged=judged)
+    apart = np.abs(theirs - expected).max()
     if apart <= TOLERANCE:
         return f"largest difference {apart:.1e}"
     exact = sequences.by_transformers(folder, "float64", judged=judged)
-    own, noise = np.abs(expected - exact), np.abs(found - exact).max()
-    if not own.max() <= NOISE * noise:  # NaN fails
-        worst = int(own.argmax())
+    errors, noise = np.abs(expected - exact), np.abs(theirs - exact).max()
+    if not errors.max() <= NOISE * noise:  # NaN fails
+        worst = int(errors.argmax())
         raise ProofFailed(f"expected {expected[worst]:.7g}, as from the trainer's own model, found {exact[worst]:.7g}")
     return f"largest difference {apart:.1e}, of which float32 explains {noise:.1e}"
 
@@ -95,11 +95,11 @@ def compare_prompts(folder: Path, task: Task, tokenizer: TextTokenizer) -> None:
             if tokenizer.chat.outside.masked(messages) != messages:
                 continue
             keys = {**tokenizer.chat_settings.kwargs, "add_generation_prompt": True, "return_dict": False}
-            found = theirs.apply_chat_template(messages, **keys)
+            tokens = theirs.apply_chat_template(messages, **keys)
         else:
-            found = theirs(example.prompt).input_ids
-        if list(found) != expected:
+            tokens = theirs(example.prompt).input_ids
+        if list(tokens) != expected:
             raise ProofFailed(
                 f"expected the tokens {expected} for {example.prompt!r}, as in training, from transformers; "
-                f"found {list(found)}"
+                f"found {list(tokens)}"
             )

@@ -33,7 +33,7 @@ ERROR_CHARACTERS = 300
 
 
 def rows_of(setup: Setup) -> int | UpTo:
-    """Return the rows of a microbatch: training.local_batch_size, or at most as many as memory allows."""
+    """Return the rows of a microbatch: training.local_batch_size, or the most that fit in memory."""
     return setup.config.training.local_batch_size or UpTo(setup.resolved.training.local_batch_size)
 
 
@@ -52,19 +52,19 @@ class Learner:
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
         """Bring the trainers to where a phase resumes. Return that step, and the controller's state saved with it."""
-        at, snapshot = resume.state(phase)
+        step, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
         self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
         self._snapshots.forget(but=snapshot)
-        start, state = await self._meshes.trainers.begin_phase(phase, snapshot or at)
+        start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
         return start, json.loads(state)
 
-    async def begin(self, at: int) -> None:
+    async def begin(self, step: int) -> None:
         """Give every role its weights: the algorithm's starting weights, or those after step `at`."""
         algorithm, meshes = self._config.algorithm, self._meshes
         folder = ""
         if algorithm.needs_reference or (algorithm.needs_critic and not self._config.critic.hf_assets_path):
-            folder = str(await self._anchor(at))
+            folder = str(await self._anchor(step))
         if algorithm.needs_reference:
             mesh, lent = self._home("reference")
             await mesh.load_weights(folder, lent)
@@ -74,9 +74,9 @@ class Learner:
         if meshes.reward_model is not None:
             await meshes.reward_model.load_weights(self._config.reward_model.hf_assets_path)
         if meshes.critic is not None:
-            if at == 0 and self._from is None:
+            if step == 0 and self._from is None:
                 await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
-            await meshes.critic.begin_phase("rl", self._from or at)
+            await meshes.critic.begin_phase("rl", self._from or step)
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with a column from each role that the algorithm needs. All roles compute at once."""
@@ -247,13 +247,13 @@ class Learner:
         mesh = self._meshes.reference if role == "reference" else self._meshes.teacher
         return (self._meshes.trainers, role) if mesh is None else (mesh, "")
 
-    async def _anchor(self, at: int) -> Path:
+    async def _anchor(self, step: int) -> Path:
         """Return the folder of the policy that the algorithm starts from. It is written once, for resumed runs too."""
         config = self._config
         if config.model.hf_assets_path and config.cold_start.steps == 0:
             return Path(config.model.hf_assets_path).absolute()
         folder = self._setup.folder / "start"
-        if at == 0:
+        if step == 0:
             return await export_policy(self._setup, self._meshes.trainers, folder)
         if not folder.is_dir():
             raise RunError(

@@ -80,9 +80,9 @@ class Recovery:
 
     def began(self, step: int) -> None:
         """Note that an attempt resumed after `step` with everything up."""
-        what = f"the run continues after step {step}{self._run.meshes.trainers.size}"
+        outcome = f"the run continues after step {step}{self._run.meshes.trainers.size}"
         for incident in self._open:
-            self._run.incidents.back(incident, what, max(0, self._reached - 1 - step))
+            self._run.incidents.back(incident, outcome, max(0, self._reached - 1 - step))
         self._open, self._reached, self._growing = [], -1, None
 
     def _remedy(self, error: RunError) -> None:

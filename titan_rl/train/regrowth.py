@@ -49,10 +49,10 @@ class Regrowth:
         rows = f"{self._berths.rows()} instead of {self._trainers.dp} dp rows"
         return Regrow(f"{self._trainers.name}: started again after step {step}, with {rows}")
 
-    def failed(self, error: RunError, say: Callable[[str], None]) -> bool:
+    def failed(self, error: RunError, note: Callable[[str], None]) -> bool:
         """Take note that the mesh did not start with more rows. Return True if the new hosts are left out from here on,
         False if the reason is the loss of another one."""
-        if self._berths is None or error.mesh != self._trainers.name or not (left := self._berths.leave_out()):
+        if self._berths is None or error.mesh != self._trainers.name or not (excluded := self._berths.leave_out()):
             return False
-        say(f"{error}; the {self._trainers.name} does without {', '.join(left)} until its worker is started again")
+        note(f"{error}; the {self._trainers.name} does without {', '.join(excluded)} until its worker is started again")
         return True
