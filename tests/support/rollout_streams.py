@@ -141,7 +141,7 @@ def replayed(folder: Path) -> History:
     return history
 
 
-def told(folder: Path, event: str) -> list[tuple[Any, ...]]:
+def ledger_lines(folder: Path, event: str) -> list[tuple[Any, ...]]:
     """Those lines of the ledger, less their number and name; after an audit of all."""
     replayed(folder)
     return [tuple(line.values())[2:] for line in events(folder) if line["event"] == event]
