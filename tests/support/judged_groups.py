@@ -1,4 +1,4 @@
-"""Groups of rollouts that can be followed by hand, and what is computed of them."""
+"""Groups of rollouts that can be followed by hand, and their advantages."""
 
 from collections.abc import Sequence
 from typing import Any, get_args

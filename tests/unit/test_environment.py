@@ -1,4 +1,4 @@
-"""The run's folder for sockets: short enough, nobody else's, kept while its run lives, removed when that was killed."""
+"""The run's folder for sockets: short, private, kept while its run lives, removed after the run was killed."""
 
 import os
 import subprocess
@@ -84,9 +84,11 @@ def test_a_long_tmpdir_is_not_used(
 
 def test_a_user_without_a_name_and_another_users_compile_cache(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 123456)  # in no /etc/passwd, and not the owner of what is made here
+    monkeypatch.setattr(os, "getuid", lambda: 123456)  # not the owner of the folders that this test makes
     with socket_folder() as folder:
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "torchinductor"), "whoever owns the shared one"
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "torchinductor"), (
+            "another user owns the shared one"
+        )
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.tempdir", str(short))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -1,4 +1,4 @@
-"""Memory that CUDA has page-locked: what is registered is what living connections use, and it is mapped."""
+"""Memory that CUDA has page-locked: exactly the memory of living connections is registered, and it is mapped."""
 
 import asyncio
 import inspect

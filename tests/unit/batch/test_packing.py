@@ -320,7 +320,7 @@ def test_a_sample_of_unequal_lists_is_refused() -> None:
 def test_a_rollout_of_several_branches_has_the_weight_of_one_sequence(
     samples: list[Sample], aggregation: Aggregation, mesh: tuple[int, int], branches: int
 ) -> None:
-    """Cut every sample's mask into as many branches of one rollout, on any mesh: a rollout weighs what it did whole,
+    """Cut every sample's mask into branches of one rollout, on any mesh: the weight of a rollout stays the same,
     and so does each of its tokens."""
     shards, rows = mesh
     how = {"seq_len": 32, "pad_id": PAD, "weighting": Weighting(aggregation, 7)}

@@ -40,7 +40,7 @@ async def one_turn_then(session: Session, outcome: Outcome | Exception) -> Outco
     ("outcome", "status", "error"),
     [
         (ValueError("no such tool"), "error", "ValueError: no such tool"),
-        (TimeoutError("of its own"), "error", "TimeoutError: of its own"),
+        (TimeoutError("the driver's"), "error", "TimeoutError: the driver's"),
         (Outcome("timeout", reward=0.0, error="a tool hung"), "timeout", "a tool hung"),
         (Outcome(reward=float("nan")), "error", "ValueError: expected a finite reward, found nan"),
         (

@@ -31,7 +31,7 @@ async def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextT
         rollouts.admit(2)
         second = await rollouts.take(2, 1)
     assert (ids(first), ids(second)) == ([2, 3], [4, 5])
-    assert rollouts.dropped == []  # of the last take only
+    assert rollouts.dropped == []  # only the last take's are listed
 
 
 async def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -> None:
