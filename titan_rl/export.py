@@ -22,7 +22,7 @@ from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
-from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
+from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
@@ -156,14 +156,14 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
         raise ExportRefused(f"{source.folder} cannot be read: {reason}", FAILED) from error
-    sequences = Sequences.of(source.task, policy.tokenizer, seq_len, judged=source.judges)
+    sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))
         write_assets(policy, partial, dtype)
         size = sum(file.stat().st_size for file in partial.iterdir())
-        exact = sequences.by_trainer(model)
+        exact = by_trainer(model, sequences)
         model.round_weights(getattr(torch, dtype))
-        rounded = sequences.by_trainer(model)
+        rounded = by_trainer(model, sequences)
         compare_prompts(partial, source.task, policy.tokenizer)
         proof = compare_models(sequences, partial, rounded, judged=source.judges)
     numbers = "scores" if source.judges else "log-probs"
