@@ -47,7 +47,7 @@ class RolloutStream:
     has the proof.
 
     A group that cannot be used, because its judge failed or (dynamic sampling) its rewards are all equal, is dropped
-    and another prompt is admitted behind those in flight, which all move up by one turn.
+    and another prompt is admitted behind the groups in flight, which all move up by one turn.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class RolloutStream:
             self._admitted += 1
 
     def _replace(self, useless: Mapping[InFlight, str]) -> None:
-        """Start new groups behind those in flight, which move up. The set of turns stays the same."""
+        """Start new groups behind the groups in flight, which move up. The set of turns stays the same."""
         turns = sorted(group.turn for group in (*self._inflight.values(), *useless))
         for group, reason in useless.items():
             self.dropped.append(group.group)
