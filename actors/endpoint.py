@@ -1,4 +1,4 @@
-"""What the endpoints of every rank share: how they fail, what they may print, and how busy their thread was."""
+"""Helpers for the endpoints of every rank: their failures, their output, and the busy seconds of their thread."""
 
 import logging
 import os
@@ -55,9 +55,9 @@ def busy_seconds() -> float:
 
 
 def quiet() -> None:
-    """Silence what a user can do nothing about: all processes share the controller's terminal.
+    """Silence warnings that a user cannot act on: all processes share the controller's terminal.
 
-    Call it after the engine is imported: libraries set levels and filters of their own on import."""
+    Call it after the engine is imported: libraries set levels and filters on import."""
     logging.getLogger().setLevel(logging.ERROR)  # TorchTitan logs to the root logger
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # warns of two all-reduces of one number
     for category in (UserWarning, FutureWarning, DeprecationWarning):
@@ -79,17 +79,17 @@ def quiet_rdma() -> Iterator[None]:
 def without_lines(prefix: bytes) -> Iterator[None]:
     """Buffer what native code writes to stderr, then print it without the lines that start with `prefix`."""
     sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            held.seek(0)
-            for line in held:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            buffer.seek(0)
+            for line in buffer:
                 if not line.startswith(prefix):
                     with suppress(OSError):  # stderr may be a pipe without a reader
                         os.write(2, line)

@@ -1,6 +1,6 @@
 """One environment process as a Monarch actor: thin endpoints around the loop that runs the user's code.
 
-    begin, answer, cancel ──> EpisodeLoop (a thread of its own) ──> take
+    begin, answer, cancel ──> EpisodeLoop (another thread) ──> take
 
 The endpoints stay responsive while user code blocks. The process needs neither torch nor vLLM.
 """

@@ -29,7 +29,7 @@ def without_gc() -> Iterator[None]:
 
 @contextmanager
 def compile_deferred() -> Iterator[None]:
-    """Make what is passed to torch.compile during imports compile at its first call.
+    """Make functions that are passed to torch.compile during imports compile at their first call.
 
     TorchTitan compiles FlexAttention at import, which imports inductor and AOT autograd (0.5 CPU seconds), although a
     model with another attention never calls it. Not for a run that compiles its model: a compiled model cannot

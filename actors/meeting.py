@@ -4,8 +4,8 @@
     on several        a TCP port of rank 0's host, bound to the one address by which the hosts reach each other, and
                       one of its worker's --ports, if it has them
 
-torch.distributed's default, env://, makes the first process listen on every interface, and whoever connects may read
-and write the keys from which the group is built. Engines ask for env:// by name, so the others are put in its place.
+torch.distributed's default, env://, makes the first process listen on every interface, and any client may read and
+write the keys from which the group is built. Engines ask for env:// by name, so these replace it.
 """
 
 import os
@@ -19,7 +19,7 @@ MEETING = "TITAN_RL_MEETING"  # the file's path
 HOST = "TITAN_RL_HOST"  # name or address by which other hosts reach this one; its worker sets it
 PORTS = "TITAN_RL_PORTS"  # at which a host listens, "26700-26799"; its worker sets it. Empty: any free ones
 
-_listener: socket.socket | None = None  # of rank 0
+_listener: socket.socket | None = None  # rank 0's
 
 
 def meet_in_file() -> None:
@@ -62,13 +62,13 @@ def interface_of(address: str) -> str:
 
     if address.startswith("127."):
         return "lo"
-    found = psutil.net_if_addrs()
-    for name, own in found.items():
-        if any(each.address == address for each in own):
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if any(entry.address == address for entry in addresses):
             return name
     raise RuntimeError(
-        f"expected {HOST}={os.environ[HOST]} to be an address of this host, found {', '.join(found)} without it; start "
-        "the worker with an --address that this host has"
+        f"expected {HOST}={os.environ[HOST]} to be an address of this host, found {', '.join(interfaces)} without it; "
+        "start the worker with an --address that this host has"
     )
 
 
@@ -77,7 +77,7 @@ def _meet(store_of: Any) -> None:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def met(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
         yield store_of(rank, size), rank, size
 
-    _rendezvous_handlers["env"] = met
+    _rendezvous_handlers["env"] = rendezvous

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def verb(method: Any) -> Any:
-    """Make an endpoint of a method. If it fails, so does its call, and nothing else."""
+    """Make a method an endpoint whose failure fails its call, and nothing else."""
     return endpoint(fallible(method))
 
 
@@ -143,8 +143,8 @@ class ModelRank(Actor):
     async def publish(
         self, version: int, slot: int, serial: int, again: bool = False
     ) -> tuple[dict[int, Manifest], float] | None:
-        """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. Return None if
-        what was packed last is wanted `again` but the weights have changed since."""
+        """Pack this rank's shards into a slot; return a manifest per reader, and the seconds it took. With `again`, the
+        last packed weights are packed once more; return None if they have changed since."""
         if again and self._packed != self._model.phase_step:
             return None
         began, self._packed = time.perf_counter(), self._model.phase_step

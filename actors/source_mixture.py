@@ -1,4 +1,4 @@
-"""The order in which prompts of several sources are drawn, by torchdata's nodes, in a process of its own: torchdata
+"""The order in which prompts of several sources are drawn, by torchdata's nodes, in a separate process: torchdata
 imports torch, which the controller never does.
 
     RowOrder of each source -> MultiNodeWeightedSampler -> chunks, each with the state of the nodes at its beginning
@@ -62,9 +62,9 @@ def serve(descriptor: int, sources: Sequence[tuple[str, int, float]], seed: int)
     node = mixture(sources, seed)
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
         for line in lines:
-            if "state" in (asked := json.loads(line)):
+            if "state" in (request := json.loads(line)):
                 node = mixture(sources, seed)  # one that has been used would begin its next epoch
-                node.reset(decoded(asked["state"]) if asked["state"] else None)
+                node.reset(decoded(request["state"]) if request["state"] else None)
             state = encoded(node.state_dict())
             lines.write(json.dumps({"state": state, "rows": [next(node) for _ in range(CHUNK)]}) + "\n")
             lines.flush()

@@ -85,14 +85,14 @@ class HashTable:
         self.flat = all(s[1] == s[2] for s in shapes)
         start, lane = self._base.data_ptr(), self.lane
         rows = [
-            (at - start, size // lane, cols // lane, row // lane, position, number)
-            for at, size, cols, row, position, number in shapes
+            (address - start, size // lane, cols // lane, row // lane, position, number)
+            for address, size, cols, row, position, number in shapes
         ]
         parts = [triton.cdiv(shape[1], WORD * TILE * STEPS) for shape in shapes]
         self._tasks = torch.tensor([(i, part) for i, n in enumerate(parts) for part in range(n)], dtype=torch.int32)
         self._block_of = torch.tensor(self._blocks)[self._tasks[:, 0].long()] if count else torch.empty(0)
         self._device = device
-        # A stream of its own: sampling, on another, need not wait for a hash of memory that it does not use.
+        # A separate stream: sampling, on another, need not wait for a hash of memory that it does not use.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(self._stream):
             self._table = torch.tensor(rows, dtype=torch.int64).to(device)
@@ -107,8 +107,8 @@ class HashTable:
                 tasks = self._tasks[torch.isin(self._block_of, torch.tensor(wanted))].to(self._device)
             sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
             block_hash_kernel[(len(tasks),)](self._table, tasks, self._base, sums, self.lane, self.flat, TILE, STEPS)
-            found = sums.tolist()
-        return [found[i] % 2**64 for i in wanted]
+            totals = sums.tolist()
+        return [totals[i] % 2**64 for i in wanted]
 
 
 def _shape(window: Tensor) -> tuple[int, int, int]:

@@ -59,7 +59,7 @@ def use_onednn() -> None:
 
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators")  # of overriding, which is meant
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # about overriding, which is intended
         library.impl("mm", mm, "CPU", with_keyset=True, allow_override=True)
         library.impl("addmm", addmm, "CPU", with_keyset=True, allow_override=True)
     _overrides.append(library)

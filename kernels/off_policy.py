@@ -37,7 +37,7 @@ from titan_rl.kernels.statistics import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicy:
     weight: Weight = "none"
-    low: float = 0.5  # bounds of the masks; `high` is also that of truncation
+    low: float = 0.5  # bounds of the masks; `high` also bounds truncation
     high: float = 2.0
     rejection: Rejection = "none"
     rejection_low: float = 0.5

@@ -7,8 +7,7 @@ would launch hundreds of such kernels for a few megabytes each, so there `pack_w
 copies in one launch, directly into pinned memory if the run is there.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,48 +44,6 @@ def pack(params: Mapping[str, Tensor], copies: Sequence[Copy], run: Tensor) -> N
         start += copy.elements
 
 
-def broken(params: Mapping[str, Tensor], copies: Iterable[Copy], dtype: torch.dtype) -> set[str]:
-    """Return the parameters to cast as a whole before copying: those of another dtype than `dtype` that `copies` (all
-    copies of this rank) take most of, by parts of rows.
-
-    Such a copy reads memory at a third of the rate of a stream, because the prefetchers lose it at every row (1.1 to
-    1.7 against 4.7 G elements/s, fp32 to bf16 on an EPYC). It is faster to cast the whole parameter once, and to copy
-    from the cast: packing took 0.77 of the time. Without a change of dtype, which halves the bytes that are read again,
-    it took 1.1.
-    """
-    taken, names = Counter[str](), set[str]()
-    for copy in copies:
-        taken[copy.name] += copy.elements
-        if copy.cols < params[copy.name][:1].numel():
-            names.add(copy.name)
-    return {name for name in names if params[name].dtype != dtype and 3 * taken[name] > 2 * params[name].numel()}
-
-
-class Cast(Mapping[str, Tensor]):
-    """Parameters, some of them cast at their first lookup, into the piece of memory that was filled longest ago."""
-
-    def __init__(self, params: Mapping[str, Tensor], names: Collection[str], memory: Sequence[Tensor]) -> None:
-        """`names` are cast. Each piece of `memory` has room for any of them.  # [elements]"""
-        self._params, self._names = params, names
-        self._memory: dict[str | int, Tensor] = dict(enumerate(memory))
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        param = self._params[name]
-        if name not in self._names:
-            return param
-        if new := name not in self._memory:
-            self._memory[name] = self._memory.pop(next(iter(self._memory)))
-        cast = self._memory[name][: param.numel()].view(param.shape)
-        return cast.copy_(param) if new else cast
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
-
-
 def window(tensor: Tensor, copy: Copy, row0: int, col0: int) -> Tensor:
     """View a copy's elements in a shard or in a live parameter, in the order of the run.  # [rows, cols]
 
@@ -97,11 +54,7 @@ def window(tensor: Tensor, copy: Copy, row0: int, col0: int) -> Tensor:
 
 def _triton(params: Mapping[str, Tensor], copies: Sequence[Copy]) -> Any:
     """Return the module of the Triton kernel if the copies' parameters are on one GPU, in one dtype; else None."""
-    if copies and params[copies[0].name].is_cuda:
-        kinds = {(param.device, param.dtype) for param in (params[copy.name] for copy in copies)}
-        return (
-            triton_kernels("pack_weights", "weights are packed by one torch operation per copy")
-            if len(kinds) == 1
-            else None
-        )
+    kinds = {(params[copy.name].device, params[copy.name].dtype) for copy in copies}
+    if len(kinds) == 1 and params[copies[0].name].is_cuda:
+        return triton_kernels("pack_weights", "weights are packed by one torch operation per copy")
     return None

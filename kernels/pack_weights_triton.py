@@ -46,7 +46,7 @@ def pack_kernel(
     cols = tl.load(row + 3).to(tl.int32)
     elements = tl.multiple_of(tl.load(row + 4), group)
     target = tl.multiple_of(tl.load(row + 5), group)
-    first = (tile - tl.load(row + 6)) * block  # of the copy's elements; in 64 bits
+    first = (tile - tl.load(row + 6)) * block  # the tile's first element in the copy; in 64 bits
     # Vectors are divided in 32 bits: they count from the row in which the tile begins.
     begins = tl.arange(0, block // group) * group  # [groups]
     place = (first % cols).to(tl.int32) + begins

@@ -95,7 +95,7 @@ def policy_loss(
         low_T = on_T & (ratio_T < 1 - surrogate.clip_low) & (advantage_T < 0)
         high_T = on_T & (ratio_T > 1 + surrogate.clip_high) & (advantage_T > 0)
         dual_T = on_T & (ratio_T > surrogate.dual_clip) & (advantage_T < 0) & bool(surrogate.dual_clip)
-        if surrogate.clip == "cispo":  # clips the weight, whatever the advantage's sign
+        if surrogate.clip == "cispo":  # clips the weight for advantages of both signs
             low_T, high_T = on_T & (ratio_T < 1 - surrogate.clip_low), on_T & (ratio_T > 1 + surrogate.clip_high)
             dual_T = torch.zeros_like(on_T)  # cispo has no dual clip
         if surrogate.clip == "none":
@@ -126,7 +126,7 @@ def ratio_of(
 ) -> torch.Tensor:
     """Return the log of each token's importance ratio, [T].
 
-    At sequence level all tokens of a sequence share one value, and each keeps the gradient of its own log-prob. GSPO's
+    At sequence level all tokens of a sequence share one value, and each keeps the gradient of its log-prob. GSPO's
     paper calls this GSPO-token; its gradient equals GSPO's if a sequence has one advantage and its tokens one weight.
     """
     log_ratio_T = (current_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class SoftmaxSums:
-    """A token's softmax over a part of the vocabulary, as four numbers that combine with those of the other parts.
+    """A token's softmax over a part of the vocabulary, as four numbers that can be combined over parts.
 
     max m = max z; mass = sum e^(z-m); moment = sum e^(z-m) (z-m); target = z[target] if the part has it, else 0.
     """

@@ -16,10 +16,10 @@ A matmul in bf16 rounds each logit to 8 bits. With `float32_logits` it keeps the
 vLLM does with `head_dtype = "float32"`.
 
 A token of truncated sampling has a kept set (`kept`, kept_bits.py): the logits of all others count as DROPPED, so that
-log-prob and entropy are those of the distribution that was sampled from, and dropped tokens get no gradient.
+log-prob and entropy belong to the distribution that was sampled from, and dropped tokens get no gradient.
 
-Under tensor parallelism each rank holds some rows of the weight. The four numbers of the ranks combine like those of
-the tiles, in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
+Under tensor parallelism each rank holds some rows of the weight. The ranks' four numbers are combined like the tiles',
+in one MAX and one SUM all-reduce per call; the backward pass sums hidden's gradient over the ranks.
 
 CPU and GPU both run this file. On a GPU the tile is the one of `token_logprob_triton.py` if triton is installed.
 """
@@ -167,15 +167,15 @@ def _gradients(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
     incoming: Incoming,
-    of_hidden: bool,
-    of_weight: bool,
+    hidden_needs_grad: bool,
+    weight_needs_grad: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return hidden's gradient in the accumulation dtype, and weight's in its own, computed window by window."""
     row_T = incoming.logprob_grad_T if incoming.entropy_grad_T is None else torch.ones_like(incoming.lse_T)
     row_T1 = (-row_T * tile.scale).unsqueeze(1)
-    grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if of_hidden else None
-    grad_weight_VD = torch.empty_like(weight_VD) if of_weight else None
-    scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if of_weight else hidden_TD
+    grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=tile.dtype) if hidden_needs_grad else None
+    grad_weight_VD = torch.empty_like(weight_VD) if weight_needs_grad else None
+    scaled_TD = (hidden_TD * row_T1).to(hidden_TD.dtype) if weight_needs_grad else hidden_TD
     windows = _windows(len(hidden_TD), tile.tokens)
     whole = tile.fused and len(windows) == 1  # then one matmul gives a window of weight's gradient, rounded once
     for v in _windows(len(weight_VD), tile.vocabulary):
@@ -195,7 +195,7 @@ def _gradients(
     return grad_hidden_TD, grad_weight_VD
 
 
-class _Asked(NamedTuple):
+class _Options(NamedTuple):
     temperature: float
     group: dist.ProcessGroup | None
     with_entropy_grad: bool
@@ -210,17 +210,17 @@ class _TokenLogprob(torch.autograd.Function):
         weight_VD: torch.Tensor,
         targets_T: torch.Tensor,
         kept_TB: torch.Tensor | None,
-        asked: _Asked,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tile = _tile(hidden_TD, weight_VD, asked.temperature, asked.float32_logits)
+        tile = _tile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
         sums = softmax_sums(tile, hidden_TD, weight_VD, targets_T, kept_TB)
-        if asked.group is not None:
-            sums = sums.over_group(asked.group)
+        if options.group is not None:
+            sums = sums.over_group(options.group)
         lse_T, entropy_T = sums.lse_T, sums.entropy_T
         ctx.save_for_backward(hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB)
-        ctx.asked = asked
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        if not asked.with_entropy_grad:
+        if not options.with_entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
         return sums.logprob_T, entropy_T
 
@@ -230,17 +230,17 @@ class _TokenLogprob(torch.autograd.Function):
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> Any:
         hidden_TD, weight_VD, targets_T, lse_T, entropy_T, kept_TB = ctx.saved_tensors
-        asked: _Asked = ctx.asked
+        options: _Options = ctx.options
         logprob_grad_T, entropy_grad_T = grad_outputs
         if logprob_grad_T is None:
             logprob_grad_T = torch.zeros_like(lse_T)
         incoming = Incoming(targets_T, lse_T, entropy_T, logprob_grad_T, entropy_grad_T, kept_TB)
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        tile = _tile(hidden_TD, weight_VD, asked.temperature, asked.float32_logits)
-        hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, of_hidden, of_weight)
+        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
+        tile = _tile(hidden_TD, weight_VD, options.temperature, options.float32_logits)
+        hidden, weight = _gradients(tile, hidden_TD, weight_VD, incoming, hidden_needs_grad, weight_needs_grad)
         if hidden is not None:
-            if asked.group is not None:
-                dist.all_reduce(hidden, dist.ReduceOp.SUM, asked.group)
+            if options.group is not None:
+                dist.all_reduce(hidden, dist.ReduceOp.SUM, options.group)
             hidden = hidden.to(hidden_TD.dtype)
         return hidden, weight, None, None, None
 
@@ -263,8 +263,8 @@ def token_logprob(
 
     With a `shard` (a group of ranks, and an id), weight holds this rank's rows of the vocabulary, from that id on (any
     number of rows, also none), targets are global ids, and hidden, the results and their gradients are the same on all
-    ranks. Weight's gradient is that of this rank's rows. Hidden's is the full gradient: the backward pass sums it over
-    the group, so callers must not.
+    ranks. Weight's gradient covers this rank's rows. Hidden's is the full gradient: the backward pass sums it over the
+    group, so callers must not.
 
     `kept` has the tokens' masks over weight's rows, [T, ceil(rows / 8)] uint8 (kept_bits.py).
     """
@@ -278,14 +278,14 @@ def token_logprob(
     if group is None and flat_T.device.type == "cpu" and ((flat_T < 0) | (flat_T >= len(weight_VD))).any():
         raise IndexError(f"expected targets in 0..{len(weight_VD) - 1}, found {flat_T.min()}..{flat_T.max()}")
     if kept is not None and group is None and flat_T.device.type == "cpu" and not keeps(kept, flat_T).all():
-        at = int(keeps(kept, flat_T).logical_not().nonzero()[0])
-        raise IndexError(f"expected each target in its kept set, found token {flat_T[at]} of place {at} dropped")
+        place = int(keeps(kept, flat_T).logical_not().nonzero()[0])
+        raise IndexError(f"expected each target in its kept set, found token {flat_T[place]} of place {place} dropped")
     logprob_T, entropy_T = _TokenLogprob.apply(
         hidden_TD.reshape(-1, hidden_TD.shape[-1]),
         weight_VD,
         flat_T - start,
         kept,
-        _Asked(temperature, group, with_entropy_grad, float32_logits),
+        _Options(temperature, group, with_entropy_grad, float32_logits),
     )
     return logprob_T.view(targets_T.shape), entropy_T.view(targets_T.shape)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from titan_rl.kernels.softmax_sums import Incoming, SoftmaxSums
 
 TILE_ELEMENTS = 2**25  # 64 MiB of bf16; not measured. A window's vocabulary is a multiple of 8, as kept sets need it
-MOST_TOKENS = 8192  # of a tile
+MOST_TOKENS = 8192  # tokens per tile
 SUMS_BLOCK, SUMS_WARPS = 4096, 8
 DESCENT_BLOCK = 1024
 # One number per token each. Their alignment varies with the number of tokens, and must not cause a compilation.
@@ -110,7 +110,7 @@ class FusedTile:
     window's part of weight's gradient is then one product, and the weight is read once."""
 
     fused = True
-    dtype = torch.float32  # of sums and totals
+    dtype = torch.float32  # sums and totals
 
     def __init__(
         self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, temperature: float, float32_logits: bool

@@ -1,6 +1,6 @@
 """`python -m titan_rl.audit RUN`: check that a run lost, repeated or reordered nothing, and that its files agree.
 
-`--rewards RUN` looks for rewards that were won without the task instead: an audit with named samples, and no proof.
+`--rewards RUN` reports rewards that may have been won without solving the task, with samples to read.
 
 Exit codes: 0 no problem, or a report on rewards, 1 problems, which are printed, 2 bad usage, 130 stopped.
 """
@@ -24,10 +24,9 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     needed = ROLLOUTS if options.rewards else NAME
     if not (options.run / needed).exists():
-        found = f"found none in {options.run}" if options.run.is_dir() else f"found no folder {options.run}"
-        print(
-            f"titan_rl.audit: RUN: expected the dump folder of an RL run, with its {needed}, {found}", file=sys.stderr
-        )
+        problem = f"found none in {options.run}" if options.run.is_dir() else f"found no folder {options.run}"
+        expected = f"expected the dump folder of an RL run, with its {needed}"
+        print(f"titan_rl.audit: RUN: {expected}, {problem}", file=sys.stderr)
         return USAGE
     return audit_rewards(options.run) if options.rewards else audit_ledger(options.run)
 
@@ -43,13 +42,13 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="dump folder of the run")
-    rewards = "report rewards that may have been won without the task, with samples to read, instead"
+    rewards = "instead, report rewards that may have been won without solving the task, with samples to read"
     parser.add_argument("--rewards", action="store_true", help=rewards)
     return parser
 
 
 def audit_ledger(run: Path) -> int:
-    """Print what the run's files prove, or what is wrong with them."""
+    """Print that the run's files agree, or their problems."""
     with frozen(run) as (folder, note):
         problems, checked = audit(folder)
     if note:
@@ -64,7 +63,7 @@ def audit_ledger(run: Path) -> int:
 
 
 def audit_rewards(run: Path) -> int:
-    """Print what the run's rewards were won by."""
+    """Print the report on the run's rewards."""
     with frozen(run) as (folder, note):
         lines = reward_report(folder)
     print("\n".join([*filter(None, [note]), *lines]))

@@ -186,7 +186,9 @@ async def rehearse(setup: "Setup", terminal: "Terminal", count: int, scratch: Pa
 
         async def play(number: int) -> "Rollout":
             prompt, sample = prompts[number // config.rollout.group_size], number % config.rollout.group_size
-            return await player.alone(prompt, setup.sampling, sample=sample, seed=config.debug.seed, of="check")
+            return await player.play_for_evaluation(
+                prompt, setup.sampling, sample=sample, seed=config.debug.seed, set_name="check"
+            )
 
         async def played() -> Sequence["Rollout"]:
             return await asyncio.gather(*map(play, range(count)))

@@ -4,7 +4,7 @@
                             ^                  reference, teacher, critic                        |
                             +------------- weights: publish, one-sided reads --------------------+
 
-`reinforce` is RL. `fit` learns from given data: supervised examples or preference pairs. `cold_start` makes supervised
+`reinforce` is RL. `fit` learns from a data set: supervised examples or preference pairs. `cold_start` makes supervised
 steps before RL. All three make their steps in the same `loop`. The stages of an RL step, each a collective on a mesh:
 
     stage      consumes                   waits for                          unblocked by
@@ -77,7 +77,7 @@ class Controller:
         self.resume, self.attempt, self.began, self.bad_prompts = resume, attempt, began, bad_prompts
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
-        self.proven = False  # the engines compute what the trainers do
+        self.engines_proven = False  # their log-probs equal the trainers'
         self.sources = ExitStack()  # closes the sources of prompts
 
     async def drive(self) -> None:
@@ -88,8 +88,7 @@ class Controller:
             if not self.stop.requested:
                 await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
-            if (unsound := self.health.at_the_end()) is not None:
-                raise unsound
+            self.health.raise_if_last_step_unsound()
             with self.run.terminal.phase("export to hf/"):
                 await export_policy(self.setup, self.meshes.trainers, self.setup.folder / "hf")
 
@@ -100,23 +99,25 @@ class Controller:
         start, state = await self.learner.resume("rl", self.resume)
         prompts = await self.begin("rl", start, state)
         stream = self.stream(prompts, start, state)
-        step, saved = partial(self.rl_step, stream), partial(self.record_save, stream)
+        before = StepDone(state, on_save=partial(self.record_save, stream))
+        step = partial(self.rl_step, stream)
         async with aclosing(stream):
             stream.admit(self.config.rollout.groups_per_step * (self.config.rollout.lag + 1))
             try:
-                await self.loop.make_steps("rl", start, self.config.training.steps, step, StepDone(state, saved))
+                await self.loop.make_steps("rl", start, self.config.training.steps, step, before)
             finally:
                 self.record_checksums(stream)  # another attempt may continue after this step
         if not self.stop.requested:
-            await self.sync_settled()
+            await self.wait_for_sync()
 
     async def rl_step(self, stream: RolloutStream, n: int) -> StepDone | None:
-        """Make step n. Return None if a stop gave it up."""
+        """Make step n. Return None if a stop interrupted it before its update was made."""
         gathered = await self.stop.in_time(self.gather(stream, n))  # generators -> controller
         if gathered is None:
             return None
         groups, samples = gathered
-        if (stats := await self.loop.train(self.learner.update())) is None:  # -> trainers, critic
+        stats = await self.loop.train(self.learner.update())  # -> trainers, critic
+        if stats is None:
             return None
         self.record_checksums(stream)
         stream.trained(n, groups)
@@ -131,31 +132,29 @@ class Controller:
         return StepDone(stream.cut() | unmeasured, partial(self.record_save, stream), hopeless)
 
     async def gather(self, stream: RolloutStream, n: int) -> tuple[list[Group], list[Sample]]:
-        """Return the step's groups in the order of their prompts, and their samples, which the trainers have by then if
-        the step is streamed."""
+        """Return the step's groups in the order of their prompts, and their samples. Of a streamed step the trainers
+        have accumulated the samples by then."""
         groups, samples = list[Group](), list[Sample]()
-        async for part in self.finished(stream, n):
-            part, judged = await self.judge(part)  # -> reference, teacher, critic ->
-            await self.learner.accumulate(judged)  # -> trainers, if the step is streamed
-            groups, samples = [*groups, *part], [*samples, *judged]
+        async for part in self.rewarded_groups(stream, n):
+            judged_groups, judged_samples = await self.judge(part)  # -> reference, teacher, critic ->
+            await self.learner.accumulate(judged_samples)  # -> trainers, if the step is streamed
+            groups += judged_groups
+            samples += judged_samples
         groups.sort(key=lambda group: group.prompt.id)  # parts come in the order in which they finish
         return groups, samples
 
-    async def finished(self, stream: RolloutStream, n: int) -> AsyncIterator[list[Group]]:
-        """Yield the step's rewarded groups: all at once, or training.stream_groups at a time as they finish."""
+    async def rewarded_groups(self, stream: RolloutStream, n: int) -> AsyncIterator[list[Group]]:
+        """Yield the step's groups: all at once, or training.stream_groups at a time as they finish. Raise at once if
+        the weight sync that runs meanwhile fails."""
         assert self.weights is not None
         count, size = self.config.rollout.groups_per_step, self.config.training.stream_groups
         if not size:
-            groups = await self.weights.beside(stream.take(count, n))
+            groups = await self.weights.or_sync_error(stream.take(count, n))
             await self.meshes.turn_of_trainers()
             yield groups
             return
         parts = stream.parts(count, n, size)
-
-        async def next_part() -> list[Group] | None:
-            return await anext(parts, None)
-
-        while (part := await self.weights.beside(next_part())) is not None:
+        while (part := await self.weights.or_sync_error(anext(parts, None))) is not None:
             yield part
 
     async def judge(self, groups: list[Group]) -> tuple[list[Group], list[Sample]]:
@@ -188,7 +187,7 @@ class Controller:
         self.record_checksums(stream)
         stream.saved(n)
 
-    # -- given data -----------------------------------------------------------------------------------------------
+    # -- data with answers ----------------------------------------------------------------------------------------
 
     async def fit(self) -> None:
         """Train on the data set's own answers: sft, dpo, ipo and reward_model."""
@@ -203,15 +202,16 @@ class Controller:
         prompts = self.next_examples(examples, "rl", self.config.training.global_batch_size)
         batch = self.samples(prompts, self.config.algorithm.kind)
         samples = await self.stop.in_time(self.learner.judge(batch))
-        if samples is None or (stats := await self.loop.train(self.learner.step([samples]))) is None:
+        if samples is None:
             return None
-        due = self.held_out.due(n)
-        evaluations = await self.stop.in_time(self.sync_and_evaluate(n)) if due else []
+        stats = await self.loop.train(self.learner.step([samples]))
+        if stats is None:
+            return None
+        evaluations = await self.stop.in_time(self.sync_and_evaluate(n)) if self.held_out.due(n) else []
         self.report.fitted(n, stats, evaluations or [])
-        unmeasured = {UNMEASURED: due} if self.stop.given_up and evaluations is None else {}
-        return StepDone(
-            examples.state_dict() | unmeasured, hopeless=self.health.after(n, stats, prompts=[p.id for p in prompts])
-        )
+        unmeasured = {UNMEASURED: True} if evaluations is None else {}
+        hopeless = self.health.after(n, stats, prompts=[prompt.id for prompt in prompts])
+        return StepDone(examples.state_dict() | unmeasured, hopeless=hopeless)
 
     async def sync_and_evaluate(self, n: int) -> list[Evaluation]:
         await self.sync(n)
@@ -256,41 +256,40 @@ class Controller:
 
     # -- shared by the phases -------------------------------------------------------------------------------------
 
-    async def begin(self, phase: PhaseName, start: int, kept: dict[str, Any]) -> PromptSource:
-        """Give every mesh its weights and evaluate them if this is the first step; return the phase's data."""
-        if phase == "rl":
+    async def begin(self, phase: PhaseName, start: int, state: dict[str, Any]) -> PromptSource:
+        """Give every mesh its weights, and return the phase's prompts. Evaluate first if no training precedes or
+        follows, or if a stop cut the evaluation of step `start` short."""
+        rl = phase == "rl"
+        if rl:
             await self.learner.begin(start)
         seed = derive(self.config.debug.seed, "prompts", phase)
-        source = self.sources.enter_context(closing(PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)))
+        prompts = self.sources.enter_context(closing(PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)))
         if start:
-            source.load_state_dict(kept)
-        version = start if phase == "rl" else BEFORE_RL
+            prompts.load_state_dict(state)
+        version = start if rl else BEFORE_RL
         await self.sync(version)
         await self.prove_engines(version)
         self.began(start)
-        at_an_end = start == 0 or (phase == "rl" and start == self.config.training.steps)
-        if (at_an_end or (phase == "rl" and kept.get(UNMEASURED))) and (
-            found := await self.evaluate(start if phase == "rl" else None)
-        ):
-            if phase == "rl":
-                self.report.eval(start, found)
-            else:
-                self.report.before_cold_start(found)
-        await source.warm_up()
-        return source
+        if rl and (start in (0, self.config.training.steps) or state.get(UNMEASURED)):
+            if evaluations := await self.evaluate(start):
+                self.report.eval(start, evaluations)
+        elif start == 0 and (evaluations := await self.evaluate(None)):
+            self.report.before_cold_start(evaluations)
+        await prompts.warm_up()
+        return prompts
 
     async def prove_engines(self, version: int) -> None:
-        """Raise unless the engines compute what the trainers do, after the first sync of this attempt."""
+        """Raise unless the engines give the trainers' log-probs, after the first sync of this attempt."""
         generators = self.meshes.generators
-        if generators is None or self.proven:
+        if generators is None or self.engines_proven:
             return
         if not generators.replicas:  # the only one was lost together with the trainers: its successor is asked
             await generators.settled()
-        found = await engine_proof.continuations(self.setup, generators, len(generators.replicas))
+        continuations = await engine_proof.sample_continuations(self.setup, generators, len(generators.replicas))
         await self.meshes.turn_of_trainers()
-        scores = await self.learner.scores([each.sample for each in found])
-        gap = engine_proof.gap_of(found, scores, self.config)
-        self.proven = True
+        scores = await self.learner.scores([continuation.sample for continuation in continuations])
+        gap = engine_proof.logprob_gap(continuations, scores, self.config)
+        self.engines_proven = True
         self.run.terminal.note(f"generators and trainers agree: log-prob gap {gap:.1e} on one prompt")
         if self.meshes.colocated:
             await self.sync(version)  # wakes the engines
@@ -300,7 +299,7 @@ class Controller:
         if self.weights is not None:
             await self.weights.sync(version)
 
-    async def sync_settled(self) -> None:
+    async def wait_for_sync(self) -> None:
         if self.weights is not None:
             await self.weights.settle()
 
@@ -309,7 +308,7 @@ class Controller:
         that made them."""
         if not self.held_out.sets:
             return []
-        await self.sync_settled()
+        await self.wait_for_sync()
         return await self.held_out.measure(n)
 
     async def practice(self) -> float:
@@ -318,11 +317,18 @@ class Controller:
         return await self.held_out.practice()
 
     def stream(self, prompts: PromptSource, start: int, cut: dict[str, Any]) -> RolloutStream:
-        ledger, bounds = Ledger(self.setup.folder, self.run.terminal.warn), bounds_of(self.config)
-        unfinished, bad_rows = cut.get("open", ()), self.setup.task.bad_rows
-        ledger.begun(start, cut.get("next", 0), unfinished, attempt=self.attempt, bounds=bounds, bad_rows=bad_rows)
+        """Open the ledger, and return the stream that samples the rest of the run's groups."""
         assert self.meshes.generators is not None
         reward_model, config, tokenizer = self.meshes.reward_model, self.config, self.setup.tokenizer
+        ledger = Ledger(self.setup.folder, self.run.terminal.warn)
+        ledger.begun(
+            start,
+            cut.get("next", 0),
+            cut.get("open", ()),
+            attempt=self.attempt,
+            bounds=bounds_of(config),
+            bad_rows=self.setup.task.bad_rows,
+        )
         if reward_model is None:
             judge = self.setup.judges.judge(training_rubric(config.task), config.fault.reward_attempts)
         else:

@@ -31,7 +31,7 @@ COMMANDS = {
 AT_ONCE = ("status", "resume", "stop")
 ANSWER_SECONDS, WORK_SECONDS = 10.0, 600.0  # for an immediate answer; for one after a step, a save, a start or the end
 WIDTH = 200  # characters of a table cell
-MOST_ROWS = 32  # of a table
+MAX_ROWS = 32  # shown of a table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,15 +126,15 @@ def part(value: dict[str, Any] | list[Any]) -> RenderableType:
 
 
 def shortened(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of a long table that say most, and a line about the others: rows in rare states come first, then
-    those with the most seconds."""
-    if len(rows) <= MOST_ROWS:
+    """Return the first rows of a long table, and a line about the others. Rows in rare states come first, then rows
+    with the most seconds."""
+    if len(rows) <= MAX_ROWS:
         return rows, ""
     states = Counter(str(row.get("state")) for row in rows)
-    telling = sorted(rows, key=lambda row: (states[str(row.get("state"))], -row.get("seconds", 0)))
-    left = Counter(str(row["state"]) for row in telling[MOST_ROWS:] if "state" in row)
-    what = ", ".join(f"{count} {state}" for state, count in left.most_common())
-    return telling[:MOST_ROWS], f"and {len(rows) - MOST_ROWS} more{f': {what}' if what else ''}; --json shows all"
+    ordered = sorted(rows, key=lambda row: (states[str(row.get("state"))], -row.get("seconds", 0)))
+    hidden = Counter(str(row["state"]) for row in ordered[MAX_ROWS:] if "state" in row)
+    counts = ", ".join(f"{count} {state}" for state, count in hidden.most_common())
+    return ordered[:MAX_ROWS], f"and {len(rows) - MAX_ROWS} more{f': {counts}' if counts else ''}; --json shows all"
 
 
 def label(name: str) -> str:

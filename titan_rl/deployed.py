@@ -83,9 +83,9 @@ def choose(target: Path, step: str | None, config_name: str | None, overrides: S
 def hf_folder(path: Path) -> Path | None:
     """Return the folder if it has weights in Hugging Face's format. For a run's best/, that is the best one."""
     if path.name == "best" and not (path / "config.json").is_file():
-        from titan_rl.train.best_weights import kept_in
+        from titan_rl.train.best_weights import best_folders
 
-        kept = kept_in(path)
+        kept = best_folders(path)
         return kept[0].folder if kept else None
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None
 

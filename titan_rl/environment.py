@@ -14,10 +14,10 @@ from pathlib import Path
 CONTROLLER_ENV = {
     "MONARCH_FILE_LOG": "error",  # Monarch's own log grows by 30 MB an hour otherwise
 }
-# Monarch asks each mesh for the states of its processes, all the time: 0.4 ms of the controller's CPU, or 1.6 ms if the
-# mesh has a process of its own. Deaths are known at once without it (meshes/deaths.py): it adds how a process ended.
+# Monarch polls the process states of each mesh, for 0.4 to 1.6 ms of the controller's CPU. Deaths are known at once
+# without it (meshes/deaths.py): a poll adds how a process ended.
 POLLS = 32  # a second, of all meshes together
-LONGEST_POLL_SECONDS = 20.0  # a host that hears nothing of the controller for 60 s ends its processes
+LONGEST_POLL_SECONDS = 20.0  # a host without a message from the controller for 60 s ends its processes
 PREFIX, LOCK = "titan_rl-", "in-use"
 # A socket's path has 107 bytes. Monarch's are TMPDIR/titan_rl-4194304-XXXXXXXX/h63/.tmpXXXXXX/xxxxxxxxxxx.
 LONGEST_TMPDIR = 107 - 53
@@ -45,9 +45,9 @@ def socket_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=base))
     with open(folder / LOCK, "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it ends
-        own = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compile_cache(base, folder)}
-        before, before_tempdir = {name: os.environ.get(name) for name in own}, tempfile.tempdir
-        os.environ.update(own)
+        variables = {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": compile_cache(base, folder)}
+        before, before_tempdir = {name: os.environ.get(name) for name in variables}, tempfile.tempdir
+        os.environ.update(variables)
         tempfile.tempdir = str(folder)  # gettempdir() has cached the shared folder
         try:
             yield folder
@@ -61,7 +61,7 @@ def socket_folder() -> Iterator[Path]:
 
 
 def short_enough(base: Path) -> Path:
-    """Return a folder for temporary files whose name leaves room for those of sockets below it."""
+    """Return a folder for temporary files whose name is short enough for sockets below it."""
     if len(os.fsencode(base)) <= LONGEST_TMPDIR:
         return base
     for other in (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp"):
@@ -115,10 +115,10 @@ def _name_of_user() -> str:
 
 
 def compile_cache(base: Path, folder: Path) -> str:
-    """Return where compiled code is kept, which outlives a run. In a folder of temporary files another user may have
-    taken the name, to have their code executed: then this run compiles for itself."""
-    if given := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return given
+    """Return the folder for compiled code, which outlives a run. In a shared folder for temporary files another user
+    may have created it, to have their code executed: then the run uses a private one."""
+    if configured := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return configured
     shared = base / f"torchinductor_{os.getuid()}"
     with suppress(FileExistsError):
         shared.mkdir(mode=0o700)

@@ -38,8 +38,8 @@ PROG = "titan_rl.eval"
 
 def main(argv: Sequence[str]) -> int:
     with named_refusals(PROG):
-        options, rest = parser().parse_known_args(argv)
-        chosen = choose(options.target, options.step, options.config, overrides_of(rest))
+        options, other_arguments = parser().parse_known_args(argv)
+        chosen = choose(options.target, options.step, options.config, overrides_of(other_arguments))
         config, default = with_sets(chosen.config, options)
         return in_own_network(PROG, config, lambda scratch: evaluate(chosen, config, default, options.json, scratch))
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=Path, help=TARGET)
     parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
-    parser.add_argument("--config", metavar="NAME|FILE", help="config to evaluate by; default: that of the run")
+    parser.add_argument("--config", metavar="NAME|FILE", help="config to evaluate by; default: the run's")
     names = f'a set of [eval.sets], "{HELD_OUT}", or NAME=FILE.jsonl; may be repeated. Default: all of the config\'s'
     parser.add_argument("--set", metavar="NAME[=FILE]", action="append", default=[], dest="sets", help=names)
     parser.add_argument(
@@ -73,8 +73,8 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
     known: dict[str, dict[str, Any]] = {**config.eval.sets}
     if HELD_OUT not in known and config.eval.size:
         known = {HELD_OUT: {}, **known}
-    given = dict(name.partition("=")[::2] for name in options.sets)
-    for name, path in given.items():
+    chosen = dict(name.partition("=")[::2] for name in options.sets)
+    for name, path in chosen.items():
         if path:
             known[name] = {**known.get(name, {}), "path": path}
         elif name not in known:
@@ -82,20 +82,21 @@ def with_sets(config: Config, options: argparse.Namespace) -> tuple[Config, bool
             raise Refused(f"--set: expected {expected}, found {name}")
     wishes = {key: getattr(options, key) for key in ("samples", "temperature", "size", "reward")}
     wishes = {key: value for key, value in wishes.items() if value is not None}
-    tables = {name: {**known[name], **wishes} for name in given or known}
-    for each in tables.values():
-        if (options.samples or 1) > 1 and not each.get("temperature") and options.temperature is None:
-            each["temperature"] = config.rollout.temperature
+    tables = {name: {**known[name], **wishes} for name in chosen or known}
+    for keys in tables.values():
+        if (options.samples or 1) > 1 and not keys.get("temperature") and options.temperature is None:
+            keys["temperature"] = config.rollout.temperature
     default = tables.get(HELD_OUT) == {} and HELD_OUT not in config.eval.sets
     if default:
         del tables[HELD_OUT]
         if "model" in [config.task.eval_reward or config.task.reward, *config.task.rewards]:
-            why = "because that of the run is a reward model"
-            raise Refused(f"--reward: expected one for the held-out problems, {why}, found none")
+            raise Refused(
+                "--reward: expected one for the held-out problems, because the run's reward is a model, found none"
+            )
     if not tables and not default:
         raise Refused("--set: expected NAME=FILE.jsonl, because the config has no evaluation set, found none")
-    if found := list(problems_of(tables)):
-        raise Refused("; ".join(found))
+    if problems := list(problems_of(tables)):
+        raise Refused("; ".join(problems))
     return replace(config, eval=replace(config.eval, sets=tables)), default
 
 
@@ -109,18 +110,20 @@ def evaluate(chosen: Chosen, config: Config, default: bool, as_json: bool, scrat
         folder = exported(chosen, scratch)
     setup = setup_of(config, folder, scratch)
     problems = [*([setup.heldout] if default else []), *setup.eval_sets]
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
 
     async def work() -> int:
         try:
-            found.extend(await measured(setup, problems, terminal))
+            evaluations.extend(await measured(setup, problems, terminal))
         finally:
             await setup.judges.close()
-        return FAILED if any(each.hopeless for each in found) else DONE
+        return FAILED if any(evaluation.hopeless for evaluation in evaluations) else DONE
 
     code = drive(work, terminal)
-    if found:
-        print(json.dumps(as_data(chosen, found))) if as_json else open_console(sys.stdout).print(table(found))
+    if evaluations:
+        print(json.dumps(as_data(chosen, evaluations))) if as_json else open_console(sys.stdout).print(
+            table(evaluations)
+        )
     return code
 
 
@@ -130,8 +133,8 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
     from titan_rl.sandbox.local import configure
     from titan_rl.train.bring_up import launch_loaded
 
-    config, found = setup.config, []
-    configure(config.sandbox)  # of code that rewards execute
+    config, evaluations = setup.config, []
+    configure(config.sandbox)  # rewards may execute code
     try:
         async with launch_loaded(setup, terminal) as (generators, environments, watch):
             player = Player(
@@ -141,20 +144,20 @@ async def measured(setup: "Setup", problems: Sequence[Any], terminal: "Terminal"
                 limits=SessionLimits.of(config, played=environments is not None),
                 attempts=config.fault.environment_attempts,
             )
-            for each in problems:
-                with terminal.phase(f"{each.name or HELD_OUT}: {len(each.prompts)} x {each.samples}"):
-                    found.append(await watch.drive(each.measure(player.alone, terminal.warn)))
+            for eval_set in problems:
+                with terminal.phase(f"{eval_set.name or HELD_OUT}: {len(eval_set.prompts)} x {eval_set.samples}"):
+                    evaluations.append(await watch.drive(eval_set.measure(player.play_for_evaluation, terminal.warn)))
     finally:
         await setup.judges.close()
-    return found
+    return evaluations
 
 
-def as_data(chosen: Chosen, found: "Sequence[Evaluation]") -> dict[str, Any]:
-    sets = {each.name or HELD_OUT: {"problems": each.size, "metrics": each.metrics, **each.line} for each in found}
+def as_data(chosen: Chosen, evaluations: "Sequence[Evaluation]") -> dict[str, Any]:
+    sets = {e.name or HELD_OUT: {"problems": e.size, "metrics": e.metrics, **e.line} for e in evaluations}
     return {"weights": chosen.name, "sets": sets}
 
 
-def table(found: "Sequence[Evaluation]") -> Any:
+def table(evaluations: "Sequence[Evaluation]") -> Any:
     """Return a table with one row per metric of a set."""
     from rich.table import Table
 
@@ -163,12 +166,15 @@ def table(found: "Sequence[Evaluation]") -> Any:
         shown.add_column(name)
     for name in ("value", "95% interval", "problems", "failed"):
         shown.add_column(name, justify="right")
-    for each in found:
-        name, failed = each.name or HELD_OUT, f"{len(each.failures)} of {each.size * each.samples}"
-        rows = each.estimates if each.name else {"eval/score": each.average}
+    for evaluation in evaluations:
+        name, failed = (
+            evaluation.name or HELD_OUT,
+            f"{len(evaluation.failures)} of {evaluation.size * evaluation.samples}",
+        )
+        rows = evaluation.estimates if evaluation.name else {"eval/score": evaluation.average}
         for metric, e in rows.items():
-            value = ("no score", "") if each.hopeless else (f"{e.value:.4f}", f"{e.low:.4f} - {e.high:.4f}")
-            shown.add_row(name, metric, *value, str(each.size), failed)
+            value = ("no score", "") if evaluation.hopeless else (f"{e.value:.4f}", f"{e.low:.4f} - {e.high:.4f}")
+            shown.add_row(name, metric, *value, str(evaluation.size), failed)
     return shown
 
 

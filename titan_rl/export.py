@@ -22,7 +22,7 @@ from titan_rl.preflight.checks.folders import unwritable
 from titan_rl.preflight.plan import Policy, policy_of
 from titan_rl.record.checkpoints import Checkpoints
 from titan_rl.tasks.task import Task, load_task
-from titan_rl.train.export_proof import ProofFailed, Sequences, compare_models, compare_prompts
+from titan_rl.train.export_proof import ProofFailed, by_trainer, compare_models, compare_prompts, sequences_of
 from titan_rl.train.hf_folder import new_folder, write_assets
 from titan_rl.wire.checkpoint_sums import damage
 from titan_rl.wire.program import DONE, FAILED, USAGE, enter
@@ -33,7 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ExportRefused(Exception):
-    """Nothing can be exported: str() says what was expected, what was found, and what to change."""
+    """Nothing can be exported. The message has the expected and the found value, and the argument to change."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class ExportRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint, and the model that it is of."""
+    """A checkpoint, and the model that it belongs to."""
 
     config: Config
     policy: Policy
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
             final = options.out or options.run / name
             if final.exists():
                 raise ExportRefused(f"--out: expected a folder that does not exist yet, found {final}")
-            if why := unwritable(final.absolute().parent):
-                raise ExportRefused(f"--out: expected a folder that can be written, found {why}")
+            if reason := unwritable(final.absolute().parent):
+                raise ExportRefused(f"--out: expected a folder that can be written, found {reason}")
             try:
                 print(write_proven(source, final.absolute(), dtype, Path(scratch)))
             except OSError as error:  # a full disk
@@ -120,25 +120,25 @@ def find_source(run: Path, step: str | None, critic: bool, scratch: Path) -> Sou
 
 def _checkpoint(checkpoints: Path, step: str | None, critic: bool) -> tuple[str, Path]:
     """Return the name and the folder of a step's checkpoint; by default of the newest."""
-    found: dict[str, Path] = {}  # oldest first
+    folders: dict[str, Path] = {}  # oldest first
     if critic:
         checkpoints = checkpoints / "critic"
     else:
         cold = checkpoints / "cold_start"
-        found |= {f"{COLD_START}{n}": cold / f"step-{n}" for n in Checkpoints((cold,)).whole_steps()}
-    found |= {str(n): checkpoints / f"step-{n}" for n in Checkpoints((checkpoints,)).whole_steps()}
-    if not found:
+        folders |= {f"{COLD_START}{n}": cold / f"step-{n}" for n in Checkpoints((cold,)).whole_steps()}
+    folders |= {str(n): checkpoints / f"step-{n}" for n in Checkpoints((checkpoints,)).whole_steps()}
+    if not folders:
         raise ExportRefused(f"RUN: expected a whole checkpoint in {checkpoints}, found none")
-    name = step or list(found)[-1]
-    if name not in found:
-        raise ExportRefused(f"--step: expected one of {', '.join(found)} (those in {checkpoints}), found {name}")
-    return name, found[name]
+    name = step or list(folders)[-1]
+    if name not in folders:
+        raise ExportRefused(f"--step: expected one of {', '.join(folders)} (in {checkpoints}), found {name}")
+    return name, folders[name]
 
 
 def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
-    """Write the folder, prove it, and only then give it its name. Return a line that says so."""
-    if why := damage(source.folder, read=True):
-        raise ExportRefused(f"{source.folder} is damaged: {why}", FAILED)
+    """Write the folder, prove it, and only then give it its name. Return a line for the user."""
+    if reason := damage(source.folder, read=True):
+        raise ExportRefused(f"{source.folder} is damaged: {reason}", FAILED)
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
     from transformers.utils import logging
@@ -154,23 +154,23 @@ def write_proven(source: Source, final: Path, dtype: str, scratch: Path) -> str:
         model = CheckpointModel(source.config, policy.shape, source.folder, scratch)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        why = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
-        raise ExportRefused(f"{source.folder} cannot be read: {why}", FAILED) from error
-    sequences = Sequences.of(source.task, policy.tokenizer, seq_len, judged=source.judges)
+        reason = "; ".join(" ".join(f"{type(cause).__name__} {cause}".split()) for cause in causes)
+        raise ExportRefused(f"{source.folder} cannot be read: {reason}", FAILED) from error
+    sequences = sequences_of(source.task, policy.tokenizer, seq_len, judged=source.judges)
     with new_folder(final) as partial:
         model.write(partial, getattr(torch, dtype))
         write_assets(policy, partial, dtype)
         size = sum(file.stat().st_size for file in partial.iterdir())
-        exact = sequences.by_trainer(model)
+        exact = by_trainer(model, sequences)
         model.round_weights(getattr(torch, dtype))
-        rounded = sequences.by_trainer(model)
+        rounded = by_trainer(model, sequences)
         compare_prompts(partial, source.task, policy.tokenizer)
         proof = compare_models(sequences, partial, rounded, judged=source.judges)
-    what = "scores" if source.judges else "log-probs"
+    numbers = "scores" if source.judges else "log-probs"
     moved = float(abs(rounded - exact).max())
     rounding = f"; {dtype} itself moved them by up to {moved:.1e}" if moved else ""
     return (
-        f"step {source.step} is in {final} ({dtype}, {size / 1e6:.1f} MB): {rounded.size} {what} from transformers "
+        f"step {source.step} is in {final} ({dtype}, {size / 1e6:.1f} MB): {rounded.size} {numbers} from transformers "
         f"equal the trainer's, {proof}{rounding}"
     )
 

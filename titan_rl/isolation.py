@@ -1,11 +1,11 @@
-"""Puts a run into a network namespace of its own, in which no other user can reach its sockets.
+"""Puts a run into a private network namespace, in which no other user can reach its sockets.
 
     host's network    everything else, and threads of `start_outside`: user functions may need a network
     run's network     the controller and its ranks: Monarch's and gloo's sockets; only a loopback device
 
 Monarch's controller listens on abstract Unix sockets. They have no permissions, any local user finds their names in
-/proc/net/unix, and what is sent to them is executed. But they are visible in one network namespace only. So is every
-TCP port. An unprivileged user may create one inside a user namespace, which maps no user but this one.
+/proc/net/unix, and messages to them can execute code. But they are visible in one network namespace only, as every TCP
+port is. An unprivileged user may create a namespace inside a user namespace, which maps no user but this one.
 
 Sockets with a path are not affected: the run's are in a folder that only its user can open.
 """
@@ -27,36 +27,38 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 
 CAP_SYS_ADMIN = 21
 
-ALLOW = "Allow unprivileged user namespaces, or use a machine or container of your own"
+ALLOW = "Allow unprivileged user namespaces, or use a machine or container without other users"
 
 T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_outsider: "SimpleQueue[threading.Thread] | None" = None  # what the thread that stays in the host's network is to start
+_outsider: "SimpleQueue[threading.Thread] | None" = (
+    None  # threads to start by a thread that stays in the host's network
+)
 
 
 def isolate() -> str:
     """Move the calling thread, and all that it starts from now on, into a new network. Return why that is not possible,
     or "". Call it while the process has no other thread: only then can it enter a user namespace."""
-    if not (why := refusal()):
+    if not (reason := refusal()):
         _enter()
-    return why
+    return reason
 
 
 def refusal() -> str:
     """Return why `isolate` would fail here, or "". A child tries it: half of it cannot be undone."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
-        why = "an error in the child that tried it"
+        reason = "an error in the child that tried it"
         with suppress(BaseException):
-            why = _attempt()
-        os.write(writer, why.encode())
+            reason = _attempt()
+        os.write(writer, reason.encode())
         os._exit(0)
     os.close(writer)
     with open(reader, encoding="utf-8") as answer:
-        why = answer.read()
+        reason = answer.read()
     os.waitpid(pid, 0)
-    return why
+    return reason
 
 
 def _attempt() -> str:
@@ -96,7 +98,7 @@ def start_outside(thread: threading.Thread) -> None:
 
 
 def outside(function: Callable[[], T]) -> T:
-    """Call a function where the host's network is, and return what it returns."""
+    """Call a function in the host's network, and return its result."""
     if _outsider is None:
         return function()
     answer: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
@@ -131,9 +133,9 @@ def _unshare(flags: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def warning(why: str, remedy: str = ALLOW) -> str:
-    """Return what a user must know about a run that is not isolated."""
+def warning(reason: str, remedy: str = ALLOW) -> str:
+    """Return the warning about a run that is not isolated."""
     return (
-        f"the run is not isolated: {why}. While it lasts, any local user can execute code as you through Monarch's "
+        f"the run is not isolated: {reason}. While it lasts, any local user can execute code as you through Monarch's "
         f"sockets. {remedy}. docs/security.md"
     )

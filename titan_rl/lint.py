@@ -1,7 +1,7 @@
 """Usage: python -m titan_rl.lint --config NAME|FILE [--section.key VALUE ...]
 
-Check how messages become tokens: render sample conversations with tools and thinking, say what the chat template does
-to them, and show one with its control tokens and its mask. Any key can be given, as in --task.template chat.
+Check how messages become tokens: render sample conversations with tools and thinking, report how the chat template
+changes them, and show one with its control tokens and its mask. Any key can be set, as in --task.template chat.
 
 Exit codes: 0 a run may begin like this, 1 it must not, 2 the config cannot be used.
 """
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> Iterator[Finding]:
-    """Yield everything that can be said about messages and tokens in a run of this config."""
+    """Yield a finding for each check of messages and tokens in a run of this config."""
     size, rows = tokenizer.size, shape.vocab_size
     large = f"expected an embedding of at least {size} rows, one per token, found {rows} in config.json"
     yield Finding("vocabulary", large if size > rows else "", refuses=size > rows)
@@ -72,18 +72,18 @@ def findings_of(config: Config, shape: ModelShape, tokenizer: TextTokenizer) -> 
 
 
 def _compared_with_own(tokenizer: TextTokenizer) -> Iterator[Finding]:
-    """Compare a given template with the folder's own, which the model was trained with."""
-    own = TextTokenizer.load(tokenizer.folder, replace(tokenizer.chat_settings, template=""))
+    """Compare task.chat_template with the folder's template, which the model was trained with."""
+    original = TextTokenizer.load(tokenizer.folder, replace(tokenizer.chat_settings, template=""))
     try:
-        expected, found = (each.chat.prompt(SAMPLE) for each in (own, tokenizer))
+        expected, changed_prompt = original.chat.prompt(SAMPLE), tokenizer.chat.prompt(SAMPLE)
     except Exception:  # a template may raise anything; inspect_template reports it
         return
-    changed = difference(tokenizer, expected, found)
+    changed = difference(tokenizer, expected, changed_prompt)
     yield Finding("task.chat_template", f"differs from the one of {tokenizer.folder}: {changed}" if changed else "")
 
 
 def report(findings: Sequence[Finding]) -> list[Text]:
-    """Return a line per finding: what was checked, and what is remarkable about it."""
+    """Return a line per finding: the check, and the problem or remark if there is one."""
     width = max(len(finding.check) for finding in findings)
     return [
         Text.assemble(

@@ -28,7 +28,7 @@ ATTACHED = "a run across hosts needs the network of this one"
 REMEDIES = {OPTED_OUT: 'Leave hosts.isolation at "auto"', ATTACHED: "Use hosts without other users"}
 MODELS = ("model", "critic", "teacher", "reward_model")
 EARLY_KEYS = ("hosts.isolation", "hosts.kind", *(f"{name}.hf_assets_path" for name in MODELS))
-NVIDIA = Path("/proc/driver/nvidia")  # of a machine that has NVIDIA's driver
+NVIDIA = Path("/proc/driver/nvidia")  # exists where NVIDIA's driver is installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = early_config(argv)
         if config is not None and not any(word.startswith("--scale") for word in argv):
             fetch_models(config)
-        why = opted_out(config.hosts) if config else ""
-        exposed = why or isolation.isolate()
+        reason = opted_out(config.hosts) if config else ""
+        exposed = reason or isolation.isolate()
         return check_and_run(argv, servers, exposed)
 
 
@@ -51,12 +51,12 @@ def early_config(argv: Sequence[str]) -> "Config | None":
     then can it be isolated. None: it cannot be read, and is refused later."""
     from titan_rl.config import toml
 
-    given = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
-    own = [(key, given[f"--{key}"]) for key in EARLY_KEYS if f"--{key}" in given]
+    flags = dict(zip(argv, [*argv[1:], ""], strict=True)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    overrides = [(key, flags[f"--{key}"]) for key in EARLY_KEYS if f"--{key}" in flags]
     with suppress(Exception):
-        path = toml.find(given.get("--config", ""))
+        path = toml.find(flags.get("--config", ""))
         if path.is_file():  # a pipe can be read only once
-            return toml.load(path, own)
+            return toml.load(path, overrides)
     return None
 
 
@@ -164,7 +164,7 @@ def run(setup: "Setup", terminal: "Terminal") -> int:
         finished = False
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the run has ended; what is left to do is to say so
+            signal.signal(number, signal.SIG_IGN)  # the run has ended: only messages follow
     if not finished:
         terminal.note(f"stopped; {resume_hint(setup)}")
         return STOPPED
@@ -176,11 +176,11 @@ def resume_hint(setup: "Setup") -> str:
     from titan_rl.wire.errors import RunError
 
     try:
-        at = str(sound_resume(setup.folder, setup.config, dry=True)[0])
+        checkpoint = str(sound_resume(setup.folder, setup.config, dry=True)[0])
     except RunError as error:
         return str(error)
-    if at:
-        return f"the same command resumes from {at} in {setup.folder}"
+    if checkpoint:
+        return f"the same command resumes from {checkpoint} in {setup.folder}"
     return "no checkpoint was written yet: the same command starts over"
 
 

@@ -41,8 +41,8 @@ KEY = "TITAN_RL_API_KEY"
 
 def main(argv: Sequence[str]) -> int:
     with named_refusals(PROG):
-        options, rest = parser().parse_known_args(argv)
-        chosen = choose(options.target, options.step, options.config, overrides_of(rest))
+        options, other_arguments = parser().parse_known_args(argv)
+        chosen = choose(options.target, options.step, options.config, overrides_of(other_arguments))
         config = without_task(chosen.config)
         return in_own_network(PROG, config, lambda scratch: serve(chosen, config, options, scratch))
 
@@ -58,14 +58,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="RUN|CHECKPOINT|FOLDER", type=Path, help=TARGET)
     parser.add_argument("--step", metavar="N", help="step of the checkpoint, or cold_start/N; default: the newest")
-    parser.add_argument("--config", metavar="NAME|FILE", help="config to serve by; default: that of the run")
+    parser.add_argument("--config", metavar="NAME|FILE", help="config to serve by; default: the run's")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; default: a free one, which is printed")
     return parser
 
 
 def without_task(config: Config) -> Config:
-    """Return the config without what only training and evaluations read."""
+    """Return the config without tasks, rewards, environments and evaluations."""
     return replace(
         config,
         task=replace(
@@ -114,8 +114,8 @@ async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Ter
     config, tokenizer = setup.config, setup.tokenizer
     chat = config.task.template == "chat"
     renderer = ChatText(tokenizer) if chat else PlainText(tokenizer, setup.sampling.stop_token_ids)
-    given = os.environ.get(KEY, "")
-    key = given or f"sk-{secrets.token_hex(16)}"
+    user_key = os.environ.get(KEY, "")
+    key = user_key or f"sk-{secrets.token_hex(16)}"
     async with launch_loaded(setup, terminal) as (generators, _, watch):
         endpoint = PolicyEndpoint(
             generators,
@@ -129,7 +129,7 @@ async def served(setup: "Setup", name: str, bound: socket.socket, terminal: "Ter
         host, port = bound.getsockname()[:2]
         terminal.note(f"serving {name} until Ctrl-C")
         terminal.note(f"OPENAI_BASE_URL=http://{f'[{host}]' if ':' in host else host}:{port}/v1")
-        terminal.note(f"OPENAI_API_KEY={f'${KEY}' if given else key}")
+        terminal.note(f"OPENAI_API_KEY={f'${KEY}' if user_key else key}")
         if not ipaddress.ip_address(host).is_loopback:
             terminal.warn(f"{host} is reachable from other machines, and HTTP is not encrypted: the key can be read")
         try:

@@ -27,7 +27,7 @@ from titan_rl.wire.spans import Clock
 
 
 async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -> bool:
-    """Return True when the run is finished, False when it was asked to stop and has saved itself. `launched` starts the
+    """Return True when the run is finished, False when it was stopped and has saved its state. `launched` starts the
     meshes, and stops them."""
     task = asyncio.current_task()
     assert task is not None
@@ -93,7 +93,7 @@ async def session(setup: Setup, terminal: Terminal, launched: Launch = launch) -
                 stop.end()
                 report.done(finished=not stop.requested)
                 if stop.given_up:
-                    raise asyncio.CancelledError  # ranks may be busy: they are asked for nothing more
+                    raise asyncio.CancelledError  # ranks may be busy: call none of them again
         return not stop.requested
     finally:
         if folder_watch is not None:

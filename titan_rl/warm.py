@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m titan_rl.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
-    if why := refusal():
-        print(f"titan_rl.warm: {why}", file=sys.stderr)
+    if reason := refusal():
+        print(f"titan_rl.warm: {reason}", file=sys.stderr)
         return REFUSED
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
 def refusal() -> str:
     """Return why there is nothing to keep warm, or ""."""
-    if given := os.environ.get(VARIABLE):
-        return f"expected {VARIABLE} to be unset, found {given!r}"
+    if value := os.environ.get(VARIABLE):
+        return f"expected {VARIABLE} to be unset, found {value!r}"
     if visible_gpus():
         return "expected a machine without a GPU: ranks that use CUDA are never forked"
     return ""

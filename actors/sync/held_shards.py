@@ -1,4 +1,4 @@
-"""What a rank holds of the model, as rectangles of Hugging Face's tensors: the trainer's half of the weight plan."""
+"""A rank's shards of the model, as rectangles of Hugging Face's tensors: the trainer's half of the weight plan."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +23,11 @@ def coordinates_of(rank: int) -> Coordinates:
     """Return a function that finds a rank's place in a mesh."""
 
     @cache
-    def found(mesh: DeviceMesh) -> Sequence[int] | None:
+    def coordinates(mesh: DeviceMesh) -> Sequence[int] | None:
         places = (mesh.mesh == rank).nonzero().tolist()
         return places[0] if places else None
 
-    return found
+    return coordinates
 
 
 def shards_of(
@@ -55,24 +55,24 @@ def shards_of(
 
 def local_tensors(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of each Hugging Face tensor, which shares memory with the parameters. `params` is keyed
-    by Hugging Face's names, with {} for the number of an expert in that of a stack."""
-    found = dict[str, Tensor]()
+    by Hugging Face's names; the name of a stack of experts has {} for the expert's number."""
+    tensors = dict[str, Tensor]()
     for name, param in params.items():
         part = param.to_local() if isinstance(param, DTensor) else param
         if "{}" in name:
             first, _ = _extent(name, param, 0, own_coordinates)
-            found |= {name.format(first + i): matrix for i, matrix in enumerate(part)}
+            tensors |= {name.format(first + i): matrix for i, matrix in enumerate(part)}
         else:
-            found[name] = part
-    return found
+            tensors[name] = part
+    return tensors
 
 
 def _extent(name: str, param: Tensor, dim: int, coordinates: Coordinates) -> tuple[int, int]:
     """Return (first index, size) of a rank's part of a dimension, by torch.chunk's arithmetic.
 
-    FSDP2 cuts what tensor parallelism has already cut, though its mesh dimension comes first: that is what
-    StridedShard says. DTensor's own offsets emulate it by striding, which is off where tensor parallelism is uneven
-    (13 rows over dp 3 x tp 2), so the cuts are applied here in the order in which they were made.
+    FSDP2 cuts shards of tensor parallelism, though its mesh dimension comes first: StridedShard means that. DTensor's
+    own offsets emulate it by striding, which is wrong where tensor parallelism is uneven (13 rows over dp 3 x tp 2), so
+    the cuts are applied here in the order in which they were made.
     """
     start, size = 0, param.shape[dim]
     if not isinstance(param, DTensor):

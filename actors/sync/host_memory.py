@@ -1,4 +1,4 @@
-"""What remote reads have brought to a host, kept once for all of its replicas.
+"""The bytes that remote reads brought to a host, kept once for all of its replicas.
 
     trainer ranks elsewhere ── one reader ──> host memory ── mapped by each reader there ──> live parameters
 
@@ -7,13 +7,13 @@ of them makes it, anonymous as a trainer's is, and the others map it through /pr
 
     [ digest, process, for each run: its stamp and its slices' keys | run | run | ... ]
 
-A run's stamp is the serial number of the publication that it holds, and EMPTY while that changes. A slice is what one
-read brings. Its key tells which bytes it holds, and EMPTY that they are unknown. A reader fetches only slices that have
-other keys than it wants. So a byte crosses the link once, however many readers want it, in whatever order they come,
-and a reader of which some died amid a read fetches only what is still missing.
+A run's stamp is the serial number of its publication, and EMPTY while that changes. A slice is the unit of one read.
+Its key identifies its bytes; EMPTY means that they are unknown. A reader fetches only the slices whose keys differ from
+the publication's. So a byte crosses the link once for all readers, in any order, and if a reader dies amid a
+read, the next one fetches only the missing slices.
 
-The process that holds the memory's lock may write it. The kernel takes the lock from a process that ends, and the next
-reader goes on. A reader whose read failed keeps the lock as long as it maps the memory, because bytes that it asked for
+The process that holds the memory's lock may write it. The kernel releases the lock of a process that ends, and the next
+reader continues. A reader whose read failed keeps the lock as long as it maps the memory, because the requested bytes
 may still arrive. It ends, or connects to other trainers.
 """
 
@@ -63,20 +63,22 @@ class HostMemory:
         for nbytes, _ in runs:
             self._starts.append(self._starts[-1] + -(-nbytes // PAGE) * PAGE)
         size = self._starts[-1]
-        found = next((fd for copy in siblings if copy.place == here() and (fd := _opened(copy)) is not None), None)
-        self._fd = os.memfd_create("titan_rl received weights") if found is None else found
+        shared_fd = next((fd for copy in siblings if copy.place == here() and (fd := _opened(copy)) is not None), None)
+        self._fd = os.memfd_create("titan_rl received weights") if shared_fd is None else shared_fd
         self.close = finalize(self, os.close, self._fd)
         self.close.atexit = False  # the kernel does it
-        if found is None:
+        if shared_fd is None:
             os.ftruncate(self._fd, size)
         elif (other := os.fstat(self._fd).st_size) != size:
             raise RuntimeError(f"expected {size} bytes of weights in the memory of this host's readers, found {other}")
         octets = MappedFile(self._fd, size, access=mmap.ACCESS_WRITE).octets(pinned)
         self._words: Words = octets[: 8 * words].numpy().view(np.uint64)
-        if found is None:
+        if shared_fd is None:
             self._words[DIGEST] = digest
-        elif (held := int(self._words[DIGEST])) != digest:
-            raise RuntimeError(f"expected runs {digest:016x} in the memory of this host's readers, found {held:016x}")
+        elif (other_digest := int(self._words[DIGEST])) != digest:
+            raise RuntimeError(
+                f"expected runs {digest:016x} in the memory of this host's readers, found {other_digest:016x}"
+            )
         self.runs, word = list[HeldRun](), FIRST
         for (nbytes, slices), start in zip(runs, self._starts, strict=False):
             stamp, keys = self._words[word : word + 1], self._words[word + 1 : word + 1 + slices]
@@ -100,12 +102,12 @@ class HostMemory:
         while self._busy or not self._locked():
             if self._left:
                 raise RuntimeError(f"{reader} has been connected to other trainers")
-            if (left := ends - time.monotonic()) <= 0:
+            if (remaining := ends - time.monotonic()) <= 0:
                 raise TimeoutError(
                     f"{reader}: expected its turn to read within {seconds:g} s, found process "
                     f"{int(self._words[PROCESS])} still reading for this host"
                 )
-            await asyncio.sleep(min(wait, left))
+            await asyncio.sleep(min(wait, remaining))
             wait = min(2 * wait, MOST_WAIT)
         self._busy, self._words[PROCESS] = True, os.getpid()
         try:

@@ -51,9 +51,9 @@ class Landing:
         self._runs = [_Run(params, source) for source in sources]
         far = [run for run in self._runs if is_remote(run.source.offer.place, self._sync.transport)]
         self._memory = _host_memory(far, siblings) if far else None
-        held = iter(self._memory.runs if self._memory else ())
+        host_runs = iter(self._memory.runs if self._memory else ())
         for run in self._runs:
-            run.connect(params, next(held) if run in far else None, self._sync)
+            run.connect(params, next(host_runs) if run in far else None, self._sync)
         self._announced: list[Manifest] | None = None  # fetched completely, to be written
         self._wanted: list[list[int]] = []  # by run: the blocks that differ from what the parameters hold
         self._held: list[tuple[int, ...]] | None = None  # checksums of what the parameters hold; None: unknown
@@ -93,7 +93,7 @@ class Landing:
         )
 
     async def write_weights(self, timeout: float) -> ReaderCost:
-        """Overwrite the live parameters with what was fetched. Until this returns they hold no version."""
+        """Overwrite the live parameters with the fetched bytes. Until this returns they hold no version."""
         if self._announced is None:
             raise RuntimeError("expected a completed fetch_weights() before write_weights(), found none")
         manifests, self._announced, self._held = self._announced, None, None
@@ -109,8 +109,7 @@ class Landing:
         return ReaderCost(write=written - began, verify=verify, remote=self._received - before)
 
     def forget(self) -> None:
-        """Take note that the parameters hold nothing: the next fetch must be a whole one, and a fetch made before is
-        void."""
+        """Mark the parameters as empty: the next fetch must be a whole one, and an earlier fetch is void."""
         self._held = self._announced = None
 
     async def _verify_transfer(self, manifests: Sequence[Manifest], timeout: float) -> float:
@@ -127,8 +126,8 @@ class Landing:
         if not self._sync.delta or self._held is None:
             return everything
         changed = [
-            [i for i, (old, new) in enumerate(zip(held, manifest.checksums, strict=True)) if old != new]
-            for held, manifest in zip(self._held, manifests, strict=True)
+            [i for i, (old, new) in enumerate(zip(old_sums, manifest.checksums, strict=True)) if old != new]
+            for old_sums, manifest in zip(self._held, manifests, strict=True)
         ]
         return changed if 2 * sum(map(len, changed)) <= sum(map(len, everything)) else everything
 
@@ -143,9 +142,12 @@ class Landing:
             if isinstance(run.transport, Remote) and indices
         ]
         if far and self._memory is not None:
-            async with self._memory.writing(self._reader, timeout) as left:
+            async with self._memory.writing(self._reader, timeout) as remaining:
                 await asyncio.gather(
-                    *(remote.fetch_blocks(manifest, indices, left, again=again) for remote, manifest, indices in far)
+                    *(
+                        remote.fetch_blocks(manifest, indices, remaining, again=again)
+                        for remote, manifest, indices in far
+                    )
                 )
         self._check_stamps(manifests, wanted)
 
@@ -161,19 +163,19 @@ class Landing:
 
     def _check_stamps(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> None:
         for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True):
-            if indices and (found := run.transport.stamp(manifest.slot)) != manifest.serial:
+            if indices and (stamp := run.transport.stamp(manifest.slot)) != manifest.serial:
                 raise WeightsRefused(
                     f"trainer rank {run.source.trainer_rank} -> {self._reader}, version {manifest.version}: expected "
-                    f"publication {manifest.serial} in slot {manifest.slot}, found {found or 'it being packed'}"
+                    f"publication {manifest.serial} in slot {manifest.slot}, found {stamp or 'it being packed'}"
                 )
 
     def _damaged(self, manifests: Sequence[Manifest], wanted: Sequence[list[int]]) -> list[list[int]]:
-        """Return, by run, which of the wanted blocks differ from what was packed."""
+        """Return, by run, which of the wanted blocks differ from the packed bytes."""
         return [
             [
                 i
-                for i, found in zip(indices, run.transferred(manifest.slot, indices), strict=True)
-                if found != manifest.checksums[i]
+                for i, checksum in zip(indices, run.transferred(manifest.slot, indices), strict=True)
+                if checksum != manifest.checksums[i]
             ]
             for run, manifest, indices in zip(self._runs, manifests, wanted, strict=True)
         ]
@@ -181,7 +183,11 @@ class Landing:
     def _strange(self, manifests: Sequence[Manifest]) -> list[list[int]]:
         """Return, by run, the blocks whose live bytes differ from the manifest, whether or not this sync wrote them."""
         return [
-            [i for i, (found, sent) in enumerate(zip(run.live(), manifest.checksums, strict=True)) if found != sent]
+            [
+                i
+                for i, (checksum, sent) in enumerate(zip(run.live(), manifest.checksums, strict=True))
+                if checksum != sent
+            ]
             for run, manifest in zip(self._runs, manifests, strict=True)
         ]
 
@@ -219,15 +225,15 @@ class _Run:
             )
         self._dtype, self._itemsize = dtype, dtype.itemsize
 
-    def connect(self, params: Mapping[str, Tensor], held: HeldRun | None, sync: WeightSyncSection) -> None:
+    def connect(self, params: Mapping[str, Tensor], host_run: HeldRun | None, sync: WeightSyncSection) -> None:
         """Prepare to read. `held` is where the memory of this host has the run of a remote source."""
         offer, copies = self.source.offer, self.source.copies
-        if held is None:
+        if host_run is None:
             self.transport = Shared(offer, pinned=self.gpu is not None)
         else:
             assert offer.registered is not None
             spans = [self._span(i) for i in range(len(self.blocks))]
-            self.transport = Remote(offer.registered, held, spans, delta=sync.delta)
+            self.transport = Remote(offer.registered, host_run, spans, delta=sync.delta)
         runs = [self.transport.run(slot).view(self._dtype) for slot in range(len(offer.starts))]
         # Views, made once, of each block's copies, and of the same copies in pieces as large as they are written.
         self._parts = [[parts_of(run, block) for block in self.blocks] for run in runs]  # by slot
@@ -238,7 +244,7 @@ class _Run:
             list(zip(places, (part for piece in pieces for part in parts_of(run, piece)), strict=True)) for run in runs
         ]
         hashed = {"live": [self._places], "transfer": self._parts, "off": []}[sync.verify]
-        self._checksums = [checksums_of(each, self.gpu) for each in hashed]
+        self._checksums = [checksums_of(parts, self.gpu) for parts in hashed]
 
     def check(self, manifest: Manifest, *, sums: bool) -> None:
         where = f"trainer rank {self.source.trainer_rank}, version {manifest.version}"
@@ -264,11 +270,11 @@ class _Run:
         return (pair for i in wanted for pair in zip(self._places[i], self._parts[slot][i], strict=True))
 
     def transferred(self, slot: int, wanted: Sequence[int]) -> list[int]:
-        """Return checksums of what arrived. For verify = "transfer"."""
+        """Return checksums of the bytes that arrived. For verify = "transfer"."""
         return self._checksums[slot](wanted)
 
     def live(self) -> list[int]:
-        """Return the checksums of what the parameters hold. For verify = "live"."""
+        """Return the checksums of the parameters. For verify = "live"."""
         return self._checksums[0](range(len(self.blocks)))
 
     def nbytes(self, wanted: Sequence[int]) -> int:
@@ -285,7 +291,7 @@ class _Run:
 
 
 def _host_memory(runs: Sequence[_Run], siblings: Sequence[HostCopy]) -> HostMemory:
-    """Return the memory of this host for what is read from remote sources."""
+    """Return the memory of this host for runs of remote sources."""
     sizes, hashed = list[tuple[int, int]](), xxhash.xxh3_64()
     for offer in (run.source.offer for run in runs):
         if offer.registered is None:

@@ -21,16 +21,16 @@ class Remote:
     """Reads of a run's slices, all in flight together."""
 
     def __init__(
-        self, registered: Registered, held: HeldRun, blocks: Sequence[tuple[int, int]], *, delta: bool
+        self, registered: Registered, host_run: HeldRun, blocks: Sequence[tuple[int, int]], *, delta: bool
     ) -> None:
-        """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums are taken for
-        equal bytes, so that what another publication brought is not fetched again."""
+        """`blocks` has the bytes of each of the run's blocks, [start, end). With `delta` equal checksums count as equal
+        bytes, so that unchanged slices of an earlier publication are not fetched again."""
         self.name = one_sided(registered.stamps.backend)
         self.received = 0  # bytes that this reader has fetched
-        self._held, self._delta = held, delta
+        self._held, self._delta = host_run, delta
         sizes = [part.size() for part in registered.slices[0]]
         self._parts: list[list[tuple[RDMABuffer, Tensor]]] = [
-            list(zip(slices, held.octets.split(sizes), strict=True)) for slices in registered.slices
+            list(zip(slices, host_run.octets.split(sizes), strict=True)) for slices in registered.slices
         ]
         self._whole = [_reads(parts) for parts in self._parts]  # resubmitted: addresses never change
         self._stamps = torch.empty(SLOTS, dtype=torch.int64)
@@ -61,28 +61,28 @@ class Remote:
     async def fetch_blocks(
         self, manifest: Manifest, wanted: Sequence[int], timeout: float, *, again: bool = False
     ) -> None:
-        """Fetch the slices of the `wanted` blocks that the memory lacks; with `again`, whatever it says that it has.
-        The caller holds the memory's lock."""
-        held, keys, self._found = self._held, self._keys(manifest), None
+        """Fetch the slices of the `wanted` blocks that the memory lacks; with `again`, all of them. The caller holds
+        the memory's lock."""
+        run, keys, self._found = self._held, self._keys(manifest), None
         wanted_slices = sorted({part for block in wanted for part in range(*self._touched[block])})
         if again:
-            held.keys[wanted_slices] = EMPTY
-        missing = [part for part in wanted_slices if held.keys[part] != keys[part]]
+            run.keys[wanted_slices] = EMPTY
+        missing = [part for part in wanted_slices if run.keys[part] != keys[part]]
         if missing:
-            if held.stamp[0] != manifest.serial:
-                held.stamp[0] = EMPTY
-            held.keys[missing] = EMPTY
+            if run.stamp[0] != manifest.serial:
+                run.stamp[0] = EMPTY
+            run.keys[missing] = EMPTY
             parts = self._parts[manifest.slot]
             whole = len(missing) == len(parts)
             reads = self._whole[manifest.slot] if whole else _reads([parts[part] for part in missing])
             await reads.submit(timeout=math.ceil(timeout))
             await self._stamp.submit(timeout=math.ceil(timeout))  # after the bytes: it vouches for them
             self.received += sum(len(parts[part][1]) for part in missing)
-            if (found := int(self._stamps[manifest.slot])) != manifest.serial:
-                self._found = found
+            if (stamp := int(self._stamps[manifest.slot])) != manifest.serial:
+                self._found = stamp
                 return
-            held.keys[missing] = keys[missing]
-        held.stamp[0] = manifest.serial
+            run.keys[missing] = keys[missing]
+        run.stamp[0] = manifest.serial
 
     def stamp(self, slot: int) -> int:
         """Return the publication that the run holds now. If the trainer's slot had another one when this reader read
@@ -90,7 +90,7 @@ class Remote:
         return int(self._held.stamp[0]) if self._found is None else self._found
 
     def _keys(self, manifest: Manifest) -> Words:
-        """Return what the keys of the slices are once they hold a publication.  # [slices]"""
+        """Return the keys of slices that hold this publication.  # [slices]"""
         if not self._delta:
             return np.full(len(self._touching), manifest.serial, np.uint64)
         sums = array("Q", manifest.checksums)

@@ -1,10 +1,10 @@
-"""The trainer's side of a weight sync: what this rank holds, and its bytes packed for its readers.
+"""The trainer's side of a weight sync: this rank's shards, packed for their readers.
 
     parameters -> shards_of -> (plan) -> Staging.offer, once: where each reader finds its run
     every version:                       Staging.pack: cast, lay out and hash each run
 
-There are two slots: a version is packed into one while readers may still use the other. No reader may use the slot that
-pack() is given; titan_rl.train.weight_sync alone keeps track of the readers.
+There are two slots: a version is packed into one while readers may still use the other. The caller of pack() must make
+sure that no reader uses its slot: titan_rl.train.weight_sync keeps track of the readers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_rl.actors.sync.checksums import checksums_of, gpu_of, kind_on, parts_of
 from titan_rl.actors.sync.held_shards import local_tensors
 from titan_rl.actors.sync.transport import PACKING, Memory, octets
-from titan_rl.kernels.pack_weights import Cast, broken, pack
+from titan_rl.kernels.pack_weights import pack
 from titan_rl.wire.manifest import Manifest, blocks, checksum, layout
 from titan_rl.wire.weight_plan import Copy
 from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
@@ -62,15 +62,6 @@ class Staging:
             }
             for slot in range(SLOTS)
         ]
-        every = [copy for run in copies.values() for copy in run]
-        self._broken = broken(local, every, dtype) if self._gpu is None else set()
-        most = max((local[name].numel() for name in self._broken), default=0)
-        self._casts = [torch.empty(most, dtype=dtype) for _ in range(2)]  # a block may begin in one and end in another
-        order = {name: i for i, name in enumerate(dict.fromkeys(copy.name for copy in every))}
-        self._order = sorted(  # blocks that read the same parameter are packed one after the other
-            ((reader, i, block) for reader, found in self._blocks.items() for i, block in enumerate(found)),
-            key=lambda each: order[each[2].copies[0].name],
-        )
         self._hashes = [
             {
                 reader: checksums_of([parts_of(run, block) for block in self._blocks[reader]], self._gpu)
@@ -87,19 +78,19 @@ class Staging:
         checksums = self._pack_blocks(slot) if self._gpu is None else self._pack_runs(slot)
         self._memory.stamps[slot] = serial
         return {
-            reader: Manifest.of(version, serial, slot, self._layouts[reader], tuple(found))
-            for reader, found in checksums.items()
+            reader: Manifest.of(version, serial, slot, self._layouts[reader], tuple(sums))
+            for reader, sums in checksums.items()
         }
 
     def _pack_blocks(self, slot: int) -> dict[int, list[int]]:
         """Pack block by block. Return the checksums of each run."""
-        local, runs = local_tensors(self._params), self.runs[slot]
-        checksums = {reader: [0] * len(found) * self._checksums for reader, found in self._blocks.items()}
-        cast = Cast(local, self._broken, self._casts)
-        for reader, i, block in self._order:
-            pack(cast, block.copies, runs[reader][block.start : block.start + block.elements])
-            if self._checksums:  # while the block is in the cache
-                checksums[reader][i] = checksum(octets(runs[reader], block))
+        local, checksums = local_tensors(self._params), dict[int, list[int]]()
+        for reader, run in self.runs[slot].items():
+            checksums[reader] = []
+            for block in self._blocks[reader]:
+                pack(local, block.copies, run[block.start : block.start + block.elements])
+                if self._checksums:  # while the block is in the cache
+                    checksums[reader].append(checksum(octets(run, block)))
         return checksums
 
     def _pack_runs(self, slot: int) -> dict[int, list[int]]:

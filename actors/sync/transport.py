@@ -31,7 +31,7 @@ from titan_rl.wire.weight_source import SLOTS, HashKind, Offer, Registered
 How = Literal["auto", "shm", "rdma"]
 
 PACKING = 0  # serial numbers count from 1
-PAGE = 4096  # runs are aligned to it; the stamps have a page of their own
+PAGE = 4096  # runs are aligned to it; the stamps fill one
 
 
 class Memory:
@@ -78,8 +78,8 @@ class Shared:
                 'weight_sync.transport = "rdma" reads them without mapping them'
             ) from None
         try:
-            if (found := os.fstat(fd).st_size) != offer.size:
-                raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {found}")
+            if (size := os.fstat(fd).st_size) != offer.size:
+                raise RuntimeError(f"expected {offer.size} bytes of weights at {path}, found {size}")
             access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_READ
             self._bytes = MappedFile(fd, offer.size, access=access).octets(pinned)
         finally:
@@ -121,7 +121,7 @@ class MappedFile(mmap.mmap):
             unpin()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the driver unregisters what is left
+        if not sys.is_finalizing():  # then the driver unregisters the rest
             self.unpin()
 
 

@@ -2,7 +2,7 @@
 
 TorchTitan's models import its kernels for expert parallelism, which import triton: a gigabyte that nothing else on a
 CPU needs, and that scripts/setup leaves out there. Without triton, those kernels are replaced by a module whose
-functions say what is missing.
+functions raise an error that names triton.
 """
 
 import sys

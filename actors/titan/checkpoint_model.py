@@ -1,4 +1,4 @@
-"""The model of a checkpoint, built on the CPU of this process alone, whatever mesh wrote the checkpoint."""
+"""The model of a checkpoint of any mesh, built on the CPU of this process alone."""
 
 import os
 from dataclasses import replace

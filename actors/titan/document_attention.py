@@ -1,6 +1,6 @@
 """Attention over packed documents, which may share a prompt, in the dtype of the model, on any device.
 
-SharedVarlen   TorchTitan's VarlenAttention: CUDA, and casts q, k and v to bfloat16, whatever the model's dtype
+SharedVarlen   TorchTitan's VarlenAttention: CUDA, and casts q, k and v of any dtype to bfloat16
 DocumentSDPA   a CPU, or float32
 """
 
@@ -45,12 +45,12 @@ class DocumentSDPA(VarlenAttention):
     ) -> torch.Tensor:
         masks: ClassedSegments = attention_masks
         outputs = list[torch.Tensor]()
-        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([each.segments * each.length for each in masks.classes])
-        keys = [each.segments * each.keys for each in masks.classes]
+        parts_q = masks.queries(q_BLNH.flatten(0, 1)).split([shape.segments * shape.length for shape in masks.classes])
+        keys = [shape.segments * shape.keys for shape in masks.classes]
         parts_k, parts_v = (masks.keys(x.flatten(0, 1)).split(keys) for x in (k_BLNH, v_BLNH))
-        for each, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
-            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (each.segments, -1)).transpose(1, 2) for x in qkv)
-            mask = seen_by(each, self.window_size[0], q_BLNH.device)
+        for shape, *qkv in zip(masks.classes, parts_q, parts_k, parts_v, strict=True):
+            q_SNLH, k_SNLH, v_SNLH = (x.unflatten(0, (shape.segments, -1)).transpose(1, 2) for x in qkv)
+            mask = seen_by(shape, self.window_size[0], q_BLNH.device)
             attended = F.scaled_dot_product_attention(
                 q_SNLH, k_SNLH, v_SNLH, mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
@@ -71,8 +71,8 @@ def seen_by(segments: SegmentClass, window: int, device: torch.device) -> torch.
 
 class SharedVarlen(VarlenAttention):
     """VarlenAttention whose documents may begin with keys of another. FlashAttention aligns its causal mask, and a
-    sliding window, to the end of the keys: a segment of n places after a prefix sees the whole prefix (what of it is in
-    the window), and itself causally."""
+    sliding window, to the end of the keys: a segment after a prefix sees the prefix (within the window) and, causally,
+    itself."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -90,16 +90,16 @@ class SharedVarlen(VarlenAttention):
     ) -> torch.Tensor:
         if isinstance(attention_masks, VarlenMetadata):
             return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=scale, **others)
-        at = attention_masks.varlen
+        varlen = attention_masks.varlen
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1).to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
         attended = varlen_attn(
             q_TNH,
             attention_masks.keys(k_TNH),
             attention_masks.keys(v_TNH),
-            at.cu_seq_q,
-            at.cu_seq_k,
-            at.max_q,
-            at.max_k,
+            varlen.cu_seq_q,
+            varlen.cu_seq_k,
+            varlen.max_q,
+            varlen.max_k,
             scale=scale,
             window_size=self.window_size,
             enable_gqa=others.get("enable_gqa", False),
@@ -134,17 +134,17 @@ def masks_of(model: Any, segments_G4: np.ndarray, device: torch.device) -> Any:
 
 
 def overrides(device: str, compute: str) -> list[str]:
-    """Return what replaces TorchTitan's attention where that cannot run, or would not compute in this dtype."""
+    """Return the override of TorchTitan's attention, which may not run here, or not compute in this dtype."""
     if device == "cuda" and compute == "float32":
         logger.warning(
             'training.mixed_precision_param = "float32": attention runs in float32 too, in torch\'s SDPA, '
             "which is slower than the FlashAttention that bfloat16 uses"
         )
-    own = "document_attention" if device == "cpu" or compute == "float32" else "shared_attention"
-    return [f"{__name__}.{own}"]
+    attention = "document_attention" if device == "cpu" or compute == "float32" else "shared_attention"
+    return [f"{__name__}.{attention}"]
 
 
 def forbid_tf32() -> None:
-    """Make CUDA multiply float32 matrices in float32, whatever torch's default is: TF32 has three digits."""
+    """Make CUDA multiply float32 matrices in float32, not in torch's default: TF32 has three digits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False

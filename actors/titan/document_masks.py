@@ -93,7 +93,7 @@ def classed_masks(segments_G4: np.ndarray, device: torch.device) -> ClassedSegme
     begin, length, _, prefix = segments_G4.T
     shapes, counts = np.unique(np.stack([prefix, length], 1), axis=0, return_counts=True)  # sorted as the segments are
     classes = tuple(
-        SegmentClass(int(n), int(own), int(before)) for n, (before, own) in zip(counts, shapes, strict=True)
+        SegmentClass(int(n), int(places), int(before)) for n, (before, places) in zip(counts, shapes, strict=True)
     )
     to = ranges(begin, length)
     there, back = _to(to, device), _to(np.argsort(to), device)
@@ -106,10 +106,10 @@ def _keys(segments_G4: np.ndarray, device: torch.device) -> Gather:
     """Return the gather of each segment's prefix, then its own places."""
     begins, lengths = segments_G4[:, [2, 0]].ravel(), segments_G4[:, [3, 1]].ravel()
     index = ranges(begins, lengths)
-    own = np.repeat(np.arange(len(begins)) % 2 == 1, lengths)
-    back = np.empty(own.sum(), np.int64)
-    back[index[own]] = np.flatnonzero(own)
-    copied = np.flatnonzero(~own)
+    is_own = np.repeat(np.arange(len(begins)) % 2 == 1, lengths)
+    back = np.empty(is_own.sum(), np.int64)
+    back[index[is_own]] = np.flatnonzero(is_own)
+    copied = np.flatnonzero(~is_own)
     copied = copied[np.argsort(index[copied], kind="stable")]
     shared, counts = np.unique(index[copied], return_counts=True)
     copies = np.full((len(shared), counts.max(initial=0)), -1)

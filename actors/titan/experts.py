@@ -1,7 +1,7 @@
 """The feed-forward of a mixture of experts, with the arithmetic that transformers and vLLM have.
 
-TorchTitan's own parts differ: its experts compute in bfloat16 whatever dtype the forward has, and its router asks for
-float32 by autocast, which a CPU does not know. With tensor parallelism its experts may send no gradient back.
+TorchTitan's own parts differ: its experts always compute in bfloat16, and its router asks for float32 by autocast,
+which a CPU does not know. With tensor parallelism its experts may send no gradient back.
 """
 
 from dataclasses import dataclass
@@ -95,8 +95,8 @@ class Mixture(MoE):
 
 
 def count_routes(model: nn.Module, counted_BL: torch.Tensor | None) -> None:
-    """Make the routers of a model count the tokens of each expert in the next forward, each place as often as
-    `counted_BL` says, or nowhere."""
+    """Make the routers of a model count the tokens of each expert in the next forward, each place `counted_BL` times;
+    None: not at all."""
     for router in model.modules():
         if isinstance(router, Router):
             router.counted_BL = counted_BL

@@ -15,7 +15,7 @@ _wanted = titan_utils.get_cuda_flash_attention_impl
 
 
 def use_installed() -> None:
-    """Make TorchTitan ask for nothing that is not installed, and say what is missing."""
+    """Make TorchTitan use an installed implementation, and warn if a faster one is missing."""
     titan_utils.get_cuda_flash_attention_impl = installed
 
 

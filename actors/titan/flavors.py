@@ -23,14 +23,14 @@ def shape_of_flavor(family: Family, flavor: str) -> ModelShape:
     flavors = registries[family]
     built = {name: build(attn_backend="varlen") for name, build in flavors.items()}
     routed = FAMILIES[family].experts
-    own = {name: titan for name, titan in built.items() if (titan.layers[0].moe is not None) == routed}
-    if flavor not in own:
+    of_family = {name: titan for name, titan in built.items() if (titan.layers[0].moe is not None) == routed}
+    if flavor not in of_family:
         other = ", a dense model" if routed else ", a mixture of experts"
-        found = f'"{flavor}"' + (other if flavor in built else "")
+        wrong = f'"{flavor}"' + (other if flavor in built else "")
         kind = family if routed else f"dense {family}"
-        hint = did_you_mean(flavor, own)
-        raise ValueError(f"model.flavor: expected a {kind} ({', '.join(own)}), found {found}{hint}")
-    titan = own[flavor]
+        hint = did_you_mean(flavor, of_family)
+        raise ValueError(f"model.flavor: expected a {kind} ({', '.join(of_family)}), found {wrong}{hint}")
+    titan = of_family[flavor]
     attention, moe = titan.layers[0].attention, titan.layers[0].moe
     rope = attention.rope
     scaling = {

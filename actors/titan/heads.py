@@ -23,7 +23,7 @@ from titan_rl.wire.model_families import Head
 
 
 class Question(NamedTuple):
-    """What a forward of the head answers."""
+    """The targets that a forward of the head scores."""
 
     targets_BT: torch.Tensor
     places_BT: torch.Tensor  # where each is predicted, in the flattened rows
@@ -31,7 +31,7 @@ class Question(NamedTuple):
     temperature: float
     with_entropy_grad: bool = False
     float32_logits: bool = False
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # of truncated sampling: counts [B * T], ids (kept_bits.py)
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None  # kept sets: counts [B * T], ids (kernels/kept_bits.py)
 
     def kept_bits(self, vocabulary: int, start: int = 0) -> torch.Tensor | None:
         """Return the masks of the targets that are on, over `vocabulary` ids from `start` on."""
@@ -71,7 +71,7 @@ class TokenHead(Linear):
 
     def forward(self, input: torch.Tensor) -> Any:
         assert self._question is not None, "asked() sets the targets"
-        asked, on_BT = self._question, self._question.on_BT
+        question, on_BT = self._question, self._question.on_BT
         hidden_BLD, weight_VD, shard, start = input, self.weight, None, 0
         if isinstance(weight_VD, DTensor):
             mesh = weight_VD.device_mesh
@@ -81,14 +81,14 @@ class TokenHead(Linear):
         if isinstance(hidden_BLD, DTensor):  # the kernel's backward sums over the group itself
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Replicate()])
         answers_T = token_logprob(
-            hidden_BLD.flatten(0, 1)[asked.places_BT[on_BT]],
+            hidden_BLD.flatten(0, 1)[question.places_BT[on_BT]],
             weight_VD,
-            asked.targets_BT[on_BT],
-            asked.temperature,
+            question.targets_BT[on_BT],
+            question.temperature,
             shard=shard,
-            with_entropy_grad=asked.with_entropy_grad,
-            float32_logits=asked.float32_logits,
-            kept=asked.kept_bits(len(weight_VD), start),
+            with_entropy_grad=question.with_entropy_grad,
+            float32_logits=question.float32_logits,
+            kept=question.kept_bits(len(weight_VD), start),
         )
         return tuple(x_T.new_zeros(on_BT.shape).masked_scatter(on_BT, x_T) for x_T in answers_T)
 

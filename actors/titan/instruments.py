@@ -83,6 +83,6 @@ class SpanHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fields = vars(record)
         name = str(fields.get("log_type_name"))
-        own = threading.get_ident() == self._thread and fields.get("log_type") == "event"
-        if own and name.endswith("_end"):
+        own_event = threading.get_ident() == self._thread and fields.get("log_type") == "event"
+        if own_event and name.endswith("_end"):
             span.since(span.now() - round(1e6 * fields["value"]), name.removesuffix("_end"))

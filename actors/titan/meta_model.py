@@ -76,13 +76,13 @@ def sent(layouts: Sequence[Sequence[Shard]], question: MeshQuestion) -> list[lis
 
 
 def answers(questions: Mapping[str, MeshQuestion]) -> dict[str, ShardedModel | str]:
-    found: dict[str, ShardedModel | str] = {}
+    models: dict[str, ShardedModel | str] = {}
     for name, question in questions.items():
         try:
-            found[name] = cut(question)
-        except Exception as error:  # whatever TorchTitan or torch has against this mesh
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            models[name] = cut(question)
+        except Exception as error:  # TorchTitan or torch refuses this mesh
+            models[name] = f"{type(error).__name__}: {error}"
+    return models
 
 
 if __name__ == "__main__":

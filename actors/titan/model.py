@@ -85,8 +85,8 @@ def overridden_spec(shape: ModelShape, config: Config, titan: TitanConfig, devic
         spec.model.update_from_config(config=titan)  # fills sharding configs, which overrides copy
     attention = document_attention.overrides(device_type, config.training.mixed_precision_param)
     routed = experts.OVERRIDES if shape.experts else []
-    own = [heads.OVERRIDES[shape.head], *attention, *routed]
-    apply_overrides(OverrideConfig(imports=[*own, *config.override.imports]), spec.model)
+    imports = [heads.OVERRIDES[shape.head], *attention, *routed]
+    apply_overrides(OverrideConfig(imports=[*imports, *config.override.imports]), spec.model)
     return spec
 
 
@@ -182,7 +182,7 @@ class TitanModel:
             return self._forward(rows).flatten()[rows.places]
 
     def _forward(self, rows: "DeviceRows") -> Any:
-        if self.shape.experts:  # of trained tokens, and only where they are trained
+        if self.shape.experts:  # routes count for trained tokens only
             experts.count_routes(self.model, rows.trained_at if torch.is_grad_enabled() else None)
         masks = document_attention.masks_of(self.model, rows.segments, self.device)
         return self.model(rows.tokens, attention_masks=masks, positions=rows.positions)
@@ -196,21 +196,21 @@ class TitanModel:
             return self.logprobs(placed, temperature=temperature)[0].cpu().numpy()
 
     def reshard(self) -> None:
-        """Free gathered parameters. FSDP2 keeps those of the last layers after a forward without a backward. The next
-        forward would use them even if the shards have changed."""
+        """Free gathered parameters. After a forward without a backward FSDP2 keeps the last layers gathered, and the
+        next forward would use them even if the shards have changed."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def sync_gradients(self, on: bool) -> None:
-        """Set whether the next backward adds up gradients over the mesh, with those of the backwards before it that did
-        not: FSDP2 keeps theirs on each rank, unsharded."""
+        """Set whether the next backward adds up gradients over the mesh. Earlier backwards that did not are included:
+        FSDP2 keeps their gradients on each rank, unsharded."""
         self.model.set_requires_gradient_sync(on)
         if self._gathers_once:
             self.model.set_reshard_after_backward(on)
 
     def discard_gradients(self) -> None:
-        """Drop all gradients, also those that FSDP2 keeps unsharded until the next sync, and gathered parameters."""
+        """Drop all gradients, also the unsharded ones that FSDP2 keeps until the next sync, and gathered parameters."""
         self.reshard()
         self.model.zero_grad()
         private.drop_unsharded_gradients(self.model)
@@ -246,8 +246,8 @@ class TitanModel:
             state = self._to_hf(adapter(self.spec, None))
             if dtype is not None:
                 state = {name: value.to(dtype) for name, value in state.items()}
-            each = (dtype or getattr(torch, self.config.training.dtype)).itemsize
-            sizes = {name: each * math.prod(size) for name, size in self.shape.hf_tensors().items()}
+            itemsize = (dtype or getattr(torch, self.config.training.dtype)).itemsize
+            sizes = {name: itemsize * math.prod(size) for name, size in self.shape.hf_tensors().items()}
             writer = HuggingFaceStorageWriter(
                 path=str(folder),
                 fqn_to_index_mapping=file_numbers(sizes, file_bytes),
@@ -289,9 +289,9 @@ class FrozenWeights:
         self._model.reshard()
         for parameter, shard in zip(self._model.model.parameters(), self._shards, strict=True):
             live = local(parameter)
-            kept = live.clone()
+            saved = live.clone()
             live.copy_(shard)
-            shard.copy_(kept)
+            shard.copy_(saved)
         self._model.reshard()
 
 
@@ -304,7 +304,7 @@ class DeviceRows:
     mask: torch.Tensor
     weights: torch.Tensor
     sequences: torch.Tensor
-    count: int  # of sequences
+    count: int  # sequences in the microbatch
     columns: dict[Any, torch.Tensor]
     segments: np.ndarray
     kept: tuple[torch.Tensor, torch.Tensor] | None = None  # counts [B * T] and ids, if sampling was truncated

@@ -42,15 +42,15 @@ Objective = Callable[[DeviceRows, Batch], tuple[torch.Tensor, Statistics]]
 
 @dataclass(slots=True)
 class TrainState:
-    """Is saved inside each checkpoint, so that the controller's part can never disagree with the weights."""
+    """Part of each checkpoint, so that the controller's state can never disagree with the weights."""
 
     step: int = 0
     controller: str = "{}"  # JSON: data cursors
-    rotary: str = HALVES  # order of q's and k's rows; "" while a checkpoint is loaded that does not say
+    rotary: str = HALVES  # order of q's and k's rows; "" while a checkpoint without this key is loaded
 
     def state_dict(self) -> dict[str, Any]:
-        says = {"rotary": self.rotary} if self.rotary else {}
-        return {"step": self.step, "controller": self.controller, **says}
+        order = {"rotary": self.rotary} if self.rotary else {}
+        return {"step": self.step, "controller": self.controller, **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.controller = state_dict["step"], state_dict["controller"]
@@ -90,7 +90,7 @@ class Phase:
         self._syncs_each = config.training.gradient_sync == "microbatch"
         self._optimizers = self._optimizer(schedule.lr)
         self._schedulers = schedule.schedulers(self._optimizers, at if isinstance(at, int) else 0)
-        self._statistics: list[Statistics] = []  # of the microbatches accumulated so far
+        self._statistics: list[Statistics] = []  # one per microbatch accumulated for the next update
         self._seconds = self._busy = 0.0  # in the step so far
         self.state = TrainState()
         self._checkpoints = SummedCheckpoints.Config(
@@ -220,7 +220,7 @@ class Phase:
             reorder(self._model.shape, self._model.model.named_parameters(), states)
 
     def snapshot(self, step: int, controller: str, part: SnapshotPart) -> int:
-        """Begin to copy what a checkpoint would hold into `part`; return its bytes. Forward and backward of the next
+        """Begin to copy the content of a checkpoint into `part`; return its bytes. Forward and backward of the next
         step may run during the copy."""
         self._stands_at(step, controller)
         return self._copies.begin(part)
@@ -269,6 +269,8 @@ class Phase:
 
 def with_own_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state with the settings of `optimizer`, which are the config's: a resumed run may change them."""
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
+    settings_of_groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    groups = [saved | settings for saved, settings in zip(state["param_groups"], settings_of_groups, strict=True)]
     return {**state, "param_groups": groups}

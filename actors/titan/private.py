@@ -1,7 +1,7 @@
 """Every private name of TorchTitan 0.3.0 and torch 2.13 that this project uses. Only this file imports such names.
 
 CHECKPOINT_PREFIX
-    What activation checkpointing adds to the names of parameters, though not to those of a state dict.
+    What activation checkpointing adds to the names of parameters, though not in a state dict.
 StridedShard
     How FSDP2 marks a dimension that tensor parallelism had cut before; it has no public name.
 drop_unsharded_gradients
@@ -86,6 +86,6 @@ def group_sizes(model: torch.nn.Module) -> dict[str, int]:
             names[id(group)] = f"{names.get(id(group), '')} {name}".strip()
             sizes[id(group)] = sum(parameter._orig_size.numel() for parameter in group.fsdp_params)
     summed = Counter[str]()
-    for group, size in sizes.items():  # experts that are dealt to ranks are a group of their own in their block
+    for group, size in sizes.items():  # experts that are dealt to ranks are a separate group in their block
         summed[names[group]] += size
     return dict(summed)

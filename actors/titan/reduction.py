@@ -38,20 +38,22 @@ class Reduction:
             for name in getattr(first, kind)
         }
         # Minima are maxima of the negated values.
-        most = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
-        most |= {("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima}
+        extrema = {("maxima", n): torch.stack([s.maxima[n].double() for s in statistics]).amax(0) for n in first.maxima}
+        extrema |= {
+            ("minima", n): torch.stack([-s.minima[n].double() for s in statistics]).amax(0) for n in first.minima
+        }
         if mesh is not None:
-            gathered = _gather({**summed, **most}, mesh)
+            gathered = _gather({**summed, **extrema}, mesh)
             summed = {key: gathered[key].sum(0) for key in summed}
-            most = {key: gathered[key].amax(0) for key in most}
+            extrema = {key: gathered[key].amax(0) for key in extrema}
 
         def of_kind(values: dict[tuple[str, str], torch.Tensor], kind: str, factor: float) -> dict[str, float]:
             return {name: factor * float(value) for (k, name), value in values.items() if k == kind}
 
         return cls(
             means=of_kind(summed, "tokens", 1 / batch.tokens) | of_kind(summed, "sequences", 1 / batch.sequences),
-            maxima=of_kind(most, "maxima", 1),
-            minima=of_kind(most, "minima", -1),
+            maxima=of_kind(extrema, "maxima", 1),
+            minima=of_kind(extrema, "minima", -1),
             histograms={name: value.tolist() for (kind, name), value in summed.items() if kind == "counts"},
             loss=of_kind(summed, "sums", scale)["loss"],
             tokens=batch.tokens,
@@ -60,7 +62,7 @@ class Reduction:
 
 def finish(updates: Sequence[Reduction], *, lr: float, seconds: float, busy: float) -> StepStats:
     """Join a step's updates: means are averaged, extrema kept, histograms added. The log-prob gap to the generator is
-    that of the first update: later ones train weights other than those that sampled, which the ratio measures."""
+    taken from the first update: later ones train other weights than the generator's, which the ratio measures."""
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(values)
@@ -108,8 +110,8 @@ def derived(metrics: dict[str, float]) -> dict[str, float]:
         metrics["off_policy/ess"] = mean**2 / square if square > 0 else 0.0
     if "return/square" in metrics:
         spread = metrics.pop("return/square") - metrics["return/mean"] ** 2
-        left = metrics.pop("residual/square") - metrics.pop("residual/mean") ** 2
-        metrics["value/explained_variance"] = 1 - left / spread if spread > 1e-12 else 0.0
+        unexplained = metrics.pop("residual/square") - metrics.pop("residual/mean") ** 2
+        metrics["value/explained_variance"] = 1 - unexplained / spread if spread > 1e-12 else 0.0
     return metrics
 
 

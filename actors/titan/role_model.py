@@ -2,7 +2,7 @@
 
 RoleModel ── TitanModel, sharded by FSDP2 / HSDP / TP
   ├─ Phase                                    trainer: "cold_start", then "rl"; critic: "rl"; frozen roles: none
-  └─ FrozenWeights "reference", "teacher"     trainer only, for those without a mesh of their own
+  └─ FrozenWeights "reference", "teacher"     trainer only, for roles without a separate mesh
 """
 
 import numpy as np
@@ -83,11 +83,11 @@ class RoleModel(TitanModel):
             self._settle()
             with self._lent[lent].swapped_in():
                 return self._scores(batch, temperature), self.checksum()
-        found = self._scores(batch, temperature)
+        scores = self._scores(batch, temperature)
         if self.role in ("trainer", "critic"):
             self.reshard()
-            return found, 0
-        return found, self.checksum()
+            return scores, 0
+        return scores, self.checksum()
 
     def _scores(self, batch: Batch, temperature: float) -> list[np.ndarray]:
         return [self.score(rows, temperature=temperature) for rows in batch.microbatches]

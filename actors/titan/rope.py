@@ -15,7 +15,7 @@ class ScaledRoPE(CosSinRoPE):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        rope_scaling: dict[str, Any] | None = None  # of config.json; None: no scaling
+        rope_scaling: dict[str, Any] | None = None  # as in config.json; None: no scaling
 
     def _precompute_cache(self) -> torch.Tensor:
         config: ScaledRoPE.Config = self.config  # pyright: ignore[reportAssignmentType]
@@ -46,8 +46,8 @@ def llama3_frequencies(
 
 
 def yarn_frequencies(dim: int, theta: float, scaling: dict[str, Any]) -> torch.Tensor:
-    """Keep frequencies that turn more than beta_fast times within the original length, divide those that turn less than
-    beta_slow times by the factor, and blend linearly between."""
+    """Keep frequencies that turn more than beta_fast times within the original length, divide frequencies that turn
+    less than beta_slow times by the factor, and blend linearly between."""
     powers, length = _powers(dim, theta), scaling["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
@@ -59,21 +59,21 @@ def yarn_frequencies(dim: int, theta: float, scaling: dict[str, Any]) -> torch.T
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (scaling["factor"] * powers) * (1 - kept) + 1.0 / powers * kept
+    unscaled = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling["factor"] * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
 def attention_factor(scaling: dict[str, Any]) -> float:
-    """Return what yarn multiplies cosines and sines by: a query times a key grows by its square."""
+    """Return yarn's factor on cosines and sines: a query times a key grows by its square."""
 
-    def of(weight: float) -> float:
+    def scale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
 
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
     if "mscale" in scaling and "mscale_all_dim" in scaling:
-        return of(scaling["mscale"]) / of(scaling["mscale_all_dim"])
-    return of(1)
+        return scale(scaling["mscale"]) / scale(scaling["mscale_all_dim"])
+    return scale(1)
 
 
 def _powers(dim: int, theta: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The order of q's and k's rows within a head: Hugging Face's halves, or the pairs of earlier versions.
 
 Llama used to rotate neighbouring rows, as TorchTitan's own does: of a head of D rows, Hugging Face's row j * D/2 + i
-(j = 0, 1) was row 2 * i + j. A seed still means the weights that it meant then, and checkpoints of that time are
-reordered when they are loaded. A checkpoint's train state says `rotary` = `halves` since.
+(j = 0, 1) was row 2 * i + j. A seed still gives the same weights, and checkpoints of earlier versions are reordered
+when they are loaded. The train state of newer checkpoints has `rotary` = `halves`.
 """
 
 from collections.abc import Iterable
@@ -29,18 +29,18 @@ def halves_of(pairs: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def of_earlier_version(checkpoint: Path) -> bool:
-    """Return True if a checkpoint does not say in which order its rows are."""
+    """Return True if a checkpoint is without the key `rotary`: its rows are in pairs."""
     return "train_state.rotary" not in FileSystemReader(checkpoint).read_metadata().state_dict_metadata
 
 
 @torch.no_grad()
 def reorder(shape: ModelShape, parameters: Iterable[tuple[str, torch.Tensor]], states: Iterable[Any] = ()) -> None:
-    """Reorder loaded parameters that are in pairs, with what the optimizers' `states` hold of them."""
-    found = {parameter: [parameter] for name, parameter in parameters if had_pairs(shape, name)}
+    """Reorder loaded parameters that are in pairs, and their moments in the optimizers' `states`."""
+    tensors_of = {parameter: [parameter] for name, parameter in parameters if had_pairs(shape, name)}
     for state in states:
-        for parameter, moments in found.items():
+        for parameter, moments in tensors_of.items():
             moments += [m for m in state.get(parameter, {}).values() if m.shape == parameter.shape]
-    for tensor in (tensor for tensors in found.values() for tensor in tensors):
+    for tensor in (tensor for tensors in tensors_of.values() for tensor in tensors):
         whole = tensor
         if isinstance(tensor, DTensor):  # a shard may have a part of a head
             whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()

@@ -58,7 +58,7 @@ class Initializers:
     linear: Init
     embedding: Init
     head: Init
-    by_depth: Callable[[int], Init]  # of a layer's output projection, and its gate's partner
+    by_depth: Callable[[int], Init]  # by layer: for its output projection, and its gate's partner
 
     @classmethod
     def of(cls, shape: ModelShape) -> "Initializers":
@@ -156,7 +156,7 @@ def plain(name: str) -> str:
 
 
 def hf_names(spec: ModelSpec, names: list[str]) -> dict[str, str]:
-    """TorchTitan's parameter names -> Hugging Face's. In that of a stack of all experts, {} is the expert's number."""
+    """Map TorchTitan's parameter names to Hugging Face's. A stack of all experts has {} for the expert's number."""
     back = {v: k for k, v in adapter(spec, None).from_hf_map.items() if v is not None}
 
     def hf(name: str) -> str:

@@ -42,19 +42,19 @@ class StateCopy:
     def begin(self, part: SnapshotPart) -> int:
         """Start copying into `part`; return the bytes of the tensors."""
         self.wait()
-        began, held = span.now(), HeldState.of(self._state_dicts())
+        began, state = span.now(), RankState.of(self._state_dicts())
         fd = _open(part)
         try:
             os.pwrite(fd, HEAD.pack(WRITING, 0, 0), 0)
-            targets = held.places(self._memory(fd, held))
+            targets = state.places(self._memory(fd, state))
         except BaseException:
             os.close(fd)
             raise
-        if held.on_gpu:
+        if state.on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())  # kernels that the step launched may not have run yet
-        self._copying = self._thread.submit(_copy, held, targets, fd, part.serial, self._stream, began)
-        return held.nbytes
+        self._copying = self._thread.submit(_copy, state, targets, fd, part.serial, self._stream, began)
+        return state.nbytes
 
     def wait(self) -> None:
         """Block until the pending copy is whole. A failed one is printed and dropped; training does not need it."""
@@ -68,20 +68,20 @@ class StateCopy:
     @torch.no_grad()
     def restore(self, part: SnapshotPart) -> None:
         states = self._state_dicts()
-        held = HeldState.of(states)
+        current = RankState.of(states)
         fd = _open(part)
         try:
-            found, start, end = head(fd)
-            if found != part.serial:
-                raise RuntimeError(f"{part.path}: expected snapshot {part.serial}, found the stamp {found}")
-            rest = json.loads(os.pread(fd, end - start, start))
-            _refuse_other(rest["layout"], held.layout, part)
-            saved = held.places(self._memory(fd, held))
+            stamp, start, end = head(fd)
+            if stamp != part.serial:
+                raise RuntimeError(f"{part.path}: expected snapshot {part.serial}, found the stamp {stamp}")
+            tail = json.loads(os.pread(fd, end - start, start))
+            _refuse_other(tail["layout"], current.layout, part)
+            saved = current.places(self._memory(fd, current))
         finally:
             os.close(fd)
-        torch.ops.aten._foreach_copy_(list(held.tensors.values()), saved)
+        torch.ops.aten._foreach_copy_(list(current.tensors.values()), saved)
         for name, state in states.items():
-            values = {key: rest["values"].get(f"{name}/{key}") for key in state}
+            values = {key: tail["values"].get(f"{name}/{key}") for key in state}
             self._states[name].load_state_dict({key: _as(live, values[key]) for key, live in state.items()})
 
     def close(self) -> None:
@@ -93,15 +93,15 @@ class StateCopy:
     def _state_dicts(self) -> dict[str, dict[str, Any]]:
         return {name: state.state_dict() for name, state in self._states.items()}
 
-    def _memory(self, fd: int, held: "HeldState") -> Tensor:
+    def _memory(self, fd: int, state: "RankState") -> Tensor:
         """Return the part's bytes, mapped at its first use. [nbytes]"""
-        inode, nbytes = os.fstat(fd).st_ino, held.starts[-1]
+        inode, nbytes = os.fstat(fd).st_ino, state.starts[-1]
         memory = self._mapped.pop(inode, None)
         if memory is None:
             if os.fstat(fd).st_size < nbytes:
                 os.ftruncate(fd, nbytes)
             memory = mapped(fd, nbytes, write=True)
-            if held.on_gpu:
+            if state.on_gpu:
                 pin(memory)
         self._mapped[inode] = memory
         while len(self._mapped) > KEPT:
@@ -116,14 +116,14 @@ class StateCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
-    """What the states hold, as tensors and as values."""
+class RankState:
+    """The states of this rank, split into tensors and other values."""
 
     tensors: dict[str, Tensor]  # this rank's shard of each
     values: dict[str, Any]  # numbers, strings and tuples of them
 
     @classmethod
-    def of(cls, states: Mapping[str, Mapping[str, Any]]) -> "HeldState":
+    def of(cls, states: Mapping[str, Mapping[str, Any]]) -> "RankState":
         every = {f"{name}/{key}": value for name, state in states.items() for key, value in state.items()}
         tensors = {key: local(value) for key, value in every.items() if isinstance(value, Tensor)}
         return cls(tensors, {key: value for key, value in every.items() if key not in tensors})
@@ -167,20 +167,20 @@ def _open(part: SnapshotPart) -> int:
 
 
 def _copy(
-    held: HeldState, targets: list[Tensor], fd: int, serial: int, stream: torch.cuda.Stream | None, began: int
+    state: RankState, targets: list[Tensor], fd: int, serial: int, stream: torch.cuda.Stream | None, began: int
 ) -> Span:
     """Run on the thread. torch releases the GIL during the one call that moves all bytes."""
     try:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-            torch.ops.aten._foreach_copy_(targets, list(held.tensors.values()), non_blocking=stream is not None)
+            torch.ops.aten._foreach_copy_(targets, list(state.tensors.values()), non_blocking=stream is not None)
         if stream is not None:
             stream.synchronize()
-        rest, start = json.dumps({"layout": held.layout, "values": held.values}).encode(), held.starts[-1]
-        os.pwrite(fd, rest, start)
-        os.pwrite(fd, HEAD.pack(serial, start, start + len(rest)), 0)
+        tail, start = json.dumps({"layout": state.layout, "values": state.values}).encode(), state.starts[-1]
+        os.pwrite(fd, tail, start)
+        os.pwrite(fd, HEAD.pack(serial, start, start + len(tail)), 0)
     finally:
         os.close(fd)
-    return Span("snapshot", "snapshot", began, span.now() - began, {"bytes": held.nbytes})
+    return Span("snapshot", "snapshot", began, span.now() - began, {"bytes": state.nbytes})
 
 
 def _refuse_other(saved: Mapping[str, list[Any]], live: Mapping[str, list[Any]], part: SnapshotPart) -> None:

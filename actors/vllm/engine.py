@@ -21,13 +21,12 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from titan_rl.actors.imports import import_vllm_model, use_given_threads, without_gc
 from titan_rl.actors.meeting import meet_in_file
 from titan_rl.actors.vllm import vllm_cpu
 from titan_rl.actors.vllm.launch_env import ENV
-from titan_rl.actors.vllm.open_request import OpenRequest, Prefill
 from titan_rl.actors.vllm.vllm_args import KEPT_LAYOUT, engine_args, problem_of, sampling_params
 from titan_rl.config.choices import DtypeChoice, HeadDtype, Switch
 from titan_rl.config.sections import GeneratorSection
@@ -51,7 +50,7 @@ class EngineSettings(GeneratorSection):
     model_dir: str  # config.json; weights too under load_format "auto". Tokenizer and generation config are not read
     sleeps: bool = False  # shares its devices with another mesh: sleep() frees their memory
     seed: int = 0
-    head_dtype: HeadDtype = "model"  # of the logits: model.head_dtype
+    head_dtype: HeadDtype = "model"  # dtype of the logits: model.head_dtype
     records_kept: bool = False  # the kept sets of truncated sampling
     load_format: Literal["dummy", "auto"] = "dummy"  # weights come by weight sync; "auto" reads them from the folder
 
@@ -59,7 +58,7 @@ class EngineSettings(GeneratorSection):
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     pid: int
-    shapes: dict[str, tuple[int, ...]]  # of the live parameters of this rank
+    shapes: dict[str, tuple[int, ...]]  # live parameters of this rank
     runner: str = "V1"  # vLLM's model runner: "V2" on GPUs, which has another sampler
 
 
@@ -70,6 +69,42 @@ class Done:
     id: str
     completions: list[Completion]  # in the order of the request's seeds; withdrawn samples have finish "abort"
     refused: str = ""  # why it cannot be sampled; then it has no completions
+
+
+class Prefill(NamedTuple):
+    tokens: int  # length of the sample's context when it entered the engine
+    cached: int  # how many of them were in the prefix cache
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """An unfinished request. Its samples' lists grow with each step."""
+
+    request: Request
+    samples: list[Completion]
+    unfinished: dict[int, str]  # their ids in vLLM
+    fresh: set[int]  # samples without a token from this engine
+    prefills: dict[int, Prefill]  # every other unfinished sample's
+
+    @classmethod
+    def of(cls, request: Request) -> "OpenRequest":
+        """Return a request none of whose samples is in vLLM yet."""
+        if request.begun:
+            samples = [
+                Completion([*s.tokens], [*s.logprobs], [*s.versions], s.finish, "", [*s.kept], [*s.context])
+                for s in request.begun
+            ]
+        else:
+            samples = [Completion([], [], [], "abort") for _ in request.seeds]
+        fresh = {i for i, sample in enumerate(samples) if sample.finish == "abort"}
+        return cls(request, samples, {}, fresh, {})
+
+    def cached(self, block: int) -> int:
+        """Return how many tokens' keys and values the unfinished samples have; they share the context's full blocks.
+        Those of a sample's last token are computed by the next step."""
+        begun, context = self.unfinished.keys() - self.fresh, len(self.request.tokens)
+        after_blocks = sum(context % block + len(self.samples[i].tokens) - 1 for i in begun)
+        return after_blocks + context // block * block if begun else 0
 
 
 class Engine:
@@ -102,13 +137,13 @@ class Engine:
         self._vocab_size: int = config.model_config.get_vocab_size()
         self._max_model_len: int = config.model_config.max_model_len
         self._block: int = settings.block_size if settings.enable_prefix_caching else 2**31  # tokens that samples share
-        self._refusals = (ValueError, VLLMClientError)  # from us, and from vLLM, which validates what it is given
+        self._refusals = (ValueError, VLLMClientError)  # raised by this file, and by vLLM's validation of requests
         self._open: dict[str, OpenRequest] = {}
         self._in_vllm: dict[str, tuple[OpenRequest, int]] = {}  # request and index of the samples that vLLM has
         self._ids = itertools.count()
         self._ended: list[Done] = []  # the next step returns them
         self._stats = EngineStats()
-        self._salt = 0  # of the prefix cache: requests share keys and values under equal salts only
+        self._salt = 0  # requests share keys and values in the prefix cache under equal salts only
         self.version: int | None = None
         self.asleep = False
         self.offloads = settings.sleeps and not on_cpu  # sleep leaves nothing in the parameters
@@ -121,13 +156,13 @@ class Engine:
         return bool(self._open or self._ended)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise unless there are weights to sample with, and every request has an id of its own."""
+        """Raise unless there are weights to sample with, and the id of every request is unique."""
         self._serving()
-        taken = set(self._open)
+        ids = set(self._open)
         for request in requests:
-            if request.id in taken:
-                raise ValueError(f"request {request.id}: its id is that of an unfinished request")
-            taken.add(request.id)
+            if request.id in ids:
+                raise ValueError(f"request {request.id}: an unfinished request has this id")
+            ids.add(request.id)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Put requests into the batch before the next step, as far as max_num_seqs and the KV cache allow. One that
@@ -214,8 +249,8 @@ class Engine:
         if self.asleep:
             self._llm.wake_up(None if self.offloads else ["scheduling"])
         if self.asleep and self._buffers:
-            found = self._buffer_sums()
-            if lost := [name for name, sum in self._buffers.items() if found[name] != sum]:
+            sums = self._buffer_sums()
+            if lost := [name for name, sum in self._buffers.items() if sums[name] != sum]:
                 raise RuntimeError(f"expected buffers as before vLLM's level-2 sleep, found {', '.join(lost)} changed")
             self._buffers = {}  # the first time is enough
         self.asleep = False
@@ -227,8 +262,8 @@ class Engine:
     def set_version(self, version: int, *, keep: bool = False) -> None:
         """Serve the weights as `version`. No request that is added later reads keys and values of older weights.
 
-        By default those of unfinished samples are dropped too, and recomputed by the next step. With `keep` samples
-        continue on theirs, at no cost; only those without a token start again."""
+        By default the keys and values of unfinished samples are dropped too, and recomputed by the next step. With
+        `keep` samples continue with them, at no cost; only samples without a token start again."""
         if keep:
             self._salt += 1
             fresh = [(open, sorted(open.fresh & open.unfinished.keys())) for open in self._open.values()]
@@ -288,10 +323,10 @@ class Engine:
             self._end(open.request.id)
 
 
-def context_scores(found: "FlatLogprobs") -> list[ContextScore]:
-    """Return vLLM's scores of a context from its second token on: of each token its own log-prob, then the best."""
-    starts = found.start_indices[1:]
-    return [ContextScore(found.logprobs[i], found.token_ids[i + 1], found.logprobs[i + 1]) for i in starts]
+def context_scores(scores: "FlatLogprobs") -> list[ContextScore]:
+    """Return vLLM's scores of a context from its second token on: each token's log-prob, and the most likely token."""
+    starts = scores.start_indices[1:]
+    return [ContextScore(scores.logprobs[i], scores.token_ids[i + 1], scores.logprobs[i + 1]) for i in starts]
 
 
 def _sums(tensors: "Iterable[tuple[str, Tensor]]") -> dict[str, str]:

@@ -4,9 +4,9 @@
     switch ──> version ───────┴─ decide ── broadcast ─┴─> write the fetched weights, verify, agree, serve the version
                                  rank 0    all ranks
 
-Rank 0 of a tensor-parallel engine decides what is next, and every rank acts on it between two steps. So all ranks add
-and withdraw the same requests, and change weights before the same step, or none of them serves the new weights. Only
-`fetch_weights` needs no such agreement. After refused weights an engine samples nothing until good ones come.
+Rank 0 of a tensor-parallel engine makes the decisions, and every rank carries them out between two steps. So all ranks
+add and withdraw the same requests, and change weights before the same step, or none of them serves the new weights.
+Only `fetch_weights` needs no such agreement. After refused weights an engine samples nothing until a sync succeeds.
 
 The controller imports this module to spawn the actor, so torch and vLLM are imported in `start`, on the rank.
 """
@@ -37,14 +37,14 @@ from titan_rl.wire.weight_source import Connection, HostCopy, Source
 
 T = TypeVar("T")
 
-PASSES = 5
+LOOP_PASSES = 5
 """Passes of the event loop between two steps. A request takes four from Monarch's queue to `submit`, and an answer
 three to its call. If each of them took a step, a rollout would wait for seven steps between two turns."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """What every rank does next."""
+    """The actions of every rank before its next step."""
 
     requests: list[Request] = field(default_factory=list)  # enter the engine
     withdrawn: list[str] = field(default_factory=list)  # ids of requests that leave it
@@ -135,8 +135,9 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def switch(self, version: int, timeout: float) -> ReaderCost:
-        """Rank 0, once every rank has fetched. All ranks write what they fetched between the same two steps, verify it,
-        and serve it as `version`; or this raises, and they serve nothing. Returns seconds of the slowest rank."""
+        """Rank 0, once every rank has fetched. All ranks write the fetched weights between the same two steps, verify
+        them, and serve them as `version`; or this raises, and they serve nothing. Returns the slowest rank's seconds.
+        """
         self._switched = asyncio.get_running_loop().create_future()
         self._next.version, self._next.timeout = version, timeout
         self._wake.set()
@@ -165,7 +166,7 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        """Every rank. End between two steps, whatever is unfinished."""
+        """Every rank. End between two steps, also with unfinished requests."""
         self._next.close = True
         self._wake.set()
         await self._loop
@@ -196,7 +197,7 @@ class Generator(Actor):
                     self._answer(done)
                 if not self._samples:
                     self._sampling.cut()
-                for _ in range(PASSES):
+                for _ in range(LOOP_PASSES):
                     await asyncio.sleep(0)
 
     def _answer(self, done: Sequence[Done]) -> None:
@@ -230,7 +231,7 @@ class Generator(Actor):
         return box[0]
 
     def _due(self) -> Decision:
-        """Return what has been collected. A switch that drains waits for the running requests, including those that
+        """Return the collected decision. A switch that drains waits for the running requests, also for requests that
         another replica began; new requests wait for the switch."""
         if self._next.version is not None and self._in_flight == "drain" and self._samples and not self._next.close:
             due = Decision(requests=[request for request in self._next.requests if request.begun])
@@ -262,8 +263,8 @@ class Generator(Actor):
         costs = [outcome for outcome in outcomes if isinstance(outcome, ReaderCost)]
         now = self._engine.stats()
         engine, self._reported = now.since(self._reported), now
-        write, verify = max(each.write for each in costs), max(each.verify for each in costs)
-        pause, remote = time.perf_counter() - began, sum(each.remote for each in costs)
+        write, verify = max(cost.write for cost in costs), max(cost.verify for cost in costs)
+        pause, remote = time.perf_counter() - began, sum(cost.remote for cost in costs)
         self._switched.set_result(ReaderCost(write=write, verify=verify, pause=pause, remote=remote, engine=engine))
 
     def _gather(self, outcome: T) -> list[T]:

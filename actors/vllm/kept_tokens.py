@@ -57,9 +57,11 @@ class _Truncate:
         for row in batch_update.removed:
             rows.pop(row, None)
         for row, params, _, _ in batch_update.added:
-            asked = params.extra_args
+            truncation = params.extra_args
             greedy = params.temperature == 0
-            rows[row] = Truncation(asked["sample"], 0 if greedy else asked["top_k"], 1.0 if greedy else asked["top_p"])
+            rows[row] = Truncation(
+                truncation["sample"], 0 if greedy else truncation["top_k"], 1.0 if greedy else truncation["top_p"]
+            )
         for a, b, direction in batch_update.moved:
             from_a, from_b = rows.pop(a, None), rows.pop(b, None)
             if from_a is not None:

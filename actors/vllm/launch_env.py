@@ -1,4 +1,4 @@
-"""What a process must be launched with to hold a vLLM engine. Importing this imports nothing."""
+"""The launch environment of a process that holds a vLLM engine. Importing this imports nothing."""
 
 ENV: dict[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs here, where its parameters can be written
@@ -12,6 +12,6 @@ ENV: dict[str, str] = {
 """Launch environment of a generator. vLLM reads it when it is imported."""
 
 BATCH_INVARIANT: dict[str, str] = {"VLLM_BATCH_INVARIANT": "1"}
-"""What makes a GPU engine sample the same tokens whatever else is in its batch, on top of ENV. vLLM 0.32 then chooses
-kernels and reductions that do not depend on the size of a batch, sets what cuBLAS and NCCL need, and refuses attention
-backends that cannot do it. Any GPU of capability 8.0 or above can: before 9.0 matrix products become Triton kernels."""
+"""Makes a GPU engine sample the same tokens in any batch, on top of ENV. vLLM 0.32 then chooses kernels and reductions
+that do not depend on the size of a batch, configures cuBLAS and NCCL, and refuses other attention backends. It needs a
+GPU of capability 8.0 or above; before 9.0 matrix products become Triton kernels."""

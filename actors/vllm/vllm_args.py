@@ -1,4 +1,4 @@
-"""What vLLM is called with: the arguments of an engine, the sampling parameters of one sample, and what is refused."""
+"""Arguments of a vLLM engine, sampling parameters of one sample, and the reasons to refuse a request."""
 
 from dataclasses import asdict
 from typing import Any
@@ -19,8 +19,8 @@ experts reorder w13 after loading, in the same shape."""
 
 def engine_args(settings: GeneratorSection) -> dict[str, Any]:
     """Return the arguments of vLLM's EngineArgs for an EngineSettings."""
-    given = asdict(settings)
-    keys = {VLLM_NAMES.get(key, key): value for key, value in given.items() if key not in NOT_VLLMS}
+    values = asdict(settings)
+    keys = {VLLM_NAMES.get(key, key): value for key, value in values.items() if key not in NOT_VLLMS}
     return {
         **keys,
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20 or None,
@@ -29,16 +29,16 @@ def engine_args(settings: GeneratorSection) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher" if settings.tensor_parallel_degree > 1 else None,
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
-        "async_scheduling": False,  # a step returns what it sampled, so that its version is known
+        "async_scheduling": False,  # a step returns its own tokens, so their version is known
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature; vLLM's default is at 1
         "generation_config": "vllm",
-        "hf_overrides": {"head_dtype": given["head_dtype"]},
+        "hf_overrides": {"head_dtype": values["head_dtype"]},
         "disable_log_stats": True,
     }
 
 
 def stream_seed(seed: int, begun: int) -> int:
-    """Return the seed of what a sample that has `begun` tokens draws from now on.
+    """Return the seed for the rest of a sample that has `begun` tokens.
 
     A resumed sample draws from a new random stream. With the first stream from its start, each new token would depend
     on the noise that chose an earlier one.
@@ -49,7 +49,7 @@ def stream_seed(seed: int, begun: int) -> int:
 def sampling_params(sampling: Sampling, seed: int, *, begun: int, truncated_by: str = "") -> Any:
     """Return vLLM's parameters for the rest of a sample that has `begun` tokens.
 
-    Only the request's own stop tokens stop it: `ignore_eos` switches off those that vLLM finds in the model's folder.
+    Only the request's own stop tokens stop it: `ignore_eos` switches off stop tokens from the model's folder.
     With `truncated_by`, the id of the sample, the processor of kept_tokens.py truncates it, and vLLM does not.
     """
     from vllm import SamplingParams
@@ -94,7 +94,7 @@ def problem_of(request: Request, vocab_size: int, max_model_len: int) -> str | N
         )
     if request.begun and len(request.begun) != len(request.seeds):
         return f"expected a begun sample for each of {len(request.seeds)} seeds, found {len(request.begun)}"
-    most = max((len(sample.tokens) for sample in request.begun if sample.finish == "abort"), default=0)
-    if most >= sampling.max_new_tokens:
-        return f"expected unfinished samples below {sampling.max_new_tokens} tokens, found one of {most}"
+    longest = max((len(sample.tokens) for sample in request.begun if sample.finish == "abort"), default=0)
+    if longest >= sampling.max_new_tokens:
+        return f"expected unfinished samples below {sampling.max_new_tokens} tokens, found one of {longest}"
     return None

@@ -77,10 +77,10 @@ def keep_expert_weights() -> None:
             summed.index_add_(0, token, out.float() * topk_weights[token, nth, None].float())
         output.copy_(summed)
 
-    kept: Any = CPUUnquantizedExperts
-    kept.apply = apply
-    kept.process_weights_after_loading = lambda self, layer: None
-    kept._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
+    patched: Any = CPUUnquantizedExperts
+    patched.apply = apply
+    patched.process_weights_after_loading = lambda self, layer: None
+    patched._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))  # linear has no alignment
 
 
 def reduce_over_gloo() -> None:

@@ -1,4 +1,4 @@
-"""Groups of rollouts that can be followed by hand, and what is computed of them."""
+"""Groups of rollouts that can be followed by hand, and their advantages."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -43,5 +43,5 @@ def advantages(samples: Sequence[Sample]) -> list[list[float]]:
     return [np.asarray(s.columns["advantage"]).tolist() for s in samples]
 
 
-def told(groups: Sequence[Group]) -> list[float]:
+def rollout_advantages(groups: Sequence[Group]) -> list[float]:
     return [r.advantage for g in groups for r in g.rollouts]

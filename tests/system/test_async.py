@@ -201,7 +201,7 @@ def test_a_sync_that_fails_beside_the_loop_ends_what_waits_for_it() -> None:
         weights._last = SyncStats(0, 0, 0, 0, 0, 0)
         await weights.begin_sync(1)
         with pytest.raises(ValueError, match="refused"):
-            await weights.beside(asyncio.sleep(60))
+            await weights.or_sync_error(asyncio.sleep(60))
         with pytest.raises(ValueError, match="refused"):  # nor is it forgotten
             await weights.settle()
 

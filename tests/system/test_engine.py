@@ -303,8 +303,8 @@ def check_a_request_that_cannot_be_sampled_as_asked(engine: Engine, request_: Re
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request("open", CONTEXT, [0], Sampling(4)), "open: its id is that of an unfinished request"),
-        (Request("fine", CONTEXT, [1], Sampling(4)), "fine: its id is that of an unfinished request"),
+        (Request("open", CONTEXT, [0], Sampling(4)), "open: an unfinished request has this id"),
+        (Request("fine", CONTEXT, [1], Sampling(4)), "fine: an unfinished request has this id"),
     ],
 )
 def check_an_id_names_one_request(engine: Engine, request_: Request, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The run's folder for sockets: short enough, nobody else's, kept while its run lives, removed when that was killed."""
+"""The run's folder for sockets: short, private, kept while its run lives, removed after the run was killed."""
 
 import os
 import subprocess

@@ -40,7 +40,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("step", ["12", "3", "cold_start/2", "x", "-1"])
 def test_a_step_without_a_whole_checkpoint(run: Path, capsys: pytest.CaptureFixture[str], step: str) -> None:
-    expected = f"--step: expected one of cold_start/7, 2, 10 (those in {run / 'checkpoint'}), found {step}"
+    expected = f"--step: expected one of cold_start/7, 2, 10 (in {run / 'checkpoint'}), found {step}"
     assert refusal(capsys, str(run), f"--step={step}") == expected
 
 

@@ -5,9 +5,8 @@ baseline, its advantage and its one place in a denominator. Token by token (retu
 its sampled tokens in the order of its turns.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, pairwise, zip_longest
 
 import numpy as np
@@ -17,13 +16,14 @@ from titan_rl.config.sections import AlgorithmSection
 from titan_rl.wire.types import Group, Rollout, Sample
 
 Arrays = list[np.ndarray]  # one per sample, an entry per token
-Baseline = Callable[[Sequence[float]], list[float]]  # from the rewards of a group to advantages
 
 
 def samples_of(groups: Sequence[Group], algorithm: AlgorithmSection) -> list[Sample]:
-    """Return a sample for every branch of every valid rollout, in order, with the mask of the tokens to train on: the
-    sampled ones, not those of truncated rollouts if overlong_filter is set, and not those whose log-prob is not finite.
-    These would spread to the group through a KL in the reward, and to the whole step through whitening."""
+    """Return a sample for every branch of every valid rollout, in order, with the mask of the tokens to train on.
+
+    The mask selects sampled tokens. With overlong_filter it leaves out truncated rollouts. It always leaves out tokens
+    whose log-prob is not finite: they would spread to the group through a KL in the reward, and to the whole step
+    through whitening."""
     owned = [
         (branch, rollout, group.prompt.id * len(group.rollouts) + k)
         for group in groups
@@ -63,46 +63,32 @@ def with_advantages(
     """Add the "advantage" column (and the critic's "return") to the samples, and each rollout's mean to the groups."""
     lengths = np.array([len(s.tokens) for s in samples], np.int64)
     on = _flat(s.mask for s in samples) > 0
-    rest = iter(samples)
-    owned = [[(r, [next(rest) for _ in r.branches] if r.valid else []) for r in group.rollouts] for group in groups]
-    valid = [[(rollout, own) for rollout, own in each if rollout.valid] for each in owned]
+    remaining = iter(samples)
+    valid = [[(r, [next(remaining) for _ in r.branches]) for r in group.rollouts if r.valid] for group in groups]
     returns: Arrays | None = None
     if algorithm.advantage in ("group", "leave_one_out"):
-        relative: Baseline = partial(group_relative, normalize_std=algorithm.normalize == "group")
-        if algorithm.advantage == "leave_one_out":
-            relative = leave_one_out
-        if algorithm.credit == "outcome":  # every token has the advantage of its rollout
-            advantage_per_sample = list[float]()
-            for rollouts in valid:
-                per_rollout = relative(_rewards(rollouts, algorithm))
-                advantage_per_sample += np.repeat(per_rollout, [len(of) for _, of in rollouts]).tolist()
-            flat = np.repeat(advantage_per_sample, lengths)
-        else:
-            flat = _flat(a for rollouts in valid for a in _of_turns(rollouts, relative, algorithm))
+        estimate = _of_rollouts if algorithm.credit == "outcome" else _of_turns
+        flat = _flat(a for rollouts in valid for a in estimate(rollouts, algorithm))
         advantages = _cut(np.where(on, flat, 0.0), lengths)
     elif algorithm.advantage == "teacher":
         gain = _flat(s.columns["teacher"] for s in samples) - _flat(s.columns["behaviour"] for s in samples)
         advantages = _cut(np.where(on, gain, 0.0), lengths)
     else:
-        pairs = [(rollout, own) for each in valid for rollout, own in each if own]
-        estimated = [pair for rollout, own in pairs for pair in _of_trajectory(rollout, own, algorithm)]
-        advantages, learnt = [a for a, _ in estimated], [r for _, r in estimated]
-        returns = learnt if algorithm.advantage == "gae" else None
+        pairs = [pair for rollouts in valid for r, own in rollouts if own for pair in _of_trajectory(r, own, algorithm)]
+        advantages = [advantage for advantage, _ in pairs]
+        returns = [r for _, r in pairs] if algorithm.advantage == "gae" else None
     if algorithm.normalize == "batch":
         advantages = whiten(advantages, [np.asarray(s.mask) for s in samples])
-    found = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
+    judged = [s.with_columns(advantage=a) for s, a in zip(samples, advantages, strict=True)]
     if returns is not None:
-        found = [s.with_columns(**{"return": r}) for s, r in zip(found, returns, strict=True)]
-    branches = [len(own) for each in owned for _, own in each]
-    owner = np.repeat(np.repeat(np.arange(len(branches)), branches), lengths)[on]  # the rollout of each trained token
-    sums = np.bincount(owner, _flat(advantages)[on], len(branches))
-    means = iter((sums / np.maximum(np.bincount(owner, minlength=len(branches)), 1)).tolist())
+        judged = [s.with_columns(**{"return": r}) for s, r in zip(judged, returns, strict=True)]
 
-    def judged(rollout: Rollout) -> Rollout:
-        mean = next(means)
-        return rollout if mean == rollout.advantage else replace(rollout, advantage=mean)
-
-    return [replace(g, rollouts=[*map(judged, g.rollouts)]) for g in groups], found
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    branches = [len(rollout.branches) if rollout.valid else 0 for rollout in rollouts]
+    owner = np.repeat(np.repeat(np.arange(len(rollouts)), branches), lengths)[on]  # the rollout of each trained token
+    sums = np.bincount(owner, _flat(advantages)[on], len(rollouts))
+    means = iter((sums / np.maximum(np.bincount(owner, minlength=len(rollouts)), 1)).tolist())
+    return [replace(g, rollouts=[replace(r, advantage=next(means)) for r in g.rollouts]) for g in groups], judged
 
 
 def dead(samples: Sequence[Sample]) -> bool:
@@ -138,18 +124,16 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Arrays:
     return [flat[begin:end] for begin, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True)]
 
 
-Owned = Sequence[tuple[Rollout, Sequence[Sample]]]  # a group's valid rollouts, which its baseline is of
+ValidRollouts = Sequence[tuple[Rollout, Sequence[Sample]]]  # one group's, each with a sample for every branch
 
 
-def _rewards(valid: Owned, algorithm: AlgorithmSection) -> list[float]:
-    """Return the reward of each rollout of a group, less its KL if that is in the reward."""
-    if algorithm.kl_in != "reward":
-        return [rollout.signal for rollout, _ in valid]
-    charges = _charges(valid, [[float(sum(_kl(s, algorithm).sum() for s in own))] for _, own in valid])
-    return [rollout.signal - charge for (rollout, _), (charge,) in zip(valid, charges, strict=True)]
+def _minus_baseline(rewards: Sequence[float], algorithm: AlgorithmSection) -> list[float]:
+    if algorithm.advantage == "leave_one_out":
+        return leave_one_out(rewards)
+    return group_relative(rewards, normalize_std=algorithm.normalize == "group")
 
 
-def _charges(valid: Owned, charges: Sequence[Sequence[float]]) -> list[list[float]]:
+def _charges(valid: ValidRollouts, charges: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return the KL that each rollout's turns are charged. A rollout without trained tokens (overlong_filter) has no
     KL: it is charged its siblings' mean, so that their baseline does not depend on whether it was filtered."""
     trained = [any(np.asarray(s.mask).any() for s in own) for _, own in valid]
@@ -161,9 +145,20 @@ def _charges(valid: Owned, charges: Sequence[Sequence[float]]) -> list[list[floa
     ]
 
 
-def _of_turns(valid: Owned, relative: Baseline, algorithm: AlgorithmSection) -> Arrays:
-    """Return the advantage of each token of a group's samples, which is its turn's: that of credit "turn". A KL in the
+def _of_rollouts(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
+    """Return the advantages of a group's samples with credit "outcome": each token has its rollout's. A KL in the
     reward is subtracted before the baseline."""
+    rewards = [rollout.signal for rollout, _ in valid]
+    if algorithm.kl_in == "reward":
+        charges = _charges(valid, [[float(sum(_kl(s, algorithm).sum() for s in own))] for _, own in valid])
+        rewards = [reward - charge for reward, (charge,) in zip(rewards, charges, strict=True)]
+    advantages = _minus_baseline(rewards, algorithm)
+    return [np.full(len(s.tokens), a) for a, (_, own) in zip(advantages, valid, strict=True) for s in own]
+
+
+def _of_turns(valid: ValidRollouts, algorithm: AlgorithmSection) -> Arrays:
+    """Return the advantages of a group's samples with credit "turn": each token has its turn's. A KL in the reward is
+    subtracted before the baseline."""
     kl = [np.concatenate([_kl(s, algorithm) for s in own]) for _, own in valid]
     spans = [_spans(rollout) for rollout, _ in valid]
     charges = _charges(valid, [[float(k[b:e].sum()) for b, e in own] for k, own in zip(kl, spans, strict=True)])
@@ -171,12 +166,12 @@ def _of_turns(valid: Owned, relative: Baseline, algorithm: AlgorithmSection) -> 
         _discounted_turns([r - c for r, c in zip(_turn_rewards(rollout), charge, strict=True)], algorithm.gamma)
         for (rollout, _), charge in zip(valid, charges, strict=True)
     ]
-    turns = zip_longest(*returns)  # the k-th turns of all, None of a rollout that had ended before
-    reached = [iter(relative([g for g in turn if g is not None])) for turn in turns]
+    by_turn = zip_longest(*returns)  # the k-th turns of all rollouts; None where a rollout ended before
+    advantages = [iter(_minus_baseline([g for g in turn if g is not None], algorithm)) for turn in by_turn]
     return [
         level
         for (rollout, _), g in zip(valid, returns, strict=True)
-        for level in _by_turn(rollout, [next(reached[k]) for k in range(len(g))])
+        for level in _by_turn(rollout, [next(advantages[k]) for k in range(len(g))])
     ]
 
 
@@ -212,17 +207,17 @@ def _of_trajectory(
 
 def _spans(rollout: Rollout) -> list[tuple[int, int]]:
     """Return where each turn begins and ends in a rollout's tokens, all branches end to end; in the order of turns."""
-    found, begin = [], 0
+    spans, begin = [], 0
     for branch in rollout.branches:
         for turn in branch.turns:
             end = begin + len(turn.context) + len(turn.completion.tokens)
-            found.append((turn.index, begin, end))
+            spans.append((turn.index, begin, end))
             begin = end
-    return [(begin, end) for _, begin, end in sorted(found)]
+    return [(begin, end) for _, begin, end in sorted(spans)]
 
 
 def _turn_rewards(rollout: Rollout) -> list[float]:
-    """Return what each turn earned. What the turns leave of the rollout's reward is the last one's."""
+    """Return the reward of each turn. The last one gets the remainder of the rollout's reward."""
     rewards = [turn.reward for turn in rollout.turns]
     rewards[-1] += rollout.signal - sum(rewards)
     return rewards

@@ -28,10 +28,10 @@ ALIGN = 16  # row lengths are multiples of this: few shapes in a run, and divisi
 @dataclass(frozen=True, slots=True)
 class Weighting:
     """How tokens are weighted in the loss. If the samples are not the `whole` update, the weights are not yet divided
-    by its `divisor`, and a batch's counts are those of this part."""
+    by its `divisor`, and a batch counts this part only."""
 
     aggregation: Aggregation = "token_mean"
-    length: int = 1  # of "sequence_sum"
+    length: int = 1  # tokens; the constant that "sequence_sum" divides by
     whole: bool = True
 
 
@@ -112,15 +112,15 @@ def _check(samples: Sequence[Sample], places: np.ndarray, seq_len: int, together
     for name in ("mask", "kept", *(samples[0].columns if samples else ())):
         entries = [_entries(s, name) for s in samples]
         if entries != sizes:  # a short list would shift the training data of every later sample
-            i, n, found = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
-            raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {found}")
+            i, n, count = next((i, n, m) for i, (n, m) in enumerate(zip(sizes, entries, strict=True)) if n != m)
+            raise ValueError(f"sample {i}: expected {n} entries of {name}, one per token, found {count}")
     units = places.reshape(-1, together).sum(1)
     if (units > seq_len).any():
         first = int(np.argmax(units > seq_len))
         i, unit = first * together, int(units[first])
-        what = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
+        subject = f"sample {i}: {unit + 1} tokens" if together == 1 else f"samples {i} to {i + together - 1}: together"
         raise ValueError(
-            f"{what} take {unit} places, a packed row has {seq_len}; "
+            f"{subject} take {unit} places, a packed row has {seq_len}; "
             f"set training.seq_len to at least {unit}, or lower rollout.max_new_tokens"
         )
 
@@ -145,8 +145,8 @@ def _offsets(rows: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return where each of these parts begins in its row, if a row takes its parts in this order."""
     order = np.argsort(rows, kind="stable")
     begins = np.append(0, sizes[order].cumsum())[:-1]
-    own, offset = rows[order], np.empty_like(sizes)
-    offset[order] = begins - begins[np.searchsorted(own, own)] if len(own) else begins
+    sorted_rows, offset = rows[order], np.empty_like(sizes)
+    offset[order] = begins - begins[np.searchsorted(sorted_rows, sorted_rows)] if len(sorted_rows) else begins
     return offset
 
 
@@ -155,14 +155,14 @@ def _filled(needs: np.ndarray, capacity: int) -> tuple[list[int], int]:
     that has taken one stays the fullest with room for the next."""
     rows: list[int] = []
     rooms: list[tuple[int, int]] = []  # (free places, row), ascending
-    for size, left in sorted(Counter(needs.tolist()).items(), reverse=True):
-        while left:
+    for size, remaining in sorted(Counter(needs.tolist()).items(), reverse=True):
+        while remaining:
             fits = bisect_left(rooms, (size,))
             room, row = rooms.pop(fits) if fits < len(rooms) else (capacity, len(rooms))
-            count = min(left, room // max(size, 1) or 1)
+            count = min(remaining, room // max(size, 1) or 1)
             rows += [row] * count
             insort(rooms, (room - size * count, row))
-            left -= count
+            remaining -= count
     return rows, len(rooms)
 
 
@@ -187,8 +187,8 @@ class _Fit:
     """A layout, and the rows that hold it."""
 
     layout: Layout
-    rows: int  # of a microbatch
-    slots: int
+    rows: int  # per microbatch
+    slots: int  # rows in all
     length: int
     unit_row: np.ndarray
     unit_offset: np.ndarray
@@ -200,15 +200,15 @@ class _Fit:
 
 def _fit(layout: Layout, seq_len: int, shards: int, rows: int | UpTo) -> _Fit:
     needs, units = layout.needs, layout.units
-    needed, most = max(_rows_needed(needs, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
-    rounds = -(-needed // (shards * most))
-    own = -(-needed // (shards * rounds)) if isinstance(rows, UpTo) else most
-    slots = rounds * shards * own
+    needed, max_rows = max(_rows_needed(needs, seq_len), 1), rows.rows if isinstance(rows, UpTo) else rows
+    rounds = -(-needed // (shards * max_rows))
+    microbatch_rows = -(-needed // (shards * rounds)) if isinstance(rows, UpTo) else max_rows
+    slots = rounds * shards * microbatch_rows
     length = _shortest(needs, seq_len, slots)
     row, offset = _best_fit(needs, units, length)
     if (needs > units).any():  # the places alone may need less
         length = min(length, _aligned(max(int((offset + units).max()), 1)))
-    return _Fit(layout, own, slots, length, row, offset)
+    return _Fit(layout, microbatch_rows, slots, length, row, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,26 +224,31 @@ class _Block:
     owner: np.ndarray  # the target's sample; -1 is padding
     columns: dict[Column, np.ndarray]
     source: np.ndarray  # the target among the tokens of all samples; -1 is padding
-    kept: KeptSets | None  # of the tokens of all samples, and of -1
+    kept: KeptSets | None  # for the tokens of all samples, and one for padding
 
 
 def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
-    at, to, length, slots = fit.layout, fit.layout.targets, fit.length, fit.slots
-    filled = np.bincount(fit.unit_row, weights=at.units, minlength=slots).astype(np.int64)  # [slots]
+    layout, targets, length, slots = fit.layout, fit.layout.targets, fit.length, fit.slots
+    filled = np.bincount(fit.unit_row, weights=layout.units, minlength=slots).astype(np.int64)  # [slots]
     fullest = np.argsort(-filled, kind="stable")
     unit_row = np.argsort(fullest)[fit.unit_row]  # a permutation's argsort is its inverse
-    before = at.length.cumsum() - at.length  # of the segment, in all
-    row, offset = unit_row[at.unit], fit.unit_offset[at.unit] + before - (at.units.cumsum() - at.units)[at.unit]
-    order = np.lexsort((fit.unit_offset[at.unit[to.segment]], row[to.segment]))  # of the runs, as their units lie
-    run_row, run = row[to.segment[order]], to.length[order]
+    before = layout.length.cumsum() - layout.length  # places before each segment, over all units
+    row, offset = (
+        unit_row[layout.unit],
+        fit.unit_offset[layout.unit] + before - (layout.units.cumsum() - layout.units)[layout.unit],
+    )
+    order = np.lexsort(
+        (fit.unit_offset[layout.unit[targets.segment]], row[targets.segment])
+    )  # sorts runs as their units lie in rows
+    run_row, run = row[targets.segment[order]], targets.length[order]
     run_offset = _offsets(run_row, run)
 
     # Per place, [P], and per target, [Q]: its destination, and its flat token, which the place reads.
     sizes = np.array([len(s.tokens) for s in samples], dtype=np.int64)
     starts = sizes.cumsum() - sizes
-    goes, position = ranges(row * length + offset, at.length), ranges(at.start, at.length)
-    most = int((run_offset + run).max(initial=1))
-    width = length if most <= length else _aligned(most)  # of the targets
+    goes, position = ranges(row * length + offset, layout.length), ranges(layout.start, layout.length)
+    max_targets = int((run_offset + run).max(initial=1))
+    width = length if max_targets <= length else _aligned(max_targets)  # targets per row
     target_goes = ranges(run_row * width + run_offset, run)
 
     def block(goes: np.ndarray, wide: int, values: np.ndarray, padding: np.ndarray | int) -> np.ndarray:
@@ -255,8 +260,8 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     def flat(values: Iterable[Sequence[float] | np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
         return np.concatenate([*values, [padding]], dtype=dtype, casting="unsafe")
 
-    reads = block(goes, length, ranges(starts[at.sample] + at.start, at.length), -1)
-    source = block(target_goes, width, ranges((starts[to.sample] + to.start)[order], run) + 1, -1)
+    reads = block(goes, length, ranges(starts[layout.sample] + layout.start, layout.length), -1)
+    source = block(target_goes, width, ranges((starts[targets.sample] + targets.start)[order], run) + 1, -1)
     tokens = flat((s.tokens for s in samples), np.int64, pad_id)
     mask = flat((s.mask for s in samples), np.float32)[source]
     names = samples[0].columns if samples else ()
@@ -265,15 +270,15 @@ def _write(samples: Sequence[Sample], fit: _Fit, pad_id: int) -> _Block:
     }
     if "behaviour" in columns:
         mask = mask * np.isfinite(columns["behaviour"])
-    place = ranges((offset[to.segment] + to.offset)[order], run)
+    place = ranges((offset[targets.segment] + targets.offset)[order], run)
     return _Block(
         tokens=tokens[reads],
         positions=block(goes, length, position, np.arange(length) - filled[fullest, None]),  # padding: its own document
-        segments=np.concatenate([_written(at, row, offset), _padding(filled[fullest], length)]),
+        segments=np.concatenate([_written(layout, row, offset), _padding(filled[fullest], length)]),
         targets=tokens[source],
         places=block(target_goes, width, place, np.minimum(np.arange(width), length - 1)),
         mask=mask,
-        owner=block(target_goes, width, np.repeat(to.sample[order], run), -1),
+        owner=block(target_goes, width, np.repeat(targets.sample[order], run), -1),
         columns={name: np.where(np.isfinite(c), c, np.float32(0)) for name, c in columns.items()},
         source=source,
         kept=_kept(samples),
@@ -286,14 +291,14 @@ def _kept(samples: Sequence[Sample]) -> KeptSets | None:
     return KeptSets.joined([*(s.kept or KeptSets.whole(len(s.tokens)) for s in samples), KeptSets.whole(1)])
 
 
-def _written(at: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    own = at.prefix < 0  # -1 would index the last segment
-    prefix = np.where(own, 0, offset[at.prefix]), np.where(own, 0, at.length[at.prefix])
-    return np.stack([row, offset, at.length, *prefix], 1)[at.length > 0]
+def _written(layout: Layout, row: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    unprefixed = layout.prefix < 0  # -1 would index the last segment
+    prefix = np.where(unprefixed, 0, offset[layout.prefix]), np.where(unprefixed, 0, layout.length[layout.prefix])
+    return np.stack([row, offset, layout.length, *prefix], 1)[layout.length > 0]
 
 
 def _padding(filled: np.ndarray, length: int) -> np.ndarray:
-    """Return what the rows have left, which attends to itself."""
+    """Return a segment for the empty places at the end of each row. It attends to itself."""
     none = np.zeros_like(filled)
     return np.stack([np.arange(len(filled)), filled, length - filled, none, none], 1)[filled < length]
 
@@ -312,8 +317,8 @@ def _weights(block: _Block, samples: Sequence[Sample], weighting: Weighting) -> 
     per_sequence = np.bincount(sequence[block.owner[on]], minlength=len(samples))
     weights = block.mask.astype(np.float64)
     if weighting.aggregation == "sequence_mean":
-        own = np.append(per_sequence[sequence], 1)[block.owner]  # padding, -1, indexes the appended 1
-        weights = weights / np.maximum(own, 1)
+        tokens_of_sequence = np.append(per_sequence[sequence], 1)[block.owner]  # padding, -1, indexes the appended 1
+        weights = weights / np.maximum(tokens_of_sequence, 1)
     elif weighting.aggregation == "sequence_sum":
         weights = weights / weighting.length
     return weights, int(on.sum()), int((per_sequence > 0).sum())

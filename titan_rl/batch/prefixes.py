@@ -1,11 +1,11 @@
-"""Decides which places of a packed row samples share: those of their prompt, and of all they have in common.
+"""Decides which places of a packed row samples share: their prompt, and answers that are equal.
 
     plain     p0 p1 p2 a0 | p0 p1 p2 b0 | p0 p1 p2 a0     the samples p a0 a1, p b0 b1 and p a0 a2
     shared    p0 p1 p2 | a0 | b0                          p2 predicts a0, b0 and a0; a0's place a1 and a2
 
 A segment is a run of places. A prefix is a segment with the prompt. Each answer's segment begins with its first token,
 and attends to the prefix and to itself; answers that differ in nothing or in their last token, which no place reads,
-have one segment. A target is predicted at a place that has read the same tokens as in a document of its own: the
+have one segment. A target is predicted at a place that has read the same tokens as it would in a separate document: the
 results are the same, to rounding.
 """
 
@@ -73,7 +73,7 @@ def shared(samples: Sequence[Sample], places: np.ndarray, together: int, seq_len
         return [_layout(groups, lengths)]
     layouts, largest = list[Layout](), seq_len + 1
     for part in PARTS:
-        if largest > seq_len // part:  # else its units are those of the part before
+        if largest > seq_len // part:  # else it would give the units of the previous part again
             units = [u for g in groups for u in _split(*g, lengths, seq_len // part)]
             layouts.append(_layout(units, lengths))
             largest = int(layouts[-1].needs.max())
@@ -85,14 +85,16 @@ Group = tuple[int, list[Member]]  # places of the shared prefix, and the samples
 
 
 def _groups(samples: Sequence[Sample]) -> list[Group]:
-    """Return the samples by prompt, in the order of their first, those that read the same next to each other."""
-    found: dict[tuple[int, bytes], dict[bytes, list[Member]]] = {}
+    """Return the samples by prompt, in the order of each prompt's first sample. Equal answers are neighbours."""
+    by_prompt: dict[tuple[int, bytes], dict[bytes, list[Member]]] = {}
     for i, (sample, prefix) in enumerate(zip(samples, _prefixes(samples), strict=True)):
         tokens = np.asarray(sample.tokens, np.int64)
         key = prefix, tokens[:prefix].tobytes() if prefix else b"%d" % i
         member = i, tokens[prefix:-1].tobytes() if prefix else b""
-        found.setdefault(key, {}).setdefault(member[1], []).append(member)
-    return [(prefix, [m for alike in by_reading.values() for m in alike]) for (prefix, _), by_reading in found.items()]
+        by_prompt.setdefault(key, {}).setdefault(member[1], []).append(member)
+    return [
+        (prefix, [m for alike in by_reading.values() for m in alike]) for (prefix, _), by_reading in by_prompt.items()
+    ]
 
 
 def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
@@ -100,10 +102,10 @@ def _pairs(samples: Sequence[Sample], together: int) -> list[Group]:
     groups: list[Group] = []
     prefixes = _prefixes(samples)
     for i in range(0, len(samples), together):
-        own = [np.asarray(sample.tokens, np.int64) for sample in samples[i : i + together]]
-        prompts = {tokens[:n].tobytes() for tokens, n in zip(own, prefixes[i : i + together], strict=True)}
+        tokens_of_pair = [np.asarray(sample.tokens, np.int64) for sample in samples[i : i + together]]
+        prompts = {tokens[:n].tobytes() for tokens, n in zip(tokens_of_pair, prefixes[i : i + together], strict=True)}
         prefix = min(prefixes[i : i + together]) if len(prompts) == 1 else 0
-        groups.append((prefix, [(i + k, tokens[prefix:-1].tobytes()) for k, tokens in enumerate(own)]))
+        groups.append((prefix, [(i + k, tokens[prefix:-1].tobytes()) for k, tokens in enumerate(tokens_of_pair)]))
     return groups
 
 
@@ -124,9 +126,9 @@ def _split(prefix: int, members: list[Member], places: list[int], limit: int) ->
     last: bytes | None = None  # what the member before reads
     for member in members:
         sample, reads = member
-        own, answer = places[sample] - prefix, places[sample] - max(prefix - 1, 0)
+        suffix, answer = places[sample] - prefix, places[sample] - max(prefix - 1, 0)
         if reads != last:
-            size, keys = size + own, keys + places[sample]
+            size, keys = size + suffix, keys + places[sample]
         targets += answer
         if not units or max(size, -(-targets // MOST_TARGETS)) > limit or keys > MOST_KEYS * size:
             units.append((prefix, []))
@@ -153,5 +155,5 @@ def _layout(units: Sequence[Group], places: list[int]) -> Layout:
             targets.append((sample, prefix - 1, 1, head, prefix - 1))
             targets.append((sample, prefix, places[sample] - prefix, len(segments) - 1, 0))
             last = reads
-    sample, start, length, prefix, own = np.array(segments, np.int64).reshape(-1, 5).T
-    return Layout(sample, start, length, prefix, own, Targets(*np.array(targets, np.int64).reshape(-1, 5).T))
+    sample, start, length, prefix, unit_of = np.array(segments, np.int64).reshape(-1, 5).T
+    return Layout(sample, start, length, prefix, unit_of, Targets(*np.array(targets, np.int64).reshape(-1, 5).T))

@@ -27,7 +27,8 @@ def by_model(mesh: Scores, config: Config, pad: int, rows: int | UpTo) -> Judge:
     its own group: repeating a run gives the same rewards to the last bit. `rows`: of a microbatch."""
 
     async def judge(prompt: Prompt, rollouts: Sequence[Rollout]) -> list[float]:
-        branches = [max(r.branches, key=lambda branch: branch.turns[-1].index) for r in rollouts]  # of the last turns
+        # A rollout is judged by the branch with its last turn.
+        branches = [max(r.branches, key=lambda branch: branch.turns[-1].index) for r in rollouts]
         samples = [to_judge(branch.tokens, pad, len(branch.turns[0].context)) for branch in branches]
         batches = pack(
             samples,

@@ -1,8 +1,8 @@
-"""Plays rollouts: opens a session for each, lets the driver drive it, and makes a Rollout of what came of it.
+"""Plays rollouts: opens a session for each, lets the driver drive it, and returns a Rollout.
 
     Play ──> session ── driver.drive ──> Outcome ──> Rollout: its branches, a reward if the driver gave one, a status
 
-Failures of a driver are data: the rollout's status. Only those of a mesh (RunError) end or heal the run.
+Failures of a driver are data: the rollout's status. Only a failure of a mesh (RunError) ends the run or is repaired.
 """
 
 import json
@@ -20,7 +20,7 @@ from titan_rl.wire.spans import span
 from titan_rl.wire.stop_reasons import FAILED
 from titan_rl.wire.types import Branch, Completion, Decode, Generates, Prompt, Request, Rollout, Sampling, Turn
 
-MOST_CHARACTERS = 200  # of an error's message
+MAX_ERROR_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +62,21 @@ class Player:
         the rollout's status is "lost"."""
         self._driver, self._generators, self._decode = driver, generators, decode
         self._limits, self._attempts, self._ledger, self._warn = limits, attempts, ledger, warn
-        self._told: set[str] = set()  # what is said once
+        self._warned: set[str] = set()  # subjects of the warnings so far, each of which is shown once
 
-    async def alone(
-        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, of: str = ""
+    async def play_for_evaluation(
+        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, set_name: str = ""
     ) -> Rollout:
         """Play a rollout for an evaluation, as wire.sessions.Plays."""
-        name = f"greedy-{f'{of}-' if of else ''}{prompt.id}"
+        name = f"greedy-{f'{set_name}-' if set_name else ''}{prompt.id}"
         play = Play(
-            id=f"{name}.{sample}" if of else name,
+            id=f"{name}.{sample}" if set_name else name,
             prompt=prompt,
             sampling=sampling,
             seed=seed,
             sample=sample,
             greedy=True,
-            group=name if of else "",
+            group=name if set_name else "",
         )
         return await self.play(play)
 
@@ -137,8 +137,8 @@ class Player:
         seed, limit = play.own_seed, play.sampling.max_new_tokens
         affinity = (name, play.group) if play.group else (name,)
 
-        async def ask(turn: int, tokens: list[int], most: int) -> Completion:
-            sampling = play.sampling if most >= limit else replace(play.sampling, max_new_tokens=most)
+        async def ask(turn: int, tokens: list[int], max_tokens: int) -> Completion:
+            sampling = play.sampling if max_tokens >= limit else replace(play.sampling, max_new_tokens=max_tokens)
             request = Request(
                 f"{name}:{turn}",
                 tokens,
@@ -158,18 +158,18 @@ class Player:
             if self._ledger is not None and not play.greedy:
                 self._ledger.turn(play.prompt.id, play.sample, attempt, turn, read, completion)
 
-        begins = None if "branch" in self._told else self._begins
+        begins = None if "branch" in self._warned else self._warn_of_branch
         return RolloutSession(name, play.prompt, seed, ask, limits=self._limits, answered=answered, begins=begins)
 
-    def _begins(self, message: str) -> None:
-        if "branch" not in self._told:
-            self._told.add("branch")
+    def _warn_of_branch(self, message: str) -> None:
+        if "branch" not in self._warned:
+            self._warned.add("branch")
             self._warn(f"{message}. The metric branches/mean counts them")
 
     def _rollout(self, name: str, branches: list[Branch], outcome: Outcome, attempts: int) -> Rollout:
         last = max((turn for branch in branches for turn in branch.turns), key=lambda turn: turn.index, default=None)
-        if outcome.status in FAILED and outcome.status not in self._told:
-            self._told.add(outcome.status)
+        if outcome.status in FAILED and outcome.status not in self._warned:
+            self._warned.add(outcome.status)
             self._warn(f"{name} ended as {outcome.status}: {outcome.error}. The metrics stop/* count these")
         failed = outcome.status in FAILED or last is None or outcome.reward is None
         return Rollout(
@@ -186,7 +186,8 @@ class Player:
 
 
 def checked(outcome: Outcome) -> Outcome:
-    """Return the outcome of a user's code as files can hold it. Raise ValueError or TypeError if they cannot."""
+    """Return the outcome of a user's code with messages that JSON can hold. Raise ValueError or TypeError if a number
+    is not finite."""
     numbers = {"reward": outcome.reward or 0.0, **outcome.rewards, **outcome.metrics}
     numbers |= {f"turn_rewards[{k}]": reward for k, reward in enumerate(outcome.turn_rewards)}
     for name, number in numbers.items():
@@ -198,4 +199,4 @@ def checked(outcome: Outcome) -> Outcome:
 
 
 def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:MOST_CHARACTERS]}"
+    return f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}"

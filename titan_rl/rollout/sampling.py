@@ -36,16 +36,15 @@ from titan_rl.wire.types import (
 
 MEMORY = 0.05
 """Weight of the newest group in the running mean of sample lengths."""
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Consecutive groups without rewards that end a run whose steps have fewer groups."""
-MOST_NAMED = 10
+MAX_NAMED = 10
 """Answers without a reward that are named in warnings."""
-BRIEF = 200
-"""Maximum characters of an error's message."""
+MAX_ERROR_CHARACTERS = 200
 
 
 class GroupFailed(RunError):
-    """A group has no rewards. One such group is replaced; MOST_FAILURES or a step's worth in a row end the run."""
+    """A group has no rewards. One such group is replaced; MAX_FAILURES or a step's worth in a row end the run."""
 
     what = "there are no rewards for prompt"
     remedy = ""
@@ -56,7 +55,7 @@ class GroupFailed(RunError):
 
     @classmethod
     def of(cls, prompt: int, error: Exception) -> Self:
-        reason = f"{type(error).__name__}: {str(error)[:BRIEF]}"
+        reason = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARACTERS]}"
         return cls(prompt, reason, "".join(traceback.format_exception(error)))
 
 
@@ -90,7 +89,7 @@ class Unjudged(Group):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSettings:
-    """What is fixed for the life of a stream."""
+    """Settings that are fixed for the life of a stream."""
 
     algorithm: AlgorithmSection
     rollout: RolloutSection
@@ -102,7 +101,7 @@ class StreamSettings:
     bad_prompts: frozenset[int] = frozenset()  # ids of those to drop: their steps were undone
     attempt: int = 1  # number of this stream in its process: an engine may still hold requests of the previous one
     driver: Driver | None = None  # none: a rollout is one answer
-    driver_attempts: int = 2  # of one whose process is lost
+    driver_attempts: int = 2  # a driver is started again if its process is lost
     limits: SessionLimits = field(default_factory=SessionLimits)
     warn: Callable[[str], None] = lambda message: None
     grade: Judge | None = None  # task.grader alone, for rollouts whose reward the environment gave
@@ -124,8 +123,8 @@ class GroupSampler:
             ledger=ledger,
             warn=settings.warn,
         )
-        self._suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""  # of request ids
-        self._mean_length = 0.0  # of recent turns: the length that routing expects next
+        self._id_suffix = f"@{settings.attempt}" if settings.attempt > 1 else ""
+        self._mean_length = 0.0  # tokens of recent turns: the length that routing expects next
         self._running = 0
         self._named = 0  # failed answers
         self.failures: list[GroupFailed] = []  # consecutive groups without rewards, up to the latest one judged
@@ -140,11 +139,15 @@ class GroupSampler:
         turns = sum(len(branch.turns) for rollout in rollouts for branch in rollout.branches)
         length = sum(len(completion.tokens) for completion in completions) / max(turns, 1)
         self._mean_length += MEMORY * (length - self._mean_length) if self._mean_length else length
-        ended = [rollout for rollout in rollouts if rollout.branches and rollout.status not in FAILED]
-        if len(ended) < min(2, len(rollouts)):
-            return self._too_few(prompt, rollouts, len(ended))
-        unjudged = {i: r for i, r in enumerate(rollouts) if r.branches and r.status not in FAILED and not r.valid}
-        rewarded = len(ended) - len(unjudged)  # by their environment
+        unjudged = {
+            i: rollout
+            for i, rollout in enumerate(rollouts)
+            if rollout.branches and rollout.status not in FAILED and not rollout.valid
+        }
+        usable = [rollout for rollout in rollouts if rollout.branches and rollout.status not in FAILED]
+        if len(usable) < min(2, len(rollouts)):
+            return self._too_few(prompt, rollouts, len(usable))
+        rewarded = len(usable) - len(unjudged)  # by their environment
         with span("judge", lane="groups", id=prompt.id):
             rewards = await self._judged(prompt, unjudged, rewarded) if unjudged else ()
             grades = await self._grades(
@@ -160,7 +163,7 @@ class GroupSampler:
         return group
 
     def _play(self, prompt: Prompt, sample: int) -> Play:
-        name = f"prompt-{prompt.id}{self._suffix}"
+        name = f"prompt-{prompt.id}{self._id_suffix}"
         return Play(
             id=f"{name}.{sample}",
             prompt=prompt,
@@ -201,7 +204,7 @@ class GroupSampler:
             ) from None
         finally:
             self._running -= 1
-        return [self._player.answered(prompt, each) for _, each in zip(seeds, completions, strict=True)]
+        return [self._player.answered(prompt, completion) for _, completion in zip(seeds, completions, strict=True)]
 
     def _refused(self, prompt: Prompt, error: RequestRefused) -> Group:
         failure = SamplingFailed(prompt.id, str(error), error.details)
@@ -211,10 +214,12 @@ class GroupSampler:
         rollouts = [Rollout([Branch([Turn(prompt.tokens, nothing)])], "", math.nan)] * self._settings.rollout.group_size
         return Unjudged(prompt, rollouts, self._count(failure))
 
-    def _too_few(self, prompt: Prompt, rollouts: Sequence[Rollout], ended: int) -> Group:
+    def _too_few(self, prompt: Prompt, rollouts: Sequence[Rollout], usable: int) -> Group:
         """Return a group that cannot be judged, because too few of its rollouts ended by themselves."""
         first = next(r for r in rollouts if not r.branches or r.status in FAILED)
-        reason = f"{len(rollouts) - ended} of {len(rollouts)} rollouts failed; the first: {first.status}: {first.error}"
+        reason = (
+            f"{len(rollouts) - usable} of {len(rollouts)} rollouts failed; the first: {first.status}: {first.error}"
+        )
         failure = RolloutsFailed(prompt.id, reason, "")
         self._ledger.failed(prompt.id, 1, reason)
         return Unjudged(prompt, [replace(r, reward=math.nan) for r in rollouts], self._count(failure))
@@ -229,8 +234,8 @@ class GroupSampler:
         while len(errors) < self._settings.reward_attempts:
             try:
                 rewards = await self._judge(prompt, rollouts)
-                verdicts = [each if isinstance(each, Judgement) else Judgement(float(each)) for each in rewards]
-                sound = all(math.isfinite(each.reward) or (math.isnan(each.reward) and each.error) for each in verdicts)
+                verdicts = _judgements(rewards)
+                sound = all(math.isfinite(v.reward) or (math.isnan(v.reward) and v.error) for v in verdicts)
                 if len(verdicts) != len(rollouts) or not sound:
                     raise ValueError(f"expected {len(rollouts)} finite rewards, found {list(rewards)}")
             except RunError:
@@ -243,14 +248,13 @@ class GroupSampler:
         return self._count(RewardFailed.of(prompt.id, errors[-1]))
 
     async def _grades(self, prompt: Prompt, rewarded: Mapping[int, Rollout]) -> dict[int, float]:
-        """Return what the grader says, by the numbers of the samples. A grader that fails is named, and costs no
+        """Return the grader's grades, by the numbers of the samples. The failure of a grader is a warning, and costs no
         reward."""
         if self._settings.grade is None or not rewarded:
             return {}
         try:
-            found = await self._settings.grade(prompt, [*rewarded.values()])
-            verdicts = [each if isinstance(each, Judgement) else Judgement(float(each)) for each in found]
-            by_sample = dict(zip(rewarded, verdicts, strict=True))
+            grades = await self._settings.grade(prompt, [*rewarded.values()])
+            by_sample = dict(zip(rewarded, _judgements(grades), strict=True))
         except RunError:
             raise
         except Exception as error:
@@ -258,37 +262,37 @@ class GroupSampler:
             by_sample = dict.fromkeys(rewarded, failed)
         for sample, verdict in by_sample.items():
             if verdict.error:
-                self._name(prompt, sample, f"the grader: {verdict.error}")
+                self._warn_of(prompt, sample, f"the grader: {verdict.error}")
         return {sample: verdict.reward for sample, verdict in by_sample.items() if math.isfinite(verdict.reward)}
 
     def _enough(
         self, prompt: Prompt, verdicts: Mapping[int, Judgement], rewarded: int, attempt: int
     ) -> Sequence[Judgement] | GroupFailed:
-        """Name the samples that failed. Return the failure of the group if fewer than two have a reward."""
+        """Warn of the samples that failed. Return the failure of the group if fewer than two have a reward."""
         for sample, verdict in verdicts.items():
             if verdict.error:
-                self._name(prompt, sample, verdict.error)
+                self._warn_of(prompt, sample, verdict.error)
         missing = [verdict.error for verdict in verdicts.values() if math.isnan(verdict.reward)]
         judged = rewarded + len(verdicts)
         if judged - len(missing) >= min(2, judged):
             return list(verdicts.values())
         reason = f"{len(missing)} of {judged} answers have no reward; the first: {missing[0]}"
-        self._ledger.failed(prompt.id, attempt, reason[: 2 * BRIEF])
+        self._ledger.failed(prompt.id, attempt, reason[: 2 * MAX_ERROR_CHARACTERS])
         return self._count(RewardFailed(prompt.id, reason, ""))
 
-    def _name(self, prompt: Prompt, sample: int, error: str) -> None:
+    def _warn_of(self, prompt: Prompt, sample: int, error: str) -> None:
         """Warn of an answer that the reward failed on, the first few times. The ledger has all of them."""
         self._named += 1
-        if self._named <= MOST_NAMED:
+        if self._named <= MAX_NAMED:
             row = f" ({prompt.where})" if prompt.where else ""
-            last = "; later ones are in the ledger only" if self._named == MOST_NAMED else ""
+            last = "; later ones are in the ledger only" if self._named == MAX_NAMED else ""
             self._settings.warn(f"the reward failed on prompt {prompt.id}{row}, sample {sample}: {error}{last}")
 
     def _count(self, failure: GroupFailed) -> GroupFailed:
         """Return the failure. Raise if a step's worth of groups in a row have failed: then the reward function or the
         settings are at fault, not a rollout."""
         self.failures.append(failure)
-        if len(self.failures) < max(MOST_FAILURES, self._settings.rollout.groups_per_step):
+        if len(self.failures) < max(MAX_FAILURES, self._settings.rollout.groups_per_step):
             return failure
         first = min(self.failures, key=lambda failure: failure.prompt)
         tried = f" after {self._settings.reward_attempts} attempts each" if isinstance(first, RewardFailed) else ""
@@ -304,8 +308,12 @@ class GroupSampler:
         return -algorithm.overlong_penalty * punishment
 
 
+def _judgements(rewards: Sequence[Judgement | float]) -> list[Judgement]:
+    return [reward if isinstance(reward, Judgement) else Judgement(float(reward)) for reward in rewards]
+
+
 def _rewarded(rollout: Rollout, verdict: Judgement | None, grade: float | None, penalty: float) -> Rollout:
-    """Return the rollout with what its judge said, or the grader alone, and the penalty for its length."""
+    """Return the rollout with its judge's verdict, or the grader's alone, and the penalty for its length."""
     if verdict is None:
         return replace(rollout, penalty=penalty, parts=rollout.parts if grade is None else {GRADER: grade})
     why = verdict.error if math.isnan(verdict.reward) else ""

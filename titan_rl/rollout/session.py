@@ -1,10 +1,10 @@
-"""A rollout's access to the policy, and the branches that grow from what it samples.
+"""A rollout's access to the policy, and the branches that its samples form.
 
     sample(tokens):  tokens that extend a branch, from its end             the branch continues
                      any others: an edit, a retry, a fork, a summary       another branch begins
 
-What a new branch shares with an earlier one is context of its first turn. So every sampled token is under the mask of
-exactly one branch, and what an engine read and answered is the beginning of one, token by token.
+Tokens that a new branch shares with an earlier one are context of its first turn. So every sampled token is under the
+mask of exactly one branch, and each context that an engine read, with its completion, is the beginning of a branch.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +25,7 @@ class SessionLimits:
     context: int = NO_LIMIT  # tokens of a branch, read and sampled
     tokens: int = NO_LIMIT  # sampled in all turns
     turns: int = NO_LIMIT
-    seconds: float | None = None  # of all attempts of its driver
+    seconds: float | None = None  # for all attempts of its driver
 
     @classmethod
     def of(cls, config: Config, *, played: bool) -> "SessionLimits":
@@ -47,11 +47,11 @@ Answered = Callable[[int, tuple[int, int], Completion], None]
 class GrowingBranch:
     tokens: list[int] = field(default_factory=list)  # read and sampled
     turns: list[Turn] = field(default_factory=list)
-    checksum: int = 0  # of the tokens, if turns are recorded
-    asked: bool = False  # its next turn is being sampled
+    checksum: int = 0  # CRC of the tokens, if turns are recorded
+    sampling: bool = False  # its next turn is being sampled
 
     def continued_by(self, tokens: list[int]) -> bool:
-        return not self.asked and tokens[: len(self.tokens)] == self.tokens
+        return not self.sampling and tokens[: len(self.tokens)] == self.tokens
 
 
 class RolloutSession:
@@ -70,21 +70,22 @@ class RolloutSession:
         self.id, self.prompt, self.seed = id, prompt, seed
         self._ask, self._limits, self._answered, self._begins = ask, limits, answered, begins
         self._growing: list[GrowingBranch] = []
-        self._asked = self._sampled = 0  # turns; tokens
+        self._turns = 0  # begun
+        self._sampled = 0  # tokens
         self._over = False
 
     async def sample(self, tokens: Sequence[int], *, max_new_tokens: int | None = None) -> Completion:
         if self._over:
             raise SessionOver(f"{self.id} has ended")
-        index, context, most = self._asked, list(tokens), self._room(len(tokens), max_new_tokens)
+        index, context, max_tokens = self._turns, list(tokens), self._room(len(tokens), max_new_tokens)
         branch = self._branch(index, context)
         read = context[len(branch.tokens) :]
-        self._asked += 1
-        branch.asked = True
+        self._turns += 1
+        branch.sampling = True
         try:
-            completion = await self._ask(index, context, most)
+            completion = await self._ask(index, context, max_tokens)
         finally:
-            branch.asked = False
+            branch.sampling = False
         if self._over:
             raise SessionOver(f"{self.id} ended while its turn {index} was sampled")
         if not branch.turns:
@@ -104,28 +105,28 @@ class RolloutSession:
         self._over = True
 
     def branches(self, rewards: Sequence[float] = ()) -> list[Branch]:
-        """Return what was sampled, in the order in which the branches were begun. `rewards` are those of its turns in
-        the order in which they were asked for; turns without one get 0."""
-        found = sorted((branch.turns for branch in self._growing), key=lambda turns: turns[0].index)
+        """Return the branches, in the order in which they began. `rewards` are the turns' rewards, in the order of the
+        turns; turns without one get 0."""
+        branches = sorted((branch.turns for branch in self._growing), key=lambda turns: turns[0].index)
         if rewards:
-            order = sorted(turn.index for turns in found for turn in turns)
+            order = sorted(turn.index for turns in branches for turn in turns)
             earned = dict(zip(order, rewards, strict=False))  # a turn that a limit ended may have none
-            found = [[replace(turn, reward=earned.get(turn.index, 0.0)) for turn in turns] for turns in found]
-        return [Branch(turns) for turns in found]
+            branches = [[replace(turn, reward=earned.get(turn.index, 0.0)) for turn in turns] for turns in branches]
+        return [Branch(turns) for turns in branches]
 
-    def _room(self, context: int, asked: int | None) -> int:
+    def _room(self, context: int, max_new_tokens: int | None) -> int:
         """Return how many tokens the next turn may sample. Raise LimitReached if none."""
         limits = self._limits
         if not context:
             raise ValueError(f"{self.id}: expected a context of at least 1 token, found none")
-        if self._asked >= limits.turns:
-            raise TurnsSpent(f"{self.id} has sampled {self._asked} turns, the limit")
+        if self._turns >= limits.turns:
+            raise TurnsSpent(f"{self.id} has sampled {self._turns} turns, the limit")
         if self._sampled >= limits.tokens:
             raise TokensSpent(f"{self.id} has sampled {self._sampled} tokens, the limit is {limits.tokens}")
         if context >= limits.context:
             raise ContextOverflow(f"{self.id}: a context of {context} tokens leaves no room in {limits.context}")
         room = min(limits.context - context, limits.tokens - self._sampled)
-        return room if asked is None else max(1, min(room, asked))
+        return room if max_new_tokens is None else max(1, min(room, max_new_tokens))
 
     def _branch(self, index: int, context: list[int]) -> GrowingBranch:
         """Return the branch that continues: the longest that the context extends. Else return a new one."""

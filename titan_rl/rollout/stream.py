@@ -15,10 +15,10 @@ from titan_rl.wire.spans import Clock, span
 from titan_rl.wire.types import Decode, Generates, Group
 
 FLAT = "flat"
-"""Why a group is dropped whose rewards give no token an advantage."""
+"""The reason in the ledger for a group that was dropped because its rewards give no token an advantage."""
 
 ROLLED_BACK = "rolled back"
-"""Why a group is dropped that a step trained on which was undone (fault.on_bad_steps)."""
+"""The reason for a group that was dropped because a step that trained on it was undone (fault.on_bad_steps)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class InFlight:
 
 
 class RolloutStream:
-    """`admit(n)` starts n groups; `take(n, step)` returns those that `step` trains on.
+    """`admit(n)` starts n groups; `take(n, step)` returns the groups that `step` trains on.
 
     Two rules bound staleness. Admission: lag + 1 steps' worth of groups at first, then one step's worth for each
     version that the generators serve, so a group whose turn is step s sees no version older than s - 1 - lag. Order: a
@@ -51,7 +51,7 @@ class RolloutStream:
     has the proof.
 
     A group that cannot be used, because its judge failed or (dynamic sampling) its rewards are all equal, is dropped
-    and another prompt is admitted behind those in flight, which all move up by one turn.
+    and another prompt is admitted behind the groups in flight, which all move up by one turn.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class RolloutStream:
             return remembered
         oldest = next(iter(self._inflight.values()), None)
         state = oldest.before if oldest else self._prompts.state_dict()
-        taken = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
-        after = max(state["position"], self._issued, *(id + 1 for id in taken))
-        open = [id for id in range(state["position"], after) if id not in taken]
-        return state | {"next": after, "open": open, "taken": sorted(taken)}
+        done = {id for id in range(state["position"], self._issued) if id not in inflight} | {*state["taken"]}
+        after = max(state["position"], self._issued, *(id + 1 for id in done))
+        open = [id for id in range(state["position"], after) if id not in done]
+        return state | {"next": after, "open": open, "taken": sorted(done)}
 
     @property
     def backlog(self) -> Backlog:
@@ -123,19 +123,19 @@ class RolloutStream:
         self._fill()
 
     async def take(self, n: int, step: int) -> list[Group]:
-        """Return n judged groups; with dynamic sampling, n groups with unequal rewards, or whatever max_refills rounds
-        found. A round is admitted at once, not group by group, so that a synchronous run always makes the same engine
-        batches."""
+        """Return n judged groups. With dynamic sampling their rewards are unequal, except that the groups of the last
+        of max_refills rounds are returned as they are. A round is admitted at once, not group by group, so that a
+        synchronous run always makes the same engine batches."""
         refills = self._algorithm.max_refills if self._algorithm.dynamic_sampling else 0
         with self._clock("generate"):
             self._hurry(n, step)
-            taken, self.dropped = list(await self._gather(n, step)), []
-            while useless := {group: why for group in taken if (why := self._useless(group.group, refills))}:
+            groups, self.dropped = list(await self._gather(n, step)), []
+            while useless := {group: reason for group in groups if (reason := self._useless(group.group, refills))}:
                 refills -= FLAT in useless.values()
                 self._replace(useless)
-                taken = [group for group in taken if group not in useless]
-                taken += await self._gather(len(useless), step)
-        return [group.group for group in taken]
+                groups = [group for group in groups if group not in useless]
+                groups += await self._gather(len(useless), step)
+        return [group.group for group in groups]
 
     async def parts(self, n: int, step: int, size: int) -> AsyncIterator[list[Group]]:
         """Yield the n oldest judged groups, `size` at a time, in the order in which they finish."""
@@ -152,8 +152,8 @@ class RolloutStream:
             with self._clock("generate"):
                 while len(part) < size and n > 0:
                     (group,) = self._taken([await finished.get()], step)
-                    if why := self._useless(group.group, refills=0):
-                        self._replace({group: why})
+                    if reason := self._useless(group.group, refills=0):
+                        self._replace({group: reason})
                         watch(self._oldest(n, step)[-1])
                     else:
                         part.append(group.group)
@@ -178,12 +178,12 @@ class RolloutStream:
             self._admitted += 1
 
     def _replace(self, useless: Mapping[InFlight, str]) -> None:
-        """Start new groups behind those in flight, which move up. The set of turns stays the same."""
+        """Start new groups behind the groups in flight, which move up. The set of turns stays the same."""
         turns = sorted(group.turn for group in (*self._inflight.values(), *useless))
-        for group, why in useless.items():
+        for group, reason in useless.items():
             self.dropped.append(group.group)
-            self._ledger.dropped(group.group, why)
-            self._prompts.visited(group.prompt, group.group.rewards if why == FLAT else ())
+            self._ledger.dropped(group.group, reason)
+            self._prompts.visited(group.prompt, group.group.rewards if reason == FLAT else ())
         for turn in turns[len(self._inflight) :]:
             self._start(turn)
         for group, turn in zip(self._inflight.values(), turns, strict=True):
@@ -247,13 +247,13 @@ class RolloutStream:
 
 async def _finished(groups: Sequence[InFlight], count: int) -> None:
     """Wait until `count` of the groups have finished, or raise what one of them failed with."""
-    ended = asyncio.Queue[asyncio.Task[Group]]()
+    done = asyncio.Queue[asyncio.Task[Group]]()
     open = [group.task for group in groups if not group.finished()]
     for task in open:
-        task.add_done_callback(ended.put_nowait)
+        task.add_done_callback(done.put_nowait)
     try:
         for _ in range(count - (len(groups) - len(open))):
-            (await ended.get()).result()
+            (await done.get()).result()
     finally:
         for task in open:
-            task.remove_done_callback(ended.put_nowait)
+            task.remove_done_callback(done.put_nowait)

@@ -43,7 +43,7 @@ class Problems:
 
         async def one(prompt: Prompt, sample: int) -> Answer:
             return await judging.answer(
-                prompt, await plays(prompt, sampling, sample=sample, seed=self.seed, of=self.name)
+                prompt, await plays(prompt, sampling, sample=sample, seed=self.seed, set_name=self.name)
             )
 
         asked = [(prompt, sample) for prompt in self.prompts for sample in range(self.samples)]

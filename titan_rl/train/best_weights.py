@@ -2,8 +2,8 @@
 
     an evaluation ── higher than all before ──> best/step-N is written ── renamed ──> the older one deleted
 
-So a whole folder exists at every moment, whatever is killed. Retention of checkpoints does not know best/. A resumed
-run reads from it which value it has to exceed.
+So a whole folder exists at every moment, even if a process is killed. Retention of checkpoints does not know best/. A
+resumed run reads from it which value it has to exceed.
 """
 
 import json
@@ -21,12 +21,12 @@ from titan_rl.wire.errors import DeadlinePassed, RankDied, RunError
 
 FOLDER = "best"
 MEASURED = "evaluation.json"
-"""The file in best/step-N that says what was measured."""
+"""The file in best/step-N with the step, the metric, and all metrics of the evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A kept folder, and what was measured with its weights."""
+    """A folder with weights, and their value of the metric."""
 
     folder: Path
     step: int
@@ -62,8 +62,8 @@ class BestWeights:
         except (RankDied, DeadlinePassed):
             raise
         except (OSError, RunError) as error:
-            kept = f"{before.folder} stays the best" if before else "there is no best yet"
-            terminal.warn(f"the best weights, of step {step}, cannot be written: {error}; {kept}")
+            consequence = f"{before.folder} stays the best" if before else "there is no best yet"
+            terminal.warn(f"the best weights, of step {step}, cannot be written: {error}; {consequence}")
             return
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -93,21 +93,21 @@ def free_name(folder: Path) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def kept_in(folder: Path) -> list[Best]:
-    """Return what is kept in a folder best/, the best first: one, or two if a process was killed between writing the
-    new one and deleting the old one."""
-    found = []
+def best_folders(folder: Path) -> list[Best]:
+    """Return the folders in best/, the best first: one, or two if a process was killed between writing the new one and
+    deleting the old one."""
+    bests = []
     for path in folder.glob(f"step-*/{MEASURED}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = json.loads(path.read_text(encoding="utf-8"))
-            found.append(Best(path.parent, int(text["step"]), str(text["metric"]), float(text["value"])))
-    return sorted(found, key=lambda best: (-best.value, best.step))
+            bests.append(Best(path.parent, int(text["step"]), str(text["metric"]), float(text["value"])))
+    return sorted(bests, key=lambda best: (-best.value, best.step))
 
 
 def tidy(folder: Path, metric: str) -> Best | None:
-    """Return the best weights that an earlier process kept by this metric, and delete all but them. What was kept by
-    another metric stays, since values of different metrics cannot be compared."""
-    kept = [best for best in kept_in(folder) if best.metric == metric]
-    for best in kept[1:]:
+    """Return the best weights that an earlier process wrote by this metric, and delete its worse ones. Folders of
+    another metric stay, since values of different metrics cannot be compared."""
+    bests = [best for best in best_folders(folder) if best.metric == metric]
+    for best in bests[1:]:
         shutil.rmtree(best.folder, ignore_errors=True)
-    return kept[0] if kept else None
+    return bests[0] if bests else None

@@ -1,4 +1,4 @@
-"""Start all meshes of a run, and stop them whatever happens.
+"""Start all meshes of a run, and stop them at the end, also after errors.
 
 controller ── trainer mesh (dp, tp)                                    the first GPUs (preflight/placement.py)
            ├─ generator replicas (tp) each                             the next ones
@@ -60,12 +60,12 @@ class Meshes:
     critic: ModelMesh | None = None
     environments: EnvironmentMesh | None = None
     colocated: bool = False  # generators and trainers take turns on the same devices
-    on_gpus: bool = False  # which are GPUs
-    hosts: Sequence[Host] = ()  # of the run
+    on_gpus: bool = False
+    hosts: Sequence[Host] = ()
     rank_places: RankPlaces | None = None  # where meshes are started again
 
     async def turn_of_trainers(self) -> None:
-        """Put colocated engines to sleep until they are given new weights."""
+        """Put colocated engines to sleep until the next weight sync."""
         if self.colocated and self.generators is not None:
             await self.generators.sleep()
 
@@ -81,10 +81,13 @@ class Meshes:
         return next((mesh for mesh in self.all if isinstance(mesh, ModelMesh) and mesh.name == name), None)
 
     @property
-    def all(self) -> "list[ModelMesh | GeneratorMesh | EnvironmentMesh]":
+    def all(self) -> "list[AnyMesh]":
         roles = (self.reference, self.teacher, self.reward_model, self.critic)
         every = (self.trainers, self.generators, self.environments, *roles)
         return [mesh for mesh in every if mesh is not None]
+
+
+AnyMesh = ModelMesh | GeneratorMesh | EnvironmentMesh
 
 
 Launch = Callable[[Setup, Terminal, Incidents, Callable[[], bool]], AbstractAsyncContextManager[tuple[Meshes, Watch]]]
@@ -92,38 +95,52 @@ Launch = Callable[[Setup, Terminal, Incidents, Callable[[], bool]], AbstractAsyn
 
 
 @asynccontextmanager
+async def _closed_at_end(
+    watch: Watch, close_seconds: Callable[[], float] = lambda: CLOSE_SECONDS
+) -> AsyncIterator[list[AnyMesh]]:
+    """Yield a list for the meshes to close at the end, also after errors. A RunError becomes the death behind it."""
+    meshes = list[AnyMesh]()
+    try:
+        yield meshes
+    except RunError as error:
+        raise await watch.explained(error) from None
+    finally:
+        watch.close()
+        with suppress(Exception):  # nothing may mask the error that ended the run
+            await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes)), close_seconds())
+
+
+@asynccontextmanager
 async def launch(
     setup: Setup, terminal: Terminal, incidents: Incidents, hurries: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[tuple[Meshes, Watch]]:
-    """Start all meshes, and stop them whatever happens. When a rank dies, what the watch drives raises an error that
-    names it; but dead generators and environments are replaced by their mesh. If a stop `hurries`, busy ranks are
-    killed."""
+    """Start all meshes. Dead generators and environments are replaced by their mesh; the death of another rank is
+    raised. If a stop `hurries`, busy ranks are killed at the end."""
     fork_servers.warn = terminal.warn
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     # A host whose agent dies is lost (remote_host.py).
     watch = Watch(tended=["generator", "environment", "agent", snapshot_servers.MESH])
     meshes: Meshes | None = None
 
-    def back() -> None:
+    def regrow_generators() -> None:
         if meshes is not None and meshes.generators is not None:
             meshes.generators.regrow()
 
-    async with joined_hosts(setup, terminal.warn, back) as hosts:
-        try:
-            rank_places = RankPlaces(setup, hosts)
-            started = await watch.drive(_start(rank_places, setup, terminal, incidents))
-            meshes = replace(started, hosts=hosts, rank_places=rank_places)
-            yield meshes, watch
-        except RunError as error:
-            raise await watch.explained(error) from None
-        finally:
-            watch.close()
-            if meshes is not None:
-                asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
-                seconds = setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
-                seconds = HURRIED_SECONDS if hurries() else seconds  # then the last checkpoint was waited for
-                with suppress(Exception):  # nothing may mask the error that ended the run
-                    await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes.all)), seconds)
+    def close_seconds() -> float:
+        if hurries():  # the last checkpoint was waited for
+            return HURRIED_SECONDS
+        asynchronous = setup.config.checkpoint.async_mode != "disabled"  # closing waits for the last checkpoint
+        return setup.config.comm.train_timeout_seconds if asynchronous else CLOSE_SECONDS
+
+    async with (
+        joined_hosts(setup, terminal.warn, regrow_generators) as hosts,
+        _closed_at_end(watch, close_seconds) as to_close,
+    ):
+        rank_places = RankPlaces(setup, hosts)
+        started = await watch.drive(_start(rank_places, setup, terminal, incidents))
+        meshes = replace(started, hosts=hosts, rank_places=rank_places)
+        to_close += meshes.all
+        yield meshes, watch
 
 
 async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, incidents: Incidents) -> Meshes:
@@ -155,7 +172,7 @@ async def _start(rank_places: RankPlaces, setup: Setup, terminal: Terminal, inci
 
 
 async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, terminal: Terminal) -> Snapshots:
-    """Return the run's snapshots: in this process's memory if all trained ranks find it, else with snapshot servers."""
+    """Return the run's snapshots: in this process's memory if all trained ranks reach it, else on snapshot servers."""
     trainers, critic = meshes.trainers, meshes.critic
     if not config.fault.snapshot_interval or all(mesh.near for mesh in (trainers, critic) if mesh is not None):
         return Snapshots(trainers, critic, incidents.note)
@@ -173,54 +190,44 @@ async def start_snapshots(config: Config, meshes: Meshes, incidents: Incidents, 
 async def launch_loaded(
     setup: Setup, terminal: Terminal
 ) -> AsyncIterator[tuple[GeneratorMesh, EnvironmentMesh | None, Watch]]:
-    """Start generators that have loaded the weights in setup.model_folder, and the environments, without trainers; stop
-    them whatever happens. Nothing that is lost is replaced: the watch raises an error that names it."""
+    """Start generators that load the weights in setup.model_folder, and the environments, without trainers. A lost
+    process is not replaced: the watch raises an error that names it."""
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
     watch = Watch(tended=[])
-    meshes: list[GeneratorMesh | EnvironmentMesh] = []
-    try:
-        with without_lines(b"Monarch internal logs are being written"):
-            host = Host(this_host())
+    async with _closed_at_end(watch) as to_close:
+        host = _local_host()
 
-        def seated(replica: int, _: bool) -> RankPlace:
+        def placed(replica: int, _: bool) -> RankPlace:
             tp = setup.config.generator.tensor_parallel_degree
             devices = visible_devices()[replica * tp : (replica + 1) * tp] if setup.device == "cuda" else []
             return RankPlace(host, tp, resources(setup, "generator", devices))
 
-        generators = await watch.drive(_generators(seated, setup, terminal, None, loaded=True))
-        meshes.append(generators)
+        generators = await watch.drive(_generators(placed, setup, terminal, None, loaded=True))
+        to_close.append(generators)
         environments = None
         if setup.config.rollout_code:
             environments = await watch.drive(_environments(lambda _: host, setup, terminal, None))
-            meshes.append(environments)
+            to_close.append(environments)
         yield generators, environments, watch
-    except RunError as error:
-        raise await watch.explained(error) from None
-    finally:
-        watch.close()
-        with suppress(Exception):  # nothing may mask the error that ended it
-            await asyncio.wait_for(asyncio.gather(*(mesh.close() for mesh in meshes)), CLOSE_SECONDS)
 
 
 @asynccontextmanager
 async def launch_environments(
     setup: Setup, terminal: Terminal, incidents: Incidents
 ) -> AsyncIterator[tuple[EnvironmentMesh, Watch]]:
-    """Start the environments alone, and stop them whatever happens. Lost processes are replaced."""
+    """Start the environments alone. Lost processes are replaced."""
     deaths.kill_seconds = deaths.KILL_SECONDS[setup.device]
-    watch, mesh = Watch(tended=["environment"]), None
-    try:
-        with without_lines(b"Monarch internal logs are being written"):
-            host = Host(this_host())
-        mesh = await watch.drive(_environments(lambda _: host, setup, terminal, incidents))
-        yield mesh, watch
-    except RunError as error:
-        raise await watch.explained(error) from None
-    finally:
-        watch.close()
-        if mesh is not None:
-            with suppress(Exception):  # nothing may mask the error that ended it
-                await asyncio.wait_for(mesh.close(), CLOSE_SECONDS)
+    watch = Watch(tended=["environment"])
+    async with _closed_at_end(watch) as to_close:
+        host = _local_host()
+        environments = await watch.drive(_environments(lambda _: host, setup, terminal, incidents))
+        to_close.append(environments)
+        yield environments, watch
+
+
+def _local_host() -> Host:
+    with without_lines(b"Monarch internal logs are being written"):
+        return Host(this_host())
 
 
 def generator_policy(config: Config, incidents: Incidents | None) -> GeneratorPolicy:
@@ -241,10 +248,9 @@ async def _generators(
     *,
     loaded: bool = False,
 ) -> GeneratorMesh:
-    """Start the engines, which get their weights by weight sync, or have `loaded` them from setup.model_folder."""
+    """Start the engines. They get their weights by weight sync, or, if `loaded`, from setup.model_folder."""
     config = setup.resolved
     g = config.generator
-    shares = _share_gpus(setup) and not loaded
     settings = EngineSettings(
         **{**asdict(g), "max_model_len": g.max_model_len or config.training.seq_len},
         model_dir=str(setup.model_folder),
@@ -269,7 +275,7 @@ async def _generators(
         if loaded:
             await mesh.connect([[] for _ in range(tp)])
             await mesh.pull(0)
-        if shares:
+        elif _share_gpus(setup):
             await mesh.sleep()  # the trainers' turn to start; the first weights wake it
     if setup.device == "cuda":
         terminal.note(f"generator: vLLM's {ranks[0].runner} model runner")
@@ -300,8 +306,8 @@ def _share_gpus(setup: Setup) -> bool:
 
 
 def _allocator_env(setup: Setup) -> dict[str, str]:
-    """Return the launch environment of a model's rank on a GPU: segments that grow leave fewer gaps than fixed ones
-    between activations of other lengths. A setting of the user's stays."""
+    """Return the allocator setting of a model's rank on a GPU, unless the user has set one. Segments that grow leave
+    fewer gaps between activations of different lengths."""
     if setup.device == "cpu" or any(name in os.environ for name in ALLOCATOR):
         return {}
     return {ALLOCATOR[0]: "expandable_segments:True"}

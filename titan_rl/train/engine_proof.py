@@ -22,51 +22,53 @@ from titan_rl.wire.types import Completion, Generates, Request, Sample, Sampling
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest mean difference, by dtype. Sound engines: below 1e-5 in float32, 3e-3 to 3e-2 in 16 bits."""
 REMEDY = "If this is rounding, raise weight_sync.gap_tolerance."
-MOST_READ = 64  # tokens of the prompt
-SAMPLES, SAMPLED = 4, 8  # of each replica; tokens of each. Short, because a step of an engine has a fixed cost
+PROMPT_TOKENS = 64  # at most
+SAMPLES, NEW_TOKENS = 4, 8  # per replica; per sample. Short, because a step of an engine has a fixed cost
 
 
 class Continuation(NamedTuple):
-    """What an engine sampled."""
+    """Tokens that an engine sampled after a prompt."""
 
-    read: list[int]
+    prompt: list[int]
     completion: Completion
 
     @property
     def sample(self) -> Sample:
-        said = self.completion.tokens
-        return Sample([*self.read, *said], [0] * len(self.read) + [1] * len(said))
+        new = self.completion.tokens
+        return Sample([*self.prompt, *new], [0] * len(self.prompt) + [1] * len(new))
 
 
 def tolerance_of(config: Config) -> float:
-    """Return the largest mean difference that is rounding, by the coarsest dtype of both sides."""
+    """Return the largest mean difference that rounding explains, by the coarsest dtype of both sides."""
     dtypes = config.generator.dtype, config.training.dtype, config.training.mixed_precision_param
     return config.weight_sync.gap_tolerance or max(TOLERANCES[dtype] for dtype in dtypes)
 
 
-async def continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
-    """Let every replica continue a prompt of the task. It begins with EOS, as no other prompt does, so that what it
-    leaves in the prefix cache is read by no other: a resumed run must stay equal to one that was not interrupted."""
+async def sample_continuations(setup: Setup, generators: Generates, replicas: int) -> list[Continuation]:
+    """Let every replica continue a prompt of the task. It begins with EOS, as no other prompt does, so that no other
+    prompt finds it in the prefix cache: a resumed run must stay equal to one that was not interrupted."""
     config, task, tokenizer = setup.config, setup.task, setup.tokenizer
     room = min(config.generator.max_model_len or config.training.seq_len, config.training.seq_len)
     prompt = task.prompt((task.train or task.heldout)[0], 0, tokenizer).tokens
-    read = [tokenizer.eos, *prompt][: max(1, min(MOST_READ, room - SAMPLED))]
+    prompt = [tokenizer.eos, *prompt][: max(1, min(PROMPT_TOKENS, room - NEW_TOKENS))]
     temperature = config.rollout.temperature if config.algorithm.kind == "rl" else 1.0  # as in Learner.scores
-    sampling = Sampling(max(1, min(SAMPLED, room - len(read))), temperature)
+    sampling = Sampling(max(1, min(NEW_TOKENS, room - len(prompt))), temperature)
 
-    async def asked(replica: int) -> list[Continuation]:
+    async def sample(replica: int) -> list[Continuation]:
         seeds = [derive(config.debug.seed, "engine proof", replica, k) % 2**31 for k in range(SAMPLES)]
-        found = await generators.generate(Request(f"engine-proof-{replica}", read, seeds, sampling))
-        return [Continuation(read, completion) for completion in found]
+        completions = await generators.generate(Request(f"engine-proof-{replica}", prompt, seeds, sampling))
+        return [Continuation(prompt, completion) for completion in completions]
 
-    return [each for found in await asyncio.gather(*map(asked, range(replicas))) for each in found]
+    by_replica = await asyncio.gather(*map(sample, range(replicas)))
+    return [continuation for continuations in by_replica for continuation in continuations]
 
 
-def gap_of(found: Sequence[Continuation], scores: Sequence[np.ndarray], config: Config) -> float:
-    """Return the mean difference of the log-probs. Raise RunError if it is more than rounding. Trainers whose own
-    numbers are not finite are another matter: the evaluation or the first step reports it."""
-    trained = np.concatenate([score[len(each.read) :] for each, score in zip(found, scores, strict=True)])
-    sampled = np.concatenate([each.completion.logprobs for each in found])
+def logprob_gap(continuations: Sequence[Continuation], scores: Sequence[np.ndarray], config: Config) -> float:
+    """Return the mean difference of the log-probs. Raise RunError if it is more than rounding. If the trainers' own
+    numbers are not finite, return 0: the evaluation or the first step reports that."""
+    pairs = zip(continuations, scores, strict=True)
+    trained = np.concatenate([score[len(continuation.prompt) :] for continuation, score in pairs])
+    sampled = np.concatenate([continuation.completion.logprobs for continuation in continuations])
     if not np.isfinite(trained).all():
         return 0.0
     gaps, tolerance = np.abs(trained - sampled), tolerance_of(config)

@@ -1,7 +1,7 @@
 """Proves that an exported folder is the trainer's model: transformers, which knows nothing of this project, loads it
 and must give the same tokens and the same log-probs (a reward model or critic: the same scores)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,62 +22,57 @@ NOISE = 4  # times the rounding error of transformers' own float32, where that e
 
 
 class ProofFailed(Exception):
-    """transformers finds something else in the folder than what was trained."""
+    """transformers computes other numbers from the folder than the trainer did."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Token sequences to compare the two models on."""
-
-    samples: list[Sample]
-
-    @classmethod
-    def of(cls, task: Task, tokenizer: TextTokenizer, seq_len: int, *, judged: bool) -> "Sequences":
-        """Held-out prompts with their answers, or training examples if there are no held-out ones."""
-        examples = list((task.heldout or task.train)[:EXAMPLES])
-        prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
-        answers = [(p, answer) for p in prompts for answer in (p.answer, *([p.rejected] if p.rejected else []))]
-        whole = [[*p.tokens, *tokenizer.encode(answer), tokenizer.eos][:seq_len] for p, answer in answers]
-        if judged:
-            return cls([to_judge(tokens, tokenizer.pad) for tokens in whole])
-        return cls([Sample(tokens, [0] + [1] * (len(tokens) - 1)) for tokens in whole])
-
-    def by_trainer(self, model: "TitanModel") -> np.ndarray:
-        """Return the log-prob of every token but the first of each sequence; or the score of each sequence."""
-        (batch,) = batches = pack(
-            self.samples, shards=1, seq_len=model.config.training.seq_len, rows_per_microbatch=1, pad_id=0
-        )
-        answers = unpack(batches, [[model.score(rows) for rows in batch.microbatches]], self.samples)
-        return np.concatenate([a[np.array(s.mask) > 0] for a, s in zip(answers, self.samples, strict=True)])
-
-    def by_transformers(self, folder: Path, dtype: str, *, judged: bool) -> np.ndarray:
-        """Return the same of transformers' model of the folder, computed in this dtype."""
-        import torch
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-        kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
-        model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        found: list[torch.Tensor] = []
-        with torch.no_grad():
-            for sample in self.samples:
-                logits = model(torch.tensor([sample.tokens[:-1]])).logits[0]
-                if not judged:
-                    logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
-                found.append(logits.flatten())
-        return torch.cat(found).numpy()
+def sequences_of(task: Task, tokenizer: TextTokenizer, seq_len: int, *, judged: bool) -> list[Sample]:
+    """Return held-out prompts with their answers, or training examples if there are no held-out ones."""
+    examples = list((task.heldout or task.train)[:EXAMPLES])
+    prompts = [task.prompt(example, i, tokenizer) for i, example in enumerate(examples)]
+    answers = [(p, answer) for p in prompts for answer in (p.answer, *([p.rejected] if p.rejected else []))]
+    whole = [[*p.tokens, *tokenizer.encode(answer), tokenizer.eos][:seq_len] for p, answer in answers]
+    if judged:
+        return [to_judge(tokens, tokenizer.pad) for tokens in whole]
+    return [Sample(tokens, [0] + [1] * (len(tokens) - 1)) for tokens in whole]
 
 
-def compare_models(sequences: Sequences, folder: Path, expected: np.ndarray, *, judged: bool) -> str:
+def by_trainer(model: "TitanModel", sequences: Sequence[Sample]) -> np.ndarray:
+    """Return the log-prob of every token but the first of each sequence; or the score of each sequence."""
+    (batch,) = batches = pack(
+        sequences, shards=1, seq_len=model.config.training.seq_len, rows_per_microbatch=1, pad_id=0
+    )
+    answers = unpack(batches, [[model.score(rows) for rows in batch.microbatches]], sequences)
+    return np.concatenate([a[np.array(s.mask) > 0] for a, s in zip(answers, sequences, strict=True)])
+
+
+def by_transformers(folder: Path, sequences: Sequence[Sample], dtype: str, *, judged: bool) -> np.ndarray:
+    """Return the same from transformers' model of the folder, computed in this dtype."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if judged else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    results: list[torch.Tensor] = []
+    with torch.no_grad():
+        for sample in sequences:
+            logits = model(torch.tensor([sample.tokens[:-1]])).logits[0]
+            if not judged:
+                logits = logits.log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
+            results.append(logits.flatten())
+    return torch.cat(results).numpy()
+
+
+def compare_models(sequences: Sequence[Sample], folder: Path, expected: np.ndarray, *, judged: bool) -> str:
     """Return how far transformers is from the trainer's model. Raise if that is above the tolerance, and more than
     float32 arithmetic explains: a sharp model magnifies its rounding."""
-    found = sequences.by_transformers(folder, "float32", judged=judged)
-    apart = np.abs(found - expected).max()
+    theirs = by_transformers(folder, sequences, "float32", judged=judged)
+    apart = np.abs(theirs - expected).max()
     if apart <= TOLERANCE:
         return f"largest difference {apart:.1e}"
-    exact = sequences.by_transformers(folder, "float64", judged=judged)
-    own, noise = np.abs(expected - exact), np.abs(found - exact).max()
-    if not own.max() <= NOISE * noise:  # NaN fails
-        worst = int(own.argmax())
+    exact = by_transformers(folder, sequences, "float64", judged=judged)
+    errors, noise = np.abs(expected - exact), np.abs(theirs - exact).max()
+    if not errors.max() <= NOISE * noise:  # NaN fails
+        worst = int(errors.argmax())
         raise ProofFailed(f"expected {expected[worst]:.7g}, as from the trainer's own model, found {exact[worst]:.7g}")
     return f"largest difference {apart:.1e}, of which float32 explains {noise:.1e}"
 
@@ -95,11 +90,11 @@ def compare_prompts(folder: Path, task: Task, tokenizer: TextTokenizer) -> None:
             if tokenizer.chat.outside.masked(messages) != messages:
                 continue
             keys = {**tokenizer.chat_settings.kwargs, "add_generation_prompt": True, "return_dict": False}
-            found = theirs.apply_chat_template(messages, **keys)
+            tokens = theirs.apply_chat_template(messages, **keys)
         else:
-            found = theirs(example.prompt).input_ids
-        if list(found) != expected:
+            tokens = theirs(example.prompt).input_ids
+        if list(tokens) != expected:
             raise ProofFailed(
                 f"expected the tokens {expected} for {example.prompt!r}, as in training, from transformers; "
-                f"found {list(found)}"
+                f"found {list(tokens)}"
             )

@@ -40,7 +40,7 @@ class Health:
         self._rolls_back = config.fault.on_bad_steps == "rollback"
         self._dead = self._bad = self._unsound = 0  # steps in a row
         self._bad_prompts: list[int] = []  # ids of the prompts of these bad steps
-        self._last = ""  # what was not finite in the last step
+        self._last_problem = ""  # names the numbers of the last step that are not finite
 
     def after(
         self,
@@ -61,13 +61,9 @@ class Health:
             self._warn(f"step {step}: {unsound}; nothing is learnt from these tokens")
         finite_loss = math.isfinite(stats.loss)
         bad = stats.skipped > 0 or not finite_loss or not math.isfinite(stats.grad_norm)
-        self._last = (
-            f"its loss was {stats.loss:g}, its gradient's norm {stats.grad_norm:g}"
-            if bad
-            else unsound
-            if all_of_them
-            else ""
-        )
+        self._last_problem = unsound if all_of_them else ""
+        if bad:
+            self._last_problem = f"its loss was {stats.loss:g}, its gradient's norm {stats.grad_norm:g}"
         self._dead = self._dead + 1 if samples and dead(samples) else 0
         self._bad = self._bad + 1 if bad else 0
         self._bad_prompts = [*self._bad_prompts, *prompts] if bad else []
@@ -89,11 +85,10 @@ class Health:
             )
         return None
 
-    def at_the_end(self) -> RunError | None:
-        """Return why a run that made its last step has not succeeded, or None."""
-        if not self._last:
-            return None
-        return Ruined(f"the last step was not sound: {self._last}", f"Nothing was exported to hf/. {REMEDY}")
+    def raise_if_last_step_unsound(self) -> None:
+        """Raise if the last step of a finished run had numbers that are not finite."""
+        if self._last_problem:
+            raise Ruined(f"the last step was not sound: {self._last_problem}", f"Nothing was exported to hf/. {REMEDY}")
 
     def _bad_steps(self, step: int, finite_loss: bool, phase: PhaseName) -> RunError:
         what = f"{self._bad} steps in a row had a {'gradient' if finite_loss else 'loss'} that is not finite"

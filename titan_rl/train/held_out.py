@@ -53,4 +53,4 @@ class HeldOut:
             self._setup.tokenizer.decode,
             limits=SessionLimits.of(self._config, played=meshes.environments is not None),
             attempts=self._config.fault.environment_attempts,
-        ).alone
+        ).play_for_evaluation

@@ -68,24 +68,24 @@ def write_assets(policy: Policy, folder: Path, dtype: str) -> None:
     elif (policy.folder / MORE_TEMPLATES).is_dir():
         shutil.copytree(policy.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
     policy.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))  # as training used it: nothing truncated or padded
-    given = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
-    given.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"
-    _write_json(folder / "config.json", given | _config(policy, given, dtype))
+    source_config = json.loads((policy.folder / "config.json").read_text(encoding="utf-8"))
+    source_config.pop("torch_dtype", None)  # the name that transformers 4 has for "dtype"
+    _write_json(folder / "config.json", source_config | _config(policy, source_config, dtype))
     if policy.shape.head == "lm":
         _write_json(folder / "generation_config.json", _generation_config(policy))
 
 
-def _config(policy: Policy, given: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _config(policy: Policy, source: dict[str, Any], dtype: str) -> dict[str, Any]:
     tokenizer = policy.tokenizer
-    eos = given.get("eos_token_id")
-    pad = given.get("pad_token_id")
+    eos = source.get("eos_token_id")
+    pad = source.get("pad_token_id")
     pad = tokenizer.pad if pad is None else pad
     if policy.shape.head == "value" and pad in tokenizer.eos_ids:
         # transformers scores the last token that is not padding, which would be the one before EOS. Without a padding
         # token it scores the last one, and refuses batches.
         pad = None
     ids = {
-        "bos_token_id": tokenizer.bos if given.get("bos_token_id") is None else given["bos_token_id"],
+        "bos_token_id": tokenizer.bos if source.get("bos_token_id") is None else source["bos_token_id"],
         "eos_token_id": tokenizer.eos if eos is None else eos,
         "pad_token_id": pad,
     }

@@ -1,4 +1,4 @@
-"""What the controller asks of the model meshes: columns of a step's samples, updates, snapshots and checkpoints.
+"""The controller's calls to the model meshes: columns of a step's samples, updates, snapshots and checkpoints.
 
     samples ──scatter──> reference, teacher, critic, trainer ──gather──> the samples with one more column each
 
@@ -7,7 +7,7 @@ Frozen weights come from a folder that nothing writes to, and every answer carri
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,12 @@ from titan_rl.wire.reports import StepStats
 from titan_rl.wire.snapshot import Snapshot
 from titan_rl.wire.types import Batch, PhaseName, Sample
 
-WHY = 300  # characters of an error
+ERROR_CHARACTERS = 300
 
 
 def rows_of(setup: Setup) -> int | UpTo:
-    """Return the rows of a microbatch: those of the config, or at most those that fit."""
-    given = setup.config.training.local_batch_size
-    return given or UpTo(setup.resolved.training.local_batch_size)
+    """Return the rows of a microbatch: training.local_batch_size, or the most that fit in memory."""
+    return setup.config.training.local_batch_size or UpTo(setup.resolved.training.local_batch_size)
 
 
 class Learner:
@@ -48,24 +47,24 @@ class Learner:
         self.failed_saves = 0  # in a row; above 0 a checkpoint is owed
         self._begun: int | None = None  # the step whose save was begun last in this attempt
         self._checksums: dict[tuple[str, int], list[int]] = {}  # by role and number of ranks
-        self._held: list[Sample] = []  # of the step, until its update
+        self._samples: list[Sample] = []  # accumulated for the step's update
         self._tokens = self._sequences = 0  # accumulated for the step's update
 
     async def resume(self, phase: PhaseName, resume: Resume) -> tuple[int, dict[str, Any]]:
-        """Bring the trainers to where a phase resumes. Return that step, and what the controller kept there."""
-        at, snapshot = resume.state(phase)
+        """Bring the trainers to where a phase resumes. Return that step, and the controller's state saved with it."""
+        step, snapshot = resume.state(phase)
         self._phase, self._from, self._begun = phase, snapshot, None
-        self._held, self._tokens, self._sequences = [], 0, 0  # of a step that an earlier attempt did not finish
+        self._samples, self._tokens, self._sequences = [], 0, 0  # an earlier attempt may have left its step unfinished
         self._snapshots.forget(but=snapshot)
-        start, kept = await self._meshes.trainers.begin_phase(phase, snapshot or at)
-        return start, json.loads(kept)
+        start, state = await self._meshes.trainers.begin_phase(phase, snapshot or step)
+        return start, json.loads(state)
 
-    async def begin(self, at: int) -> None:
-        """Give every role its weights: those the algorithm starts from, or those of the step it resumes after."""
+    async def begin(self, step: int) -> None:
+        """Give every role its weights: the algorithm's starting weights, or those after step `at`."""
         algorithm, meshes = self._config.algorithm, self._meshes
         folder = ""
         if algorithm.needs_reference or (algorithm.needs_critic and not self._config.critic.hf_assets_path):
-            folder = str(await self._anchor(at))
+            folder = str(await self._anchor(step))
         if algorithm.needs_reference:
             mesh, lent = self._home("reference")
             await mesh.load_weights(folder, lent)
@@ -75,33 +74,25 @@ class Learner:
         if meshes.reward_model is not None:
             await meshes.reward_model.load_weights(self._config.reward_model.hf_assets_path)
         if meshes.critic is not None:
-            if at == 0 and self._from is None:
+            if step == 0 and self._from is None:
                 await meshes.critic.load_weights(self._config.critic.hf_assets_path or folder)
-            await meshes.critic.begin_phase("rl", self._from or at)
-
-    @property
-    def columns(self) -> dict[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]]:
-        """Return who makes each column that the algorithm asks of a role."""
-        algorithm = self._config.algorithm
-        asked: dict[str, Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]] = {}
-        if algorithm.needs_reference:
-            asked["reference"] = lambda samples: self.scores(samples, *self._home("reference"))
-        if algorithm.needs_teacher:
-            asked["teacher"] = lambda samples: self.scores(samples, *self._home("teacher"))
-        if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
-            asked["proximal"] = self.scores
-        if (critic := self._meshes.critic) is not None:
-            asked["value"] = lambda samples: self.scores(samples, critic)
-        return asked
+            await meshes.critic.begin_phase("rl", self._from or step)
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples with the column of every role that the algorithm asks. All roles work at the same time."""
-        asked = self.columns
-        if not asked:
+        """Return the samples with a column from each role that the algorithm needs. All roles compute at once."""
+        algorithm, scores = self._config.algorithm, {}
+        if algorithm.needs_reference:
+            scores["reference"] = self.scores(samples, *self._home("reference"))
+        if algorithm.needs_teacher:
+            scores["teacher"] = self.scores(samples, *self._home("teacher"))
+        if algorithm.kind == "rl" and algorithm.proximal == "trainer" and algorithm.updates > 1:
+            scores["proximal"] = self.scores(samples)
+        if self._meshes.critic is not None:
+            scores["value"] = self.scores(samples, self._meshes.critic)
+        if not scores:
             return list(samples)
         with self._clock("judge"):
-            found = await asyncio.gather(*(ask(samples) for ask in asked.values()))
-        columns = dict(zip(asked, found, strict=True))
+            columns = dict(zip(scores, await asyncio.gather(*scores.values()), strict=True))
         return [s.with_columns(**{name: column[i] for name, column in columns.items()}) for i, s in enumerate(samples)]
 
     async def step(self, updates: Sequence[Sequence[Sample]]) -> StepStats:
@@ -114,14 +105,15 @@ class Learner:
             stats, learnt = await asyncio.gather(
                 policy, critic.step([self.batches(samples, critic) for samples in updates])
             )
-        own = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
-        stats.metrics.update(learnt.metrics | own | stats.metrics)  # router/*, which both may have, is the policy's
+        critic_metrics = {"value/loss": learnt.loss, "value/grad_norm": learnt.grad_norm, "value/lr": learnt.lr}
+        # router/*, which both may have, is the policy's.
+        stats.metrics.update(learnt.metrics | critic_metrics | stats.metrics)
         return replace(stats, skipped=stats.skipped + learnt.skipped)
 
     async def accumulate(self, samples: Sequence[Sample]) -> None:
         """Take a part of the step's samples. If the step is streamed, run forward and backward over them now."""
         if not self._config.training.stream_groups:
-            self._held += samples
+            self._samples += samples
             return
         trainers = self._meshes.trainers
         with self._clock("train"):
@@ -131,9 +123,9 @@ class Learner:
         self._sequences += part[0].sequences
 
     async def update(self) -> StepStats:
-        """Make the step's updates from what was accumulated."""
+        """Make the step's updates from the accumulated samples."""
         if not self._config.training.stream_groups:
-            samples, self._held = self._held, []
+            samples, self._samples = self._samples, []
             return await self.step(minibatches(samples, self._config.algorithm, self._config.rollout.group_size))
         whole = Batch([], max(self._tokens, 1), max(self._sequences, 1))
         self._tokens = self._sequences = 0
@@ -142,7 +134,7 @@ class Learner:
             return await self._meshes.trainers.update(whole, divisor(aggregation, whole.tokens, whole.sequences))
 
     async def supervise(self, samples: Sequence[Sample]) -> StepStats:
-        """Take a step of the cold start: cross-entropy, whatever algorithm follows."""
+        """Take a step of the cold start: cross-entropy."""
         mesh = self._meshes.trainers
         with self._clock("train"):
             return await mesh.step([self._packed(samples, mesh)])
@@ -184,10 +176,10 @@ class Learner:
                 if full := Unwritable.of_rank(folder, error):
                     raise RunError(f"the checkpoint of step {step}: {full}", full.details) from None
                 raise RunError(f"the checkpoint of step {step} cannot be written: {error}", error.details) from None
-            why = error.details.strip().rpartition("\n")[2][:WHY]
-            why += no_room(folder, why)
+            reason = error.details.strip().rpartition("\n")[2][:ERROR_CHARACTERS]
+            reason += no_room(folder, reason)
             self._incidents.note(
-                f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {why}"
+                f"the checkpoint of step {step} failed, and is tried again after the next: {error}: {reason}"
             )
             return False
         self.failed_saves = 0
@@ -242,26 +234,26 @@ class Learner:
     async def scores(
         self, samples: Sequence[Sample], mesh: ModelMesh | None = None, lent: str = ""
     ) -> list[np.ndarray]:
-        """Return log-probs, or a reward model's or critic's values: by default those of the trained model."""
+        """Return log-probs, or a reward model's or critic's values. `mesh` is the trainers' by default."""
         mesh = mesh or self._meshes.trainers
         batches = self.batches(samples, mesh)
         temperature = self._config.rollout.temperature if self._config.algorithm.kind == "rl" else 1.0
         answers, checksums = await mesh.scores(batches, temperature, lent)
-        self._watch(lent or mesh.name, checksums)  # 0 for weights that are trained
+        self._check_unchanged(lent or mesh.name, checksums)  # 0 for weights that are trained
         return unpack(batches, answers, samples)
 
     def _home(self, role: Literal["reference", "teacher"]) -> tuple[ModelMesh, str]:
         """Return the mesh with a role's weights, and the name they are lent under if that mesh is the trainers'."""
-        own = self._meshes.reference if role == "reference" else self._meshes.teacher
-        return (self._meshes.trainers, role) if own is None else (own, "")
+        mesh = self._meshes.reference if role == "reference" else self._meshes.teacher
+        return (self._meshes.trainers, role) if mesh is None else (mesh, "")
 
-    async def _anchor(self, at: int) -> Path:
+    async def _anchor(self, step: int) -> Path:
         """Return the folder of the policy that the algorithm starts from. It is written once, for resumed runs too."""
         config = self._config
         if config.model.hf_assets_path and config.cold_start.steps == 0:
             return Path(config.model.hf_assets_path).absolute()
         folder = self._setup.folder / "start"
-        if at == 0:
+        if step == 0:
             return await export_policy(self._setup, self._meshes.trainers, folder)
         if not folder.is_dir():
             raise RunError(
@@ -270,7 +262,7 @@ class Learner:
             )
         return folder
 
-    def _watch(self, role: str, checksums: list[int]) -> None:
+    def _check_unchanged(self, role: str, checksums: list[int]) -> None:
         known = self._checksums.setdefault((role, len(checksums)), checksums)
         if known != checksums:
             raise RunError(

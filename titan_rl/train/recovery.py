@@ -45,7 +45,7 @@ class Recovery:
         return Resume.find(self._run.setup.folder, self._run.config, self._run.snapshots.newest())
 
     async def drive(self, attempt: Callable[[Resume], Coroutine[Any, Any, None]]) -> None:
-        """Make attempts until one comes to its end, or until what was lost cannot be replaced."""
+        """Make attempts until one finishes, or until a loss cannot be replaced."""
         mending = False
         while True:
             try:
@@ -82,9 +82,9 @@ class Recovery:
 
     def began(self, step: int) -> None:
         """Note that an attempt resumed after `step` with everything up."""
-        what = f"the run continues after step {step}{self._run.meshes.trainers.size}"
+        outcome = f"the run continues after step {step}{self._run.meshes.trainers.size}"
         for incident in self._open:
-            self._run.incidents.back(incident, what, max(0, self._reached - 1 - step))
+            self._run.incidents.back(incident, outcome, max(0, self._reached - 1 - step))
         self._open, self._reached, self._growing = [], -1, None
 
     def _remedy(self, error: RunError) -> None:

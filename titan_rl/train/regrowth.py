@@ -52,14 +52,14 @@ class Regrowth:
         rows = f"{self._rank_places.rows()} instead of {self._trainers.dp} dp rows"
         return Regrow(f"{self._trainers.name}: started again after step {step}, with {rows}")
 
-    def failed(self, error: RunError, say: Callable[[str], None]) -> bool:
+    def failed(self, error: RunError, note: Callable[[str], None]) -> bool:
         """Take note that the mesh did not start with more rows. Return True if the new hosts are left out from here on,
         False if the reason is the loss of another one."""
         if (
             self._rank_places is None
             or error.mesh != self._trainers.name
-            or not (left := self._rank_places.leave_out())
+            or not (excluded := self._rank_places.leave_out())
         ):
             return False
-        say(f"{error}; the {self._trainers.name} does without {', '.join(left)} until its worker is started again")
+        note(f"{error}; the {self._trainers.name} does without {', '.join(excluded)} until its worker is started again")
         return True

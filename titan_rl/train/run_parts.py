@@ -1,4 +1,4 @@
-"""The parts of a run, wired once in session.py and handed to whatever drives them."""
+"""The parts of a run, wired once in session.py, and passed to the parts that drive them."""
 
 from dataclasses import dataclass
 

@@ -46,14 +46,14 @@ class Status:
                 states |= dict.fromkeys(replica.ranks, (replica.state, replica.since))
         if self.meshes is not None and (environments := self.meshes.environments) is not None:
             states |= environments.ranks
-        away, found = deaths.away(), []
+        away, ranks = deaths.away(), []
         places = {rank: ("", pid) for rank, pid in deaths.alive().items()} | away
         for rank, (host, pid) in sorted(places.items()):
             state, since = states.get(rank, ("up" if self.meshes else "starting", self._began))
-            where = {"host": host, "pid": pid} if away else {"pid": pid}
+            process = {"host": host, "pid": pid} if away else {"pid": pid}
             seconds = round(time.monotonic() - since, 1)
-            found.append({"rank": rank, **where, "state": state, "seconds": seconds})
-        return found
+            ranks.append({"rank": rank, **process, "state": state, "seconds": seconds})
+        return ranks
 
 
 class Scale:

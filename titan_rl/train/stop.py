@@ -30,15 +30,15 @@ class Stop:
     def __init__(self, task: asyncio.Task[Any], clock: Clock, terminal: Terminal, grace: float = 25.0) -> None:
         """After the first signal, `task` has saved and ended within `grace` seconds, if saving is fast enough."""
         self.requested = False
-        self.save_seconds: float | None = None  # of the last save
+        self.save_seconds: float | None = None  # duration of the last save
         self.given_up = False  # the grace is over, except for what a save needs
         self._task, self._clock, self._terminal = task, clock, terminal
         self._go = asyncio.Event()  # cleared while a pause is requested or in effect
         self._go.set()
-        self._asked: list[asyncio.Future[None]] = []  # resolved by the next save
+        self._save_requests: list[asyncio.Future[None]] = []  # resolved by the next save
         self._stepping = self._leaving = self._paused = self._ended = False
         self._grace, self._signalled, self._deadline = grace, math.inf, math.inf  # times of the loop
-        self._part: asyncio.Task[Any] | None = None  # of the current step, which may be given up
+        self._part: asyncio.Task[Any] | None = None  # the part of the current step that may be interrupted
         self._until_killed = False  # whether it uses the time for a save, too
         self._phase: PhaseName | None = None
         self.step = 0  # the current step, or the last one
@@ -85,21 +85,21 @@ class Stop:
             self._part = None
 
     def leaves_time(self, seconds: float) -> bool:
-        """Return True if work of so many seconds would not be given up if it began now."""
+        """Return True if work that takes `seconds` would end in time if it began now."""
         return self._loop.time() + seconds <= self._deadline
 
     def saves(self) -> bool:
         """Return True if a request waits for this step to be on disk. Later requests wait for the next save."""
-        return self.requested or not self._go.is_set() or bool(self._asked)
+        return self.requested or not self._go.is_set() or bool(self._save_requests)
 
     async def saved(self, step: int) -> None:
         """Note that the step is on disk: answer the requests that waited for it, wait here while paused, and let the
         loop end if a stop was requested. A failed save is not reported here, so the next step is saved instead."""
         self._saved = step
-        for asked in self._asked:
-            if not asked.done():
-                asked.set_result(None)
-        self._asked.clear()
+        for request in self._save_requests:
+            if not request.done():
+                request.set_result(None)
+        self._save_requests.clear()
         if not self._go.is_set():
             self._paused = True
             try:
@@ -124,9 +124,9 @@ class Stop:
     async def checkpoint(self) -> dict[str, Any]:
         """Answer once the current step is on disk; in a paused run the last one is."""
         if not self._paused:
-            asked = asyncio.get_running_loop().create_future()
-            self._asked.append(asked)
-            await asked
+            request = asyncio.get_running_loop().create_future()
+            self._save_requests.append(request)
+            await request
         return self.status()
 
     async def pause(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Stop:
             self._task.cancel()
 
     def end(self) -> None:
-        """Note that nothing is left to stop: later signals have no effect."""
+        """Mark the run as finished: later signals have no effect."""
         self._ended = True
 
     def _on_signal(self, number: int) -> None:
@@ -187,7 +187,7 @@ class Stop:
             )
         self._request()
 
-    def _give_up(self, whatever: bool = False) -> None:
+    def _give_up(self, grace_over: bool = False) -> None:
         self.given_up = True
-        if self._part is not None and (whatever or not self._until_killed):
+        if self._part is not None and (grace_over or not self._until_killed):
             self._part.cancel()

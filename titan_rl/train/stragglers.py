@@ -5,9 +5,9 @@
 Names may come and go. A rank without peers is never a straggler.
 """
 
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
+from statistics import median
 
 
 class Stragglers:
@@ -25,36 +25,24 @@ class Stragglers:
         counts restart at a step that does not follow the last one (the run was rewound, or nothing was measured)."""
         before = self._slow if step == self._last + 1 else {}
         self._last, self._slow = step, {}
-        found, peers = list[str](), Peers(seconds)
+        stragglers = list[str]()
+        measured = sorted(value for value in seconds.values() if isfinite(value) and value > 0)  # without idle ranks
         for name, own in seconds.items():
-            others = peers.median_without(own)
+            others = median_without(own, measured)
             if others is None or not own > self._factor * others:
                 continue
             self._slow[name] = before.get(name, 0) + 1
             if self._slow[name] == self._steps:
-                found.append(
+                stragglers.append(
                     f"{name} is a straggler: {own:.3g} s where its peers' median is {others:.3g} s ({own / others:.1f} "
                     f"times, fault.straggler_factor = {self._factor:g}), {self._steps} steps in a row up to step {step}"
                 )
-        return found
+        return stragglers
 
 
-class Peers:
-    """The numbers of all ranks, sorted once: a step of a thousand ranks asks for a thousand medians."""
-
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        """An idle rank is no measure: numbers that are not above zero do not count."""
-        self._sorted = sorted(value for value in seconds.values() if isfinite(value) and value > 0)
-
-    def median_without(self, own: float) -> float | None:
-        """Return the median of all numbers but `own`, which is one of them; None if there is no other."""
-        place = bisect_left(self._sorted, own)
-        counts = place < len(self._sorted) and self._sorted[place] == own
-        others = len(self._sorted) - counts
-        if not others:
-            return None
-
-        def at(i: int) -> float:
-            return self._sorted[i + (counts and i >= place)]
-
-        return (at((others - 1) // 2) + at(others // 2)) / 2
+def median_without(own: float, measured: Sequence[float]) -> float | None:
+    """Return the median of the sorted numbers without one that equals `own`; None if no other is left."""
+    others = list(measured)
+    if own in others:
+        others.remove(own)
+    return median(others) if others else None

@@ -12,11 +12,11 @@ while readers are still busy with n.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from titan_rl.actors.vllm.vllm_params import pieces
 from titan_rl.config.sections import Config
@@ -94,8 +94,8 @@ class Slots:
             readers.clear()
         self._left.set()
 
-    def gone(self, name: str) -> None:
-        """Release whatever a replica was reading: its processes have ended."""
+    def release(self, name: str) -> None:
+        """Release the slots that a replica was reading: its processes have ended."""
         for readers in self._readers:
             if name in readers:
                 self._leave(readers, name)
@@ -106,7 +106,7 @@ class Slots:
 
 
 class WeightSync:
-    """Plans and connects (`connect`), then makes the generators serve what the trainers hold (`sync`)."""
+    """Plans and connects (`connect`), then makes the generators serve the trainers' weights (`sync`)."""
 
     def __init__(self, trainers: ModelMesh, generators: GeneratorMesh, clock: Clock) -> None:
         self.transports = ""  # for the terminal
@@ -114,13 +114,13 @@ class WeightSync:
         self._generators = generators
         self._clock = clock
         self._slots = Slots()
-        self._serial = 0  # of the last publication begun
+        self._serial = 0  # counts the publications begun
         self._newest: Publication | None = None
         self._sources: list[list[Source]] | None = None  # by tensor-parallel rank; None: no trainers to read from
         self._lost = asyncio.Event()  # set while there are none
         self._publishing, self._pulling = asyncio.Lock(), asyncio.Lock()
         self._running: asyncio.Task[SyncStats] | None = None
-        self._waited = 0.0  # for the running sync, so far
+        self._waited = 0.0  # seconds that the trainers have waited for the running sync
         self._last: SyncStats | None = None
 
     async def connect(self, config: Config, shape: ModelShape) -> WeightPlan:
@@ -144,18 +144,19 @@ class WeightSync:
         self._sync, self._readers = sync, tp
         self._seconds = config.comm.train_timeout_seconds
         async with self._pulling:
-            chosen = Counter(await self._generators.connect(sources, sync))
+            transports = Counter(await self._generators.connect(sources, sync))
             self._sources = sources
             self._lost.clear()
-        self.transports = ", ".join(chosen if len(chosen) == 1 else (f"{name} x {n}" for name, n in chosen.items()))
-        if (most := max(self._generators.sharers, default=1)) > 1:
-            self.transports += f", read once for up to {most} replicas of a host"
-        self._generators.tend(self.catch_up, self._slots.gone)
+        names = transports if len(transports) == 1 else (f"{name} x {n}" for name, n in transports.items())
+        self.transports = ", ".join(names)
+        if (sharers := max(self._generators.sharers, default=1)) > 1:
+            self.transports += f", read once for up to {sharers} replicas of a host"
+        self._generators.tend(self.catch_up, self._slots.release)
         return self.plan
 
     async def abandon(self, *, trainers_lost: bool) -> None:
-        """Forget the running sync and what was published. After `trainers_lost`, new replicas are connected to nothing
-        until `connect` connects every replica to the new trainers."""
+        """Forget the running sync and the publications. After `trainers_lost`, new replicas stay unconnected until
+        `connect` connects every replica to the new trainers."""
         if trainers_lost:
             self._sources = None
             self._lost.set()
@@ -201,7 +202,7 @@ class WeightSync:
             await replica.switch_weights(version, self._seconds)
 
     async def publish(self, version: int) -> Publication:
-        """Pack what the trainers hold into the slot that is not the newest, as soon as no replica reads it."""
+        """Pack the trainers' weights into the older slot, as soon as no replica reads it."""
         async with self._publishing:
             published = await self._publish(version)
             assert published is not None
@@ -266,8 +267,8 @@ class WeightSync:
             raise RuntimeError("expected a sync before settle(), found none")
         return settled
 
-    async def beside(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, but raise at once if the running sync fails; otherwise `work` might never finish."""
+    async def or_sync_error(self, work: Awaitable[T]) -> T:
+        """Await `work`, but raise at once if the running sync fails: without new weights `work` might never finish."""
         task = asyncio.ensure_future(work)
         try:
             if self._running is not None:

@@ -91,7 +91,7 @@ class Plays(Protocol):
     none."""
 
     async def __call__(
-        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, of: str = ""
+        self, prompt: Prompt, sampling: Sampling, *, sample: int = 0, seed: int = 0, set_name: str = ""
     ) -> Rollout:
-        """`sample` counts the answers to one prompt of the set `of`, whose `seed` seeds them."""
+        """`sample` counts the answers to one prompt in the set `set_name`, whose `seed` seeds them."""
         ...

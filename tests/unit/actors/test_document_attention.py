@@ -32,7 +32,7 @@ def segments(draw: st.DrawFn) -> np.ndarray:
 
 
 def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments_G4: np.ndarray, window: int) -> torch.Tensor:
-    """Attend as the definition says: a segment sees its prefix and, causally, itself, as far back as the window."""
+    """Attend by the definition: a segment sees its prefix and, causally, itself, as far back as the window."""
     out = torch.zeros_like(q)
     for begin, length, begin_prefix, prefix in segments_G4.tolist():
         keys = [*range(begin_prefix, begin_prefix + prefix), *range(begin, begin + length)]

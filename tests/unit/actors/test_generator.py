@@ -1,4 +1,4 @@
-"""The generator's loop around an engine that only notes what is asked of it."""
+"""The generator's loop around an engine that only records its calls."""
 
 import asyncio
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def events(monkeypatch: pytest.MonkeyPatch, *, offloads: bool = False, in_flight
 def test_parameters_that_a_sleep_has_emptied_are_not_believed_to_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     switch = ["wake", "suspend", "write", "set_version 3 ('keep', False)"]
     assert events(monkeypatch, offloads=True) == ["sleep", "forget", *switch]
-    assert events(monkeypatch) == ["sleep", *switch]  # on CPU they still hold what they held
+    assert events(monkeypatch) == ["sleep", *switch]  # on a CPU sleep frees no weights
 
 
 @pytest.mark.parametrize("in_flight", ["swap", "keep", "drain"])

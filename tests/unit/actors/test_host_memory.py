@@ -249,7 +249,7 @@ def test_a_slot_with_another_publication_is_told_and_leaves_nothing_to_others(mo
     trainer.stamps[manifest.slot] = 3
     fetch(first, manifest, [0, 4])
     assert first.stamp(manifest.slot) == 3
-    assert second.stamp(manifest.slot) == manifest.serial, "what is there is vouched for"
+    assert second.stamp(manifest.slot) == manifest.serial, "the stamp matches the bytes"
     fetch(second, manifest, [4])
     assert second.stamp(manifest.slot) == 3
     trainer.stamps[manifest.slot] = manifest.serial

@@ -31,7 +31,7 @@ BLOCK = 128
 
 
 class Writes(TorchFunctionMode):
-    """Notes each copy_, and what `seen` says then."""
+    """Records each copy_, with the value of `seen` at that time."""
 
     def __init__(self, fails_at: int = -1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Memory that CUDA has page-locked: what is registered is what living connections use, and it is mapped."""
+"""Memory that CUDA has page-locked: exactly the memory of living connections is registered, and it is mapped."""
 
 import asyncio
 import inspect
@@ -14,7 +14,7 @@ from titan_rl.actors.sync.landing import Landing
 from titan_rl.actors.sync.staging import Staging
 from titan_rl.actors.sync.transport import Memory, Shared
 from titan_rl.actors.titan import state_copy
-from titan_rl.actors.titan.state_copy import HeldState, StateCopy
+from titan_rl.actors.titan.state_copy import RankState, StateCopy
 from titan_rl.actors.vllm.generator import Generator
 from titan_rl.config.sections import WeightSyncSection
 from titan_rl.wire.snapshot import KEPT, SnapshotPart
@@ -101,7 +101,7 @@ def test_snapshots_keep_the_pins_of_the_parts_in_use(cudart: Cudart, monkeypatch
         copies = StateCopy({"state": Values()})
         copies.begin(part)
         copies.close()
-    monkeypatch.setattr(HeldState, "on_gpu", True)
+    monkeypatch.setattr(RankState, "on_gpu", True)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda memory: memory.data_ptr() in cudart.held)
     copies = StateCopy({"state": Values()})
     for part in (*parts, *parts[-KEPT:]):

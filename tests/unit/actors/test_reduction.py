@@ -83,7 +83,7 @@ def test_a_step_averages_its_updates_keeps_extrema_and_adds_counts() -> None:
 
 
 def test_routes_of_a_steps_updates_add_up() -> None:
-    """Two layers of four experts: in the first all tokens meet two of them, in the second each gets as many."""
+    """Two layers of four experts: in the first all tokens meet two of them, in the second each gets the same number."""
     parts = [[[4.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]]
     updates = [replace(reduced(statistics(0.0)), routed=torch.tensor(each)) for each in parts]
     metrics = one_step(*updates).metrics
@@ -121,7 +121,7 @@ def test_the_effective_sample_size_is_the_squared_sum_over_the_sum_of_squares(we
     metrics = {"off_policy/weight_mean": math.fsum(weights) / n, "off_policy/weight_square": square / n}
     ess = derived(metrics)["off_policy/ess"]
     assert ess == pytest.approx(math.fsum(weights) ** 2 / (n * square) if square / n > 0 else 0.0)
-    assert "off_policy/weight_square" in metrics  # of the caller's dictionary, nothing is taken
+    assert "off_policy/weight_square" in metrics  # the caller's dictionary is unchanged
     assert "off_policy/weight_square" not in derived(metrics)
 
 
@@ -132,21 +132,21 @@ def test_the_effective_sample_size_of_one_weight_among_many() -> None:
 
 @pytest.mark.parametrize(("values", "explained"), [([0.0, 1.0, 2.0], 1.0), ([5.0, 6.0, 7.0], 1.0), ([1.0] * 3, 0.0)])
 def test_explained_variance_by_hand(values: list[float], explained: float) -> None:
-    """A critic that is right up to a constant explains all; one that always says the same explains nothing."""
+    """A critic that is right up to a constant explains all; one with a constant value explains nothing."""
     old, returns, on = torch.tensor(values), torch.tensor([0.0, 1.0, 2.0]), torch.ones(3)
-    _, told = value_loss(old, old_T=old, return_T=returns, mask_T=on, weight_T=on / 3, clip=0.0)
-    metrics = one_step(reduced(told, tokens=3)).metrics
+    _, statistics = value_loss(old, old_T=old, return_T=returns, mask_T=on, weight_T=on / 3, clip=0.0)
+    metrics = one_step(reduced(statistics, tokens=3)).metrics
     assert metrics["value/explained_variance"] == pytest.approx(explained, abs=1e-6)
     assert not metrics.keys() & {"return/square", "residual/mean", "residual/square"}
 
 
 def test_equal_returns_leave_nothing_to_explain() -> None:
     old, on = torch.tensor([0.0, 1.0]), torch.ones(2)
-    _, told = value_loss(old, old_T=old, return_T=on, mask_T=on, weight_T=on / 2, clip=0.0)
-    assert one_step(reduced(told, tokens=2)).metrics["value/explained_variance"] == 0.0
+    _, statistics = value_loss(old, old_T=old, return_T=on, mask_T=on, weight_T=on / 2, clip=0.0)
+    assert one_step(reduced(statistics, tokens=2)).metrics["value/explained_variance"] == 0.0
 
 
-def told_of(places: slice, mask_T: torch.Tensor) -> Statistics:
+def statistics_of(places: slice, mask_T: torch.Tensor) -> Statistics:
     """Of these places of twelve tokens, whose ratios run from 1/e to e."""
     logprob_T, log_ratio_T = torch.linspace(-2, 0, 12), torch.linspace(-1, 1, 12)
     columns = (logprob_T - log_ratio_T, log_ratio_T, mask_T, mask_T / 12, torch.zeros(12, dtype=torch.int64))
@@ -159,8 +159,8 @@ def told_of(places: slice, mask_T: torch.Tensor) -> Statistics:
 def test_microbatching_changes_no_metric_of_the_policys_loss(size: int, on: list[int]) -> None:
     mask = torch.tensor(on, dtype=torch.float32)
     tokens = max(sum(on), 1)
-    whole = one_step(reduced(told_of(slice(0, 12), mask), tokens=tokens))
-    parts = [told_of(slice(i, i + size), mask) for i in range(0, 12, size)]
+    whole = one_step(reduced(statistics_of(slice(0, 12), mask), tokens=tokens))
+    parts = [statistics_of(slice(i, i + size), mask) for i in range(0, 12, size)]
     split = one_step(reduced(*parts, tokens=tokens))
     assert split.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
     assert split.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)

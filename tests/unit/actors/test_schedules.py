@@ -84,7 +84,7 @@ def test_a_phase_may_resume_beyond_its_last_step() -> None:
 
 @pytest.mark.parametrize(("clip", "loss"), [(0.2, 0.5 * 0.8**2), (0.0, 0.5 * 0.5**2)])
 def test_the_critics_clip_is_the_configs(clip: float, loss: float) -> None:
-    """The value moved from 0 by half of what it should; clipped, it counts as 0.2."""
+    """The value moved from 0 by half of its error; clipped, it counts as 0.2."""
     config = Config(critic=CriticSection(lr=1.0, value_clip=clip))
     one = torch.ones(1, 1)
     model: Any = SimpleNamespace(values=lambda rows: 0.5 * one)

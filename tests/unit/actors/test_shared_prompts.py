@@ -178,7 +178,7 @@ def test_shared_prompts_in_a_window_are_those_of_plain_rows(name: str) -> None:
 
 
 def test_a_window_hides_what_is_before_it() -> None:
-    """Two layers see at most 2 * (WINDOW - 1) places back: what is before that changes no log-prob, what is in the
+    """Two layers see at most 2 * (WINDOW - 1) places back: earlier tokens change no log-prob, what is in the
     window does."""
     tokens, on = np.random.default_rng(0).integers(3, 50, 30).tolist(), model("mistral", "lm")
     reach = 2 * (WINDOW - 1)
@@ -228,7 +228,7 @@ def test_flash_attention_shares_prompts(family: Family) -> None:
 
 
 def check_gathers(segments_G4: np.ndarray) -> None:
-    """Compare the gradients of every gather with those of plain indexing."""
+    """Compare the gradients of every gather with plain indexing."""
     masks, places = varlen_masks(segments_G4, CPU), int(segments_G4[:, 1].sum())
     classed = [*classed_masks(segments_G4, CPU)[1:]]
     gathers = classed + ([masks.keys] if isinstance(masks, SharedMetadata) else [])
@@ -253,7 +253,7 @@ def test_gathered_keys_have_the_gradients_of_indexing(samples: list[Sample]) -> 
 def test_keys_of_prefixes_of_any_length_at_any_place(before: int, prefix: int, answers: int) -> None:
     """A prefix of three places behind others, with a single answer, ended a run: two sizes of 1 were padded as one."""
     begin = before + prefix
-    own = [(begin + 2 * n, 2, before, prefix) for n in range(answers)]  # begin, length, those of the prefix
+    own = [(begin + 2 * n, 2, before, prefix) for n in range(answers)]  # begin, length; prefix begin, prefix length
     check_gathers(np.array([*[(0, before, 0, 0)][: before > 0], (before, prefix, 0, 0), *own]))
 
 

@@ -137,7 +137,7 @@ def test_parameters_that_cannot_be_described_are_refused() -> None:
 
 
 def test_a_stack_is_a_tensor_of_each_of_its_experts() -> None:
-    """Expert parallelism deals out experts first; FSDP2 deals out those of a rank."""
+    """Expert parallelism deals out experts first; FSDP2 then cuts the experts of a rank."""
     whole = torch.randn(8, 4, 2)
     dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     try:

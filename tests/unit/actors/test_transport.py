@@ -1,4 +1,4 @@
-"""Weights over shared memory: what a reader refuses, what it heals, what it saves, and what is left behind."""
+"""Weights over shared memory: refusals, repairs, delta transfers, and an end that leaves nothing behind."""
 
 import asyncio
 import mmap

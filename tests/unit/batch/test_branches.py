@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from support.judged_groups import RL, TOOL, advantages, algorithm, group, rollout, told, with_column
+from support.judged_groups import RL, TOOL, advantages, algorithm, group, rollout, rollout_advantages, with_column
 from titan_rl.batch.experience import minibatches, samples_of, with_advantages
 from titan_rl.wire.types import Branch, Completion, Rollout, Turn
 
@@ -29,7 +29,7 @@ def test_all_branches_are_samples_of_one_sequence_and_share_its_advantage() -> N
     a = algorithm(normalize="none")
     judged, samples = with_advantages(groups, samples, a)
     assert advantages(samples) == [[0, 0.5, 0, 0.5, 0.5], [0, 0, 0.5, 0.5, 0.5], [0, 0, -0.5, -0.5]]
-    assert told(judged) == [0.5, -0.5]
+    assert rollout_advantages(judged) == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("name", RL)

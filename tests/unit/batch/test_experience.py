@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.judged_groups import RL, TOOL, advantages, algorithm, group, rollout, told, with_column, with_tool
+from support.judged_groups import (
+    RL,
+    TOOL,
+    advantages,
+    algorithm,
+    group,
+    rollout,
+    rollout_advantages,
+    with_column,
+    with_tool,
+)
 from titan_rl.batch.advantages import gae, kl_penalty
 from titan_rl.batch.experience import dead, minibatches, samples_of, teaches, with_advantages
 from titan_rl.config.sections import AlgorithmSection
@@ -42,7 +52,7 @@ def test_a_filtered_rollout_still_counts_in_its_siblings_baseline() -> None:
     a = algorithm("dapo", normalize="none")
     groups, samples = with_advantages(groups, samples_of(groups, a), a)
     assert advantages(samples) == [[0, 0, 0.5, 0.5], [0, 0, 0, 0]]
-    assert told(groups) == [0.5, 0.0]
+    assert rollout_advantages(groups) == [0.5, 0.0]
 
 
 def test_group_advantages_lie_on_every_sampled_token() -> None:
@@ -50,7 +60,7 @@ def test_group_advantages_lie_on_every_sampled_token() -> None:
     a = algorithm("dr_grpo")
     groups, samples = with_advantages(groups, samples_of(groups, a), a)
     assert advantages(samples) == [[0, 0.5, 0, 0.5, 0.5], [0, 0, -0.5, -0.5], [0, 0, 1, 1], [0, 0, -1, -1]]
-    assert told(groups) == [0.5, -0.5, 1.0, -1.0]
+    assert rollout_advantages(groups) == [0.5, -0.5, 1.0, -1.0]
 
 
 def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
@@ -58,7 +68,7 @@ def test_a_return_is_discounted_from_the_last_sampled_token() -> None:
     groups = [group(with_tool(4.0))]
     groups, samples = with_advantages(groups, samples_of(groups, a), a)
     assert advantages(samples) == [[0, 1, 0, 2, 4]]
-    assert told(groups) == pytest.approx([7 / 3])
+    assert rollout_advantages(groups) == pytest.approx([7 / 3])
 
 
 def test_a_reward_lies_on_the_last_token_that_is_trained_on() -> None:
@@ -87,7 +97,7 @@ def test_distillation_is_the_teachers_log_prob_less_the_samplers() -> None:
     groups = [group(with_tool(0.0))]
     groups, samples = with_advantages(groups, with_column(samples_of(groups, a), teacher=-0.25), a)
     assert advantages(samples) == [[0, 0.25, 0, 0, 0.5]]
-    assert told(groups) == [0.25]
+    assert rollout_advantages(groups) == [0.25]
 
 
 def test_a_rewards_kl_is_charged_before_the_groups_baseline() -> None:
@@ -96,7 +106,7 @@ def test_a_rewards_kl_is_charged_before_the_groups_baseline() -> None:
     a = algorithm("rloo", kl_coef=0.1)
     samples = with_column(samples_of(groups, a), reference=-0.7)  # k1 a token: -0.5 + 0.7 = 0.2
     groups, _ = with_advantages(groups, samples, a)
-    assert told(groups) == pytest.approx([0.1 * (3 - 1) * 0.2, -0.1 * (3 - 1) * 0.2])
+    assert rollout_advantages(groups) == pytest.approx([0.1 * (3 - 1) * 0.2, -0.1 * (3 - 1) * 0.2])
 
 
 def test_a_rewards_kl_is_charged_to_its_own_token() -> None:
@@ -120,7 +130,7 @@ def test_a_kl_in_the_loss_leaves_rewards_alone() -> None:
     groups = [group(rollout(1.0), rollout(0.0))]
     a = algorithm("grpo", kl_coef=0.5, normalize="none")
     groups, _ = with_advantages(groups, with_column(samples_of(groups, a), reference=-3.0), a)
-    assert told(groups) == [0.5, -0.5]
+    assert rollout_advantages(groups) == [0.5, -0.5]
 
 
 def test_a_penalty_is_learnt_from_and_is_no_reward() -> None:
@@ -131,7 +141,7 @@ def test_a_penalty_is_learnt_from_and_is_no_reward() -> None:
     for name in ("dr_grpo", "reinforce_pp"):
         a = algorithm(name, normalize="none")
         after, _ = with_advantages(groups, samples_of(groups, a), a)
-        assert told(after) == ([-0.25, 0.25] if name == "dr_grpo" else [0.5, 1.0])
+        assert rollout_advantages(after) == ([-0.25, 0.25] if name == "dr_grpo" else [0.5, 1.0])
         assert after[0].rewards == [1.0, 1.0]
 
 
@@ -139,8 +149,8 @@ def test_a_rollout_tells_the_mean_over_its_trained_tokens() -> None:
     a = algorithm("reinforce_pp", normalize="none", gamma=0.5)
     before = [group(rollout(1.0, 3), rollout(1.0, 1))]
     after, samples = with_advantages(before, samples_of(before, a), a)
-    assert told(after) == pytest.approx([(0.25 + 0.5 + 1) / 3, 1.0])
-    assert told(before) == [0.0, 0.0]
+    assert rollout_advantages(after) == pytest.approx([(0.25 + 0.5 + 1) / 3, 1.0])
+    assert rollout_advantages(before) == [0.0, 0.0]
     assert [replace(r, advantage=0.0) for r in after[0].rollouts] == before[0].rollouts
     assert [list(s.mask) for s in samples] == [list(s.mask) for s in samples_of(before, a)]
 
@@ -149,7 +159,7 @@ def test_a_rollout_without_tokens_tells_0() -> None:
     groups = [group(rollout(1.0, 0, cut=True), rollout(0.0))]
     for name in ("grpo", "rloo", "reinforce_pp"):
         after, _ = with_advantages(groups, samples_of(groups, algorithm(name)), algorithm(name))
-        assert told(after)[0] == 0.0
+        assert rollout_advantages(after)[0] == 0.0
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
@@ -162,7 +172,7 @@ def test_a_token_without_a_finite_logprob_spoils_no_other(name: str, bad: float)
     samples = with_column(samples_of(groups, a), reference=-1.0, teacher=-1.0, value=0.5)
     groups, samples = with_advantages(groups, samples, a)
     assert all(np.isfinite(s.columns["advantage"]).all() for s in samples)
-    assert np.isfinite(told(groups)).all()
+    assert np.isfinite(rollout_advantages(groups)).all()
 
 
 def test_equal_rewards_are_dead_and_a_filtered_group_is_too() -> None:

@@ -145,31 +145,22 @@ def test_a_weighted_sum_does_not_depend_on_the_layout(
     assert sums[0] == pytest.approx(sums[1], abs=1e-9)
 
 
-def test_a_token_mean_counts_every_trained_token_alike() -> None:
+@pytest.mark.parametrize(
+    ("weighting", "by_sample", "by_token"),
+    [
+        (Weighting("token_mean"), [3 / 8, 5 / 8, 0], [1 / 8]),
+        (Weighting("sequence_mean"), [1 / 2, 1 / 2, 0], [1 / 6, 1 / 10]),
+        (Weighting("sequence_sum", 9), [3 / (9 * 2), 5 / (9 * 2), 0], [1 / 18]),
+    ],
+)
+def test_trained_tokens_and_sequences_weigh_by_the_aggregation(
+    weighting: Weighting, by_sample: list[float], by_token: list[float]
+) -> None:
     samples = [sample(4), sample(8, prompt=3), sample(3, prompt=3)]
-    (batch,) = pack(samples, shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0)
-    assert (batch.tokens, batch.sequences) == (3 + 5, 2)
-    assert weights_of([batch], samples) == pytest.approx([3 / 8, 5 / 8, 0])
-    assert set(weights([batch]).tolist()) == {0.0, np.float32(1 / 8)}
-
-
-def test_a_sequence_mean_counts_every_trained_sequence_alike() -> None:
-    samples = [sample(4), sample(8, prompt=3), sample(3, prompt=3)]
-    batches = pack(
-        samples, shards=2, seq_len=16, rows_per_microbatch=1, pad_id=0, weighting=Weighting("sequence_mean", 9)
-    )
-    assert {(batch.tokens, batch.sequences) for batch in batches} == {(8, 2)}
-    assert weights_of(batches, samples) == pytest.approx([1 / 2, 1 / 2, 0])
-    assert weights(batches).sum() == pytest.approx(1)
-
-
-def test_a_sequence_sum_divides_by_a_constant_length() -> None:
-    samples = [sample(4), sample(8, prompt=3), sample(3, prompt=3)]
-    (batch,) = pack(
-        samples, shards=1, seq_len=16, rows_per_microbatch=1, pad_id=0, weighting=Weighting("sequence_sum", 9)
-    )
-    assert weights_of([batch], samples) == pytest.approx([3 / (9 * 2), 5 / (9 * 2), 0])
-    assert set(weights([batch]).tolist()) == {0.0, np.float32(1 / 18)}
+    batches = pack(samples, shards=2, seq_len=16, rows_per_microbatch=1, pad_id=0, weighting=weighting)
+    assert {(batch.tokens, batch.sequences) for batch in batches} == {(3 + 5, 2)}
+    assert weights_of(batches, samples) == pytest.approx(by_sample)
+    assert set(weights(batches).tolist()) == {0.0, *np.array(by_token, np.float32).tolist()}
 
 
 @given(shapes(), st.sampled_from(AGGREGATIONS))
@@ -320,7 +311,7 @@ def test_a_sample_of_unequal_lists_is_refused() -> None:
 def test_a_rollout_of_several_branches_has_the_weight_of_one_sequence(
     samples: list[Sample], aggregation: Aggregation, mesh: tuple[int, int], branches: int
 ) -> None:
-    """Cut every sample's mask into as many branches of one rollout, on any mesh: a rollout weighs what it did whole,
+    """Cut every sample's mask into branches of one rollout, on any mesh: the weight of a rollout stays the same,
     and so does each of its tokens."""
     shards, rows = mesh
     how = {"seq_len": 32, "pad_id": PAD, "weighting": Weighting(aggregation, 7)}

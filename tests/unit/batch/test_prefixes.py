@@ -1,4 +1,4 @@
-"""Samples share the places that read the same, and every trained token still sees what it would see alone."""
+"""Samples share equal places, and every trained token still sees the context that it would see alone."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def computed(batches: list[Batch]) -> int:
 
 
 def grouped(groups: int, members: int, prompt: int, answer: int) -> list[Sample]:
-    """Return groups with prompts of their own."""
+    """Return groups with different prompts."""
     return [
         Sample([9 * g + m for m in range(prompt)] + [m] * answer, [0] * prompt + [1] * answer, {}, prompt)
         for g in range(groups)

@@ -17,7 +17,7 @@ from support.control_socket import STATUS, fail, never, refuse, serving
 from support.forked_ranks import until
 from titan_rl.control.client import Endpoint, RequestFailed
 from titan_rl.control.server import ANNOUNCEMENT
-from titan_rl.ctl import MOST_ROWS, main, view
+from titan_rl.ctl import MAX_ROWS, main, view
 
 
 def ctl_with_server(tmp_path: Path, sockets: Path, *argv: str) -> int:
@@ -48,7 +48,7 @@ def test_a_long_table_shows_what_differs_and_counts_the_rest() -> None:
     with console.capture() as shown:
         console.print(view({"ranks": ranks, "waits": ranks[:3]}))
     lines = shown.get().splitlines()
-    assert len(lines) < 2 * MOST_ROWS
+    assert len(lines) < 2 * MAX_ROWS
     assert lines[2].split()[:3] == ["generator300[tp=0]", "300", "lost"]
     assert lines[3].split()[0] == "generator511[tp=0]"
     assert any(line.strip() == "and 480 more: 480 serving; --json shows all" for line in lines)

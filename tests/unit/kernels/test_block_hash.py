@@ -1,4 +1,4 @@
-"""The hash of a block: what it is of, and which damage it sees."""
+"""The hash of a block: its definition, and the damage that it detects."""
 
 import pytest
 import torch

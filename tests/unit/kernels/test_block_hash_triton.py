@@ -1,4 +1,4 @@
-"""The GPU's kernel in Triton's interpreter, in a process of its own: it is chosen before triton is imported."""
+"""The GPU's kernel in Triton's interpreter, in a separate process: it is chosen before triton is imported."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""GSPO on rollouts of several branches: a sequence is what was sampled in one context."""
+"""GSPO on rollouts of several branches: a sequence is one branch, sampled in one context."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_each_branch_has_the_ratio_of_its_own_tokens_in_all_of_its_turns(shards:
         for found, sample in zip(unpack(batches, answers, samples), samples, strict=True)
     )
     assert first == pytest.approx([math.exp((0.2 - 0.1 + 0.4) / 3)] * 3)
-    assert second == pytest.approx([math.exp(0.3)]), "not that of the whole rollout"
+    assert second == pytest.approx([math.exp(0.3)]), "the branch's ratio, not the rollout's"
     assert third == pytest.approx([math.exp(0.05)] * 2)
     advantages = [np.asarray(s.columns["advantage"])[np.asarray(s.mask) > 0] for s in samples]
     assert len({*advantages[0], *advantages[1]}) == 1, "but one advantage"

@@ -1,4 +1,4 @@
-"""Matrix products by oneDNN are those of torch, in every layout. The checks have a process of their own:
+"""Matrix products by oneDNN equal torch's, in every layout. The checks run in a separate process:
 kernels are replaced for a whole process."""
 
 import os

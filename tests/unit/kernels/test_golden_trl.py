@@ -115,7 +115,7 @@ def test_leave_one_out_advantages_are_trls() -> None:
 @pytest.mark.parametrize("clip", ["ppo", "none"])
 @pytest.mark.parametrize("name", sorted(TRL_RLOO))
 def test_on_policy_rloo_has_trls_gradients(name: str, clip: Any) -> None:
-    """TRL's ratio is that of the whole answer, a product over its tokens; at 1 its gradient is a sum over tokens."""
+    """TRL's ratio covers the whole answer, a product over its tokens; at 1 its gradient is a sum over tokens."""
     case = TRL_RLOO[name]
     inputs = case["inputs"]
     k1 = kl_penalty(np.array(inputs["old"]), np.array(inputs["reference"]), "k1")

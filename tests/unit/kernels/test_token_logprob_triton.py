@@ -1,4 +1,4 @@
-"""The GPU's tile in Triton's interpreter, in a process of its own: it is chosen before triton is imported."""
+"""The GPU's tile in Triton's interpreter, in a separate process: it is chosen before triton is imported."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def compare(
     wide: bool = False,
     truncated: bool = False,
 ) -> None:
-    """Compare values and gradients with the reference's; `wide` with those of a reference in float32 throughout."""
+    """Compare values and gradients with the reference's; with `wide` the reference computes in float32 throughout."""
     tokens, vocabulary, size = shape
     torch.manual_seed(0)
     hidden = torch.randn(tokens, size, device=device).to(dtype)

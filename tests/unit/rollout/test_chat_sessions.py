@@ -1,4 +1,4 @@
-"""Chats through sessions: what is trained is what was sampled, whatever is said to the policy."""
+"""Chats through sessions: exactly the sampled tokens are trained on, with any messages to the policy."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "mul", "parameters": {}}}]
 
 
 class AnyTokens(Answering):
-    """Samples any ids, also those that no text encodes to; three in four turns end with an end of a turn."""
+    """Samples any ids, also ids that no text encodes to; three in four turns end with an end of a turn."""
 
     def __init__(self, text: TextTokenizer) -> None:
         super().__init__()
@@ -42,30 +42,30 @@ class AnyTokens(Answering):
 
 
 class Chatting:
-    """Says what it is given, one message a turn, as an environment does."""
+    """Sends the given messages, one a turn, as an environment does."""
 
-    def __init__(self, text: TextTokenizer, says: list[Message]) -> None:
-        self.chat, self.says, self.begun = text.chat, says, 0
+    def __init__(self, text: TextTokenizer, messages: list[Message]) -> None:
+        self.chat, self.messages, self.begun = text.chat, messages, 0
 
     async def drive(self, session: Session) -> Outcome:
         messages, tokens = [ASKED], list(session.prompt.tokens)
-        for said in [*self.says, None]:
+        for message in [*self.messages, None]:
             completion = await session.sample(tokens)
             tokens += completion.tokens
             try:
                 messages.append(self.chat.parse(completion.tokens, TOOLS))
             except MalformedCall as error:
                 messages.append(error.message)
-            if said:
-                messages.append(said)
-                delta = self.chat.extend(tokens, [said], TOOLS)
+            if message:
+                messages.append(message)
+                delta = self.chat.extend(tokens, [message], TOOLS)
                 self.begun += delta is None
                 tokens = self.chat.prompt(messages, TOOLS) if delta is None else tokens + delta
         return Outcome(reward=1.0)
 
 
-def chatted(text: TextTokenizer, says: list[Message], seed: int) -> tuple[Rollout, AnyTokens, Chatting]:
-    engine, driver = AnyTokens(text), Chatting(text, says)
+def chatted(text: TextTokenizer, messages: list[Message], seed: int) -> tuple[Rollout, AnyTokens, Chatting]:
+    engine, driver = AnyTokens(text), Chatting(text, messages)
     prompt = Prompt(0, "", text.chat.prompt([ASKED], TOOLS), "")
     play = Play(id="p", prompt=prompt, sampling=Sampling(8), seed=seed)
     return asyncio.run(player(driver, engine).play(play)), engine, driver
@@ -85,8 +85,8 @@ def test_what_is_trained_is_what_was_sampled(tmp_path: Path, name: str, chat: di
     )
 
     @given(st.lists(said, max_size=5), st.integers(0, 2**20))
-    def exact(says: list[Message], seed: int) -> None:
-        rollout, engine, driver = chatted(text, says, seed)
+    def exact(messages: list[Message], seed: int) -> None:
+        rollout, engine, driver = chatted(text, messages, seed)
         assert rollout.status == "completed", rollout.error
         trained = [
             token for branch in rollout.branches for token, bit in zip(branch.tokens, branch.mask, strict=True) if bit
@@ -103,7 +103,7 @@ def test_what_is_trained_is_what_was_sampled(tmp_path: Path, name: str, chat: di
 
 
 def test_a_template_that_strips_thinking_begins_branches(tmp_path: Path) -> None:
-    says = [{"role": "user", "content": "And 5*6?"}] * 2
+    messages = [{"role": "user", "content": "And 5*6?"}] * 2
     for thinking, branches in (("keep", 1), ("template", 3)):
         text = TextTokenizer.load(chat_folder(tmp_path, "qwen3"), ChatSettings(thinking=thinking))  # type: ignore[arg-type]
-        assert len(chatted(text, says, seed=3)[0].branches) == branches
+        assert len(chatted(text, messages, seed=3)[0].branches) == branches

@@ -1,116 +1,21 @@
 """Judges that fail, hang or answer late."""
 
 import asyncio
-import json
 import math
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from support.rollout_streams import Echo, Failing, begin, ids, source, stream, told
+from support.rollout_streams import Echo, Failing, ids, source, stream
 from titan_rl.config.sections import RolloutSection
-from titan_rl.record.metrics import ages_of
 from titan_rl.rollout.sampling import RewardFailed
 from titan_rl.tasks.judging import by_rule
-from titan_rl.tasks.prompts import PromptSource
 from titan_rl.text.tokenizer import TextTokenizer
 from titan_rl.wire.errors import RankFailed
 from titan_rl.wire.types import Completion, Prompt, Request, Rollout
-
-
-@settings(deadline=None)
-@given(
-    delays=st.lists(st.integers(0, 9), min_size=1, max_size=7),
-    failing=st.sets(st.integers(0, 30), max_size=12),
-    lag=st.integers(0, 3),
-    window=st.integers(0, 3),
-    pace=st.booleans(),
-    n=st.integers(2, 4),
-    stream_size=st.integers(0, 2),
-    cut_at=st.integers(1, 5),
-)
-@example(  # the cut falls when the newest prompts have overtaken all that are in flight
-    delays=[2, 3, 0, 0, 2],
-    failing={0, 1, 2, 3, 18},
-    lag=2,
-    window=1,
-    pace=False,
-    n=3,
-    stream_size=0,
-    cut_at=5,
-)
-def test_failures_move_no_bound_and_lose_no_prompt(
-    tokenizer: TextTokenizer,
-    tmp_path_factory: pytest.TempPathFactory,
-    delays: list[int],
-    failing: set[int],
-    lag: int,
-    window: int,
-    pace: bool,
-    n: int,
-    stream_size: int,
-    cut_at: int,
-) -> None:
-    """Whichever fail, and in a run that is cut and goes on: every prompt is trained on once or dropped once, no token
-    is too old, and the ledger agrees. Unless so many fail in a row that the run ends."""
-    window = window if lag and not stream_size else 0
-    steps, folder = 6, tmp_path_factory.mktemp("ledger")
-    trained: dict[int, int] = {}
-
-    async def life(prompts: PromptSource, first: int, last: int) -> dict[str, Any]:
-        judge = Failing(dict.fromkeys(failing, 1))
-        echo = Echo(delays)
-        echo.version = first - 1
-        rollouts = stream(
-            echo,
-            prompts,
-            tokenizer,
-            n * (steps - first + 1),
-            rollout=RolloutSection(groups_per_step=n, group_size=3, lag=lag, window=window, pace=pace),
-            first=first,
-            judge=judge,
-            folder=folder,
-            reward_attempts=1,
-        )
-        begin(rollouts, first - 1, cut)
-        async with aclosing(rollouts):
-            rollouts.admit(n * (lag + 1))
-            for step in range(first, last + 1):
-                if stream_size:
-                    groups = [g async for part in rollouts.parts(n, step, stream_size) for g in part]
-                    groups.sort(key=lambda group: group.prompt.id)
-                else:
-                    groups = await rollouts.take(n, step)
-                assert len(groups) == n
-                assert max(ages_of(step, groups)) <= lag + window
-                assert {*ids(rollouts.dropped)} <= failing
-                rollouts.trained(step, groups)
-                trained.update(dict.fromkeys(ids(groups), step))
-                echo.version = step
-                rollouts.admit(n)
-            return json.loads(json.dumps(rollouts.saved(last)))
-
-    cut: dict[str, Any] = {}
-    try:
-        cut = asyncio.run(asyncio.wait_for(life(source(tokenizer), 1, cut_at), 60))
-        resumed = source(tokenizer)
-        resumed.load_state_dict(cut)
-        asyncio.run(asyncio.wait_for(life(resumed, cut_at + 1, steps), 60))
-    except RewardFailed:
-        assert len(failing) >= n
-        return
-    dropped = {id for id, *_ in told(folder, "dropped")}
-    assert dropped <= failing
-    assert trained.keys().isdisjoint(failing)
-    assert len(trained) == n * steps
-    assert {*trained, *dropped} == set(range(n * steps + len(dropped)))
-    assert {attempt for *_, attempt in told(folder, "admitted")} <= {1, 2}
 
 
 async def test_with_a_window_the_groups_behind_a_failed_one_move_up(tokenizer: TextTokenizer) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.rollout_streams import Echo, ids, right_if_one, source, told
+from support.rollout_streams import Echo, ids, ledger_lines, right_if_one, source
 from support.turn_drivers import Answering, Conversation
 from titan_rl.batch.experience import samples_of, with_advantages
 from titan_rl.config.sections import AlgorithmSection, RolloutSection
@@ -87,7 +87,7 @@ def test_a_failed_rollout_is_no_baseline_and_is_not_trained_on(tokenizer: TextTo
     assert len(samples) == 6, "of the valid rollouts"
     mean = sum(rollout.reward for rollout in valid) / 2
     assert [r.advantage for r in judged[0].rollouts] == pytest.approx([0.0, 0.0, *(r.reward - mean for r in valid)])
-    (line,) = [line for line in told(tmp_path, "scored") if line[0] == 0]
+    (line,) = [line for line in ledger_lines(tmp_path, "scored") if line[0] == 0]
     assert line[1][:2] == [None, None]
 
 
@@ -96,7 +96,7 @@ def test_a_group_with_fewer_than_two_valid_rollouts_is_replaced(tokenizer: TextT
     assert ids(taken(rollouts)) == [1, 2]
     assert ids(rollouts.dropped) == [0]
     why = "failed: 3 of 4 rollouts failed; the first: error: ValueError: no such tool"
-    assert [line[:2] for line in told(tmp_path, "dropped")] == [(0, why)]
+    assert [line[:2] for line in ledger_lines(tmp_path, "dropped")] == [(0, why)]
 
 
 def test_rollouts_that_always_fail_end_the_run(tokenizer: TextTokenizer, tmp_path: Path) -> None:

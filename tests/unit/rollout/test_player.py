@@ -40,7 +40,7 @@ async def one_turn_then(session: Session, outcome: Outcome | Exception) -> Outco
     ("outcome", "status", "error"),
     [
         (ValueError("no such tool"), "error", "ValueError: no such tool"),
-        (TimeoutError("of its own"), "error", "TimeoutError: of its own"),
+        (TimeoutError("the driver's"), "error", "TimeoutError: the driver's"),
         (Outcome("timeout", reward=0.0, error="a tool hung"), "timeout", "a tool hung"),
         (Outcome(reward=float("nan")), "error", "ValueError: expected a finite reward, found nan"),
         (
@@ -133,7 +133,9 @@ def test_a_rollouts_turns_ask_for_the_replica_that_knows_them() -> None:
 def test_an_evaluation_is_greedy_and_has_the_same_turns_every_time() -> None:
     async def body() -> tuple[list[Request], Completion]:
         engine = Answering()
-        rollout = await player(Conversation(lambda seed: 3), engine).alone(PROMPT, replace(SAMPLING, temperature=0.0))
+        rollout = await player(Conversation(lambda seed: 3), engine).play_for_evaluation(
+            PROMPT, replace(SAMPLING, temperature=0.0)
+        )
         return engine.requests, rollout.completion
 
     (requests, completion), again = asyncio.run(body()), asyncio.run(body())
@@ -143,7 +145,7 @@ def test_an_evaluation_is_greedy_and_has_the_same_turns_every_time() -> None:
 
 async def test_each_turn_of_a_sampled_evaluation_has_noise_of_its_own() -> None:
     engine = Answering()
-    play = player(Conversation(lambda seed: 3), engine).alone
+    play = player(Conversation(lambda seed: 3), engine).play_for_evaluation
     await play(PROMPT, SAMPLING)
     await play(replace(PROMPT, id=PROMPT.id + 1), SAMPLING)
     assert len({tuple(request.seeds) for request in engine.requests}) == 6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.rollout_streams import Echo, Failing, ids, source, stream, told
+from support.rollout_streams import Echo, Failing, ids, ledger_lines, source, stream
 from titan_rl.config.sections import RolloutSection
 from titan_rl.record.metrics import step_metrics, step_times
 from titan_rl.rollout.sampling import RewardFailed, SamplingFailed
@@ -49,7 +49,7 @@ async def test_a_refused_prompt_is_replaced_and_counted(tokenizer: TextTokenizer
     stats, clock = StepStats(0.0, 0.0, 0.0, 1, 1.0), Clock()
     metrics = step_metrics(1, groups, stats, SyncStats(1), step_times(clock.lap()), dropped=rollouts.dropped)
     assert (metrics["dropped/failed"], metrics["dropped/groups"], metrics["dropped/tokens"]) == (2, 0, 0)
-    reasons = {line[0]: line[1] for line in told(tmp_path, "dropped")}
+    reasons = {line[0]: line[1] for line in ledger_lines(tmp_path, "dropped")}
     assert reasons == {i: f"failed: request prompt-{i}: 69 tokens and 4 new ones exceed 32" for i in (1, 2)}
 
 

@@ -5,7 +5,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from support.rollout_streams import Echo, Failing, ids, source, stream, told
+from support.rollout_streams import Echo, Failing, ids, ledger_lines, source, stream
 from titan_rl.text.tokenizer import TextTokenizer
 
 
@@ -31,7 +31,7 @@ async def test_replacements_take_nothing_from_the_steps_to_come(tokenizer: TextT
         rollouts.admit(2)
         second = await rollouts.take(2, 1)
     assert (ids(first), ids(second)) == ([2, 3], [4, 5])
-    assert rollouts.dropped == []  # of the last take only
+    assert rollouts.dropped == []  # only the last take's are listed
 
 
 async def test_a_round_of_replacements_is_admitted_at_once(tokenizer: TextTokenizer) -> None:
@@ -93,12 +93,12 @@ async def test_a_group_whose_judge_fails_is_dropped_and_another_prompt_takes_its
         assert all(group.rewards == [1.0, 0.0, 1.0] for group in groups)
         rollouts.trained(1, groups)
     reason = "ZeroDivisionError: no such thing as"
-    assert sorted(told(tmp_path, "failed")) == [
+    assert sorted(ledger_lines(tmp_path, "failed")) == [
         (id, attempt, f"{reason} {id}") for id, attempt in [(1, 1), (1, 2), (2, 1), (4, 1), (4, 2)]
     ]
-    assert told(tmp_path, "dropped") == [(1, f"failed: {reason} 1", 3), (4, f"failed: {reason} 4", 3)]
-    assert {line[0] for line in told(tmp_path, "sampled")} == set(range(6))
-    assert {line[0] for line in told(tmp_path, "scored")} == {0, 2, 3, 5}
+    assert ledger_lines(tmp_path, "dropped") == [(1, f"failed: {reason} 1", 3), (4, f"failed: {reason} 4", 3)]
+    assert {line[0] for line in ledger_lines(tmp_path, "sampled")} == set(range(6))
+    assert {line[0] for line in ledger_lines(tmp_path, "scored")} == {0, 2, 3, 5}
 
 
 async def test_flat_and_failed_groups_are_replaced_together_but_failures_use_up_no_round(
@@ -129,4 +129,4 @@ async def test_a_streamed_step_replaces_them_too(tokenizer: TextTokenizer, tmp_p
         parts = [ids(part) async for part in rollouts.parts(1, 1, 4)]
         assert parts == [[7]]
         assert ids(rollouts.dropped) == [6]
-    assert [id for id, *_ in told(tmp_path, "dropped")] == [1, 6]
+    assert [id for id, *_ in ledger_lines(tmp_path, "dropped")] == [1, 6]

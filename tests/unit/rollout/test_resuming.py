@@ -1,4 +1,4 @@
-"""The cut of a stream: a run that resumes from it trains on every prompt once, whatever was in flight."""
+"""The cut of a stream: a run that resumes from it trains on every prompt once, with any groups in flight."""
 
 import asyncio
 import json
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from support.rollout_streams import Echo, Failing, begin, ids, replayed, right_if_one, source, stream
 from titan_rl.config.sections import RolloutSection
+from titan_rl.record.metrics import ages_of
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.wire.types import Completion, Request
+from titan_rl.wire.types import Completion, Group, Request
 
 STEPS = 8
 STRAGGLES = 60
@@ -76,7 +77,7 @@ async def test_prompts_newer_than_all_in_flight_are_not_forgotten(tokenizer: Tex
 
 @dataclass(frozen=True)
 class Life:
-    """One process of a run: what it is slow at, and where it dies."""
+    """One process of a run: its delays, and the step after which it dies."""
 
     delays: list[int]
     slow: int  # each prompt whose id this divides takes STRAGGLES turns more
@@ -88,8 +89,9 @@ class Life:
 @dataclass(frozen=True)
 class Settings:
     rollout: RolloutSection
-    failing: bool  # the judge, on two of the prompts
+    failing: bool  # the judge fails on every 23rd prompt
     dynamic: bool
+    part_size: int = 0  # groups that a streamed step takes at a time; 0: the whole step
 
 
 @st.composite
@@ -98,7 +100,7 @@ def runs(draw: st.DrawFn) -> tuple[Settings, list[Life]]:
     window = draw(st.integers(0, 2)) if lag else 0
     failing = draw(st.booleans())
     rollout = RolloutSection(
-        groups_per_step=3 if failing else draw(st.integers(1, 3)),  # as many failures in a row end a run
+        groups_per_step=3 if failing else draw(st.integers(1, 3)),  # fewer failures in a row do not end a run
         group_size=3,
         lag=lag,
         window=window,
@@ -113,7 +115,9 @@ def runs(draw: st.DrawFn) -> tuple[Settings, list[Life]]:
         lost=st.booleans(),
     )
     lives = draw(st.lists(life, min_size=2, max_size=5))
-    return Settings(rollout, failing, not window and draw(st.booleans())), lives
+    dynamic = not window and draw(st.booleans())
+    part_size = 0 if window or dynamic else draw(st.integers(0, 2))
+    return Settings(rollout, failing, dynamic, part_size), lives
 
 
 class Run:
@@ -147,6 +151,12 @@ class Run:
         )
         begin(rollouts, self.step, self.cut)
 
+        async def take(step: int) -> list[Group]:
+            if not (size := self.settings.part_size):
+                return await rollouts.take(n, step)
+            groups = [group async for part in rollouts.parts(n, step, size) for group in part]
+            return sorted(groups, key=lambda group: group.prompt.id)
+
         async def serve(version: int) -> None:
             for _ in range(life.pulls[version % len(life.pulls)]):
                 await asyncio.sleep(0)
@@ -157,7 +167,9 @@ class Run:
         async with aclosing(rollouts):
             rollouts.admit(n * (rollout.lag + 1))
             for step in range(self.step + 1, last + 1):
-                groups = await rollouts.take(n, step)
+                groups = await take(step)
+                assert len(groups) == n
+                assert max(ages_of(step, groups)) <= rollout.lag + rollout.window
                 rollouts.trained(step, groups)
                 self.trained += ids(groups)
                 await syncing
@@ -166,7 +178,7 @@ class Run:
                     await syncing
             self.step, self.cut = last, json.loads(json.dumps(rollouts.saved(last)))
             if life.lost and last < STEPS:
-                rollouts.trained(last + 1, await rollouts.take(n, last + 1))
+                rollouts.trained(last + 1, await take(last + 1))
             syncing.cancel()
             with suppress(asyncio.CancelledError):
                 await syncing

@@ -82,7 +82,7 @@ def test_no_token_is_older_than_the_bound(
 
 
 def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) -> None:
-    """The first group never finishes by itself: without a window nothing goes on, with one the others do, so long."""
+    """The first group never finishes by itself: without a window the step waits for it, with one others come first."""
 
     class Straggler(Echo):
         def __init__(self) -> None:
@@ -121,7 +121,7 @@ def test_the_bound_is_reached_and_a_window_moves_it(tokenizer: TextTokenizer) ->
 
 def test_quick_generators_wait_rather_than_grow_stale(tokenizer: TextTokenizer) -> None:
     """Where sampling is quicker than training, two steps' worth in flight are enough. Where it takes four steps as
-    long, there are as many more as keep the trainers busy."""
+    long, more are in flight, enough to keep the trainers busy."""
 
     async def ages_with(pace: bool, turns: int) -> tuple[int, int]:
         echo = Echo([turns])

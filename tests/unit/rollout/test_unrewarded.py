@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.rollout_streams import Echo, begin, ids, replayed, source, stream, told
+from support.rollout_streams import Echo, begin, ids, ledger_lines, replayed, source, stream
 from titan_rl.record.ledger import NAME, decode, events
 from titan_rl.record.metrics import _part_metrics
 from titan_rl.record.run_history import History
@@ -59,7 +59,7 @@ def test_an_answer_without_a_reward_is_named_and_its_group_goes_on(tokenizer: Te
     (scored,) = [e for e in events(tmp_path) if e["event"] == "scored" and e["prompt"] == 1]
     assert scored["rewards"][1] is None
     assert scored["errors"] == {"1": LOST.error}
-    ((id, attempt, error),) = told(tmp_path, "failed")
+    ((id, attempt, error),) = ledger_lines(tmp_path, "failed")
     assert (id, attempt) == (3, 1)
     assert error == f"2 of 3 answers have no reward; the first: {LOST.error}"
     replayed(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.rollout_streams import Echo, begin, ids, stream, told
+from support.rollout_streams import Echo, begin, ids, ledger_lines, stream
 from titan_rl.config.sections import CurriculumSection, RolloutSection
 from titan_rl.tasks.curriculum import Curriculum
 from titan_rl.tasks.examples import Example
@@ -217,7 +217,7 @@ def test_a_cut_run_trains_every_prompt_once_and_each_on_its_own_example(
 
     folders = [tmp_path_factory.mktemp("ledger") for _ in range(2)]
     resumed = run(folders[0], [cut_at])
-    dropped = [id for id, *_ in told(folders[0], "dropped")]
+    dropped = [id for id, *_ in ledger_lines(folders[0], "dropped")]
     done = sorted([*(id for id in resumed if id >= 0), *dropped])
     assert len(done) == len(set(done))
     if not lag:

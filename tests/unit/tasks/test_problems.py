@@ -39,8 +39,8 @@ class Engines:
         return [Completion([id % 4], [math.nan if id < self.unsound else 0.0], [0], "stop", "generator1")]
 
 
-def alone(engines: Engines) -> Plays:
-    return Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
+def play_for_evaluation(engines: Engines) -> Plays:
+    return Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).play_for_evaluation
 
 
 def score(
@@ -59,7 +59,7 @@ def score(
                 await asyncio.sleep(0.01)
 
         ticking = asyncio.create_task(tick())
-        found = await problems.score(alone(engines or Engines()), warnings.append)
+        found = await problems.score(play_for_evaluation(engines or Engines()), warnings.append)
         ticking.cancel()
         return found, max(b - a for a, b in zip(ticks, [*ticks[1:], time.monotonic()], strict=True))
 
@@ -159,7 +159,7 @@ async def test_training_and_evaluation_never_call_user_code_at_once() -> None:
     problems = Problems(PROMPTS, by_rule(reward, 30, thread), Sampling(4))
     train, done = by_rule(reward, 30, thread), Rollout([], "", math.nan)
     groups = [train(prompt, [done] * 2) for prompt in PROMPTS]
-    await asyncio.gather(problems.score(alone(Engines()), print), *groups)
+    await asyncio.gather(problems.score(play_for_evaluation(Engines()), print), *groups)
     assert most == 1
 
 
@@ -179,7 +179,7 @@ class SeedParity:
 
 
 def measure(problems: Problems, engines: SeedParity, warnings: list[str]) -> Evaluation:
-    plays = Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).alone
+    plays = Player(None, engines, lambda tokens: str(tokens[0]), limits=SessionLimits()).play_for_evaluation
     return asyncio.run(problems.measure(plays, warnings.append))
 
 

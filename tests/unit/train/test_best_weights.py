@@ -13,7 +13,7 @@ from titan_rl.config.toml import find, load
 from titan_rl.preflight.plan import prepare
 from titan_rl.record.checkpoints import METADATA, Checkpoints
 from titan_rl.record.evaluation import Answer, Evaluation
-from titan_rl.train.best_weights import MEASURED, BestWeights, kept_in
+from titan_rl.train.best_weights import MEASURED, BestWeights, best_folders
 from titan_rl.wire.errors import RankDied, RankFailed, RunError
 from titan_rl.wire.spans import Clock
 
@@ -135,7 +135,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_folder(world: World, monkeypatch: p
         patch.setattr("shutil.rmtree", kill) if at == "rmtree" else patch.setattr(Path, at, kill)
         with pytest.raises(Killed):
             world.offer(4, 0.75)
-    found = kept_in(world.folder / "best")
+    found = best_folders(world.folder / "best")
     assert found
     for best in found:
         assert (best.folder / "model.safetensors").read_text() == f"weights of step {best.step}"

@@ -1,4 +1,4 @@
-"""Which GPU each rank gets, what it is launched with, in which order meshes start, and the end of a run."""
+"""The GPU and environment of each rank, the order in which meshes start, and the end of a run."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from titan_rl.train import bring_up
 from titan_rl.train.rank_places import RankPlaces, cuda_environment, resources
 from titan_rl.wire import gpus
 
-# In a process of its own: the end of a run is the end of Monarch and of all ranks in the controller's process.
+# In a separate process: the end of a run is the end of Monarch and of all ranks in the controller's process.
 PROGRAM = """
 import asyncio, os, subprocess, sys, time
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_cuda_ranks_are_launched_with_what_exact_and_deterministic_products_need
 
 
 class Started:
-    """The two kinds of meshes, which note when they start and what they are launched with."""
+    """The two kinds of meshes, which record their start and their environment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str, **keys: Any) -> None:
         self.events: list[str] = []

@@ -1,4 +1,4 @@
-"""Log-probs of generators against those of trainers, before anything is trained."""
+"""Log-probs of generators against the trainers', before anything is trained."""
 
 import asyncio
 import math
@@ -14,11 +14,18 @@ from titan_rl.preflight.plan import Setup
 from titan_rl.tasks.task import Task, load_task
 from titan_rl.text import tokenizer as characters
 from titan_rl.text.tokenizer import TextTokenizer
-from titan_rl.train.engine_proof import SAMPLED, SAMPLES, Continuation, continuations, gap_of, tolerance_of
+from titan_rl.train.engine_proof import (
+    NEW_TOKENS,
+    SAMPLES,
+    Continuation,
+    logprob_gap,
+    sample_continuations,
+    tolerance_of,
+)
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.types import Completion, Request
 
-READ, SAID = [2, 9, 10], [11, 12, 13, 2]
+PROMPT, SAMPLED = [2, 9, 10], [11, 12, 13, 2]
 LOGPROBS = [-1.5, -0.25, -3.0, -0.5]
 
 
@@ -32,8 +39,8 @@ def config_of(**keys: Any) -> Config:
 
 
 def gap(trained: list[float], config: Config | None = None, sampled: list[float] = LOGPROBS) -> float:
-    found = Continuation(READ, Completion(SAID, sampled, [0] * 4, "stop"))
-    return gap_of([found], [np.array([0.0, 0.0, 0.0, *trained])], config or on_device(Config(), "cpu"))
+    continuation = Continuation(PROMPT, Completion(SAMPLED, sampled, [0] * 4, "stop"))
+    return logprob_gap([continuation], [np.array([0.0, 0.0, 0.0, *trained])], config or on_device(Config(), "cpu"))
 
 
 def test_rounding_is_no_difference_and_more_ends_the_run_by_name() -> None:
@@ -95,16 +102,16 @@ def test_every_replica_continues_a_prompt_that_no_rollout_has(
     setup = Prepared()
     setup.__dict__.update(config=config, task=task, tokenizer=tokenizer)
     engines = Engines()
-    found = asyncio.run(continuations(cast(Setup, setup), engines, 3))
+    continuations = asyncio.run(sample_continuations(cast(Setup, setup), engines, 3))
     assert len({request.id for request in engines.requests}) == len(engines.requests) == 3
     seeds = [seed for request in engines.requests for seed in request.seeds]
-    assert len(set(seeds)) == len(seeds) == 3 * SAMPLES == len(found)
+    assert len(set(seeds)) == len(seeds) == 3 * SAMPLES == len(continuations)
     for request in engines.requests:
         assert request.tokens[0] == tokenizer.eos, "so it shares no prefix with a rollout"
         assert request.tokens[1:] == task.prompt(task.train[0], 0, tokenizer).tokens[: len(request.tokens) - 1]
         assert request.sampling.temperature == temperature
         assert len(request.tokens) + request.sampling.max_new_tokens <= 16
-        assert request.sampling.max_new_tokens == SAMPLED
-    for each in found:
-        sample = each.sample
-        assert (list(sample.tokens), list(sample.mask)) == ([*each.read, *[7] * 8], [0] * len(each.read) + [1] * 8)
+        assert request.sampling.max_new_tokens == NEW_TOKENS
+    for continuation in continuations:
+        prompt, sample = continuation.prompt, continuation.sample
+        assert (list(sample.tokens), list(sample.mask)) == ([*prompt, *[7] * 8], [0] * len(prompt) + [1] * 8)

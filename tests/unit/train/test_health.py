@@ -1,4 +1,4 @@
-"""When a run that makes no progress ends, and what it says."""
+"""When a run that makes no progress ends, and the error that it ends with."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ def health(warned: list[str] | None = None, **fault: Any) -> Health:
 
 
 def test_weights_are_called_ruined_where_the_loss_is_not_finite_and_are_not_saved() -> None:
-    """Skipped updates leave the weights as they were, which says nothing about how they were."""
+    """A skipped update keeps the weights, but they may have been ruined before."""
     watched = health(max_bad_steps=2)
     broken = replace(STEP, loss=math.nan, grad_norm=math.nan, skipped=1)
     assert watched.after(4, broken, phase="cold_start") is None
@@ -63,11 +63,10 @@ def test_weights_are_called_ruined_where_the_loss_is_not_finite_and_are_not_save
 def test_a_run_whose_last_step_is_not_finite_has_not_succeeded(bad: dict[str, Any]) -> None:
     watched = health()
     assert watched.after(1, replace(STEP, **bad)) is None
-    error = watched.at_the_end()
-    assert error is not None
-    assert "the last step was not sound" in str(error)
+    with pytest.raises(Ruined, match="the last step was not sound"):
+        watched.raise_if_last_step_unsound()
     assert watched.after(2, STEP) is None
-    assert watched.at_the_end() is None
+    watched.raise_if_last_step_unsound()
 
 
 def test_sampling_logprobs_that_are_not_finite_are_named_by_replica_and_rollout() -> None:
@@ -77,7 +76,7 @@ def test_sampling_logprobs_that_are_not_finite_are_named_by_replica_and_rollout(
     assert watched.after(1, STEP, [group]) is None
     what = "2 of 4 sampled tokens have a log-prob that is not finite, first in sample 1 of prompt 7, by generator1"
     assert warned == [f"step 1: {what}; nothing is learnt from these tokens"]
-    assert watched.at_the_end() is None, "the other tokens were sound"
+    watched.raise_if_last_step_unsound()  # the other tokens were sound
     assert watched.after(2, STEP, [sampled(-1.0)]) is None
     assert watched.after(3, STEP, [group]) is None
     error = watched.after(4, STEP, [group])
@@ -89,6 +88,5 @@ def test_a_run_that_ends_without_one_finite_logprob_has_not_succeeded() -> None:
     watched = health()
     nothing = replace(sampled(), rollouts=sampled(math.nan, replica="generator0").rollouts[1:])
     assert watched.after(1, replace(STEP, loss=0.0, grad_norm=0.0), [nothing]) is None
-    error = watched.at_the_end()
-    assert error is not None
-    assert "1 of 1 sampled tokens" in str(error)
+    with pytest.raises(Ruined, match="1 of 1 sampled tokens"):
+        watched.raise_if_last_step_unsound()

@@ -1,4 +1,4 @@
-"""The learner with meshes that only count and write empty checkpoints: what it asks for, and what it keeps on disk."""
+"""The learner with meshes that only count and write empty checkpoints: its calls, and the checkpoints on disk."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ from titan_rl.wire.types import Batch, Sample
 
 
 def learner_of(folder: Path, config: Config, trainers: Any, *, critic: Any = None) -> tuple[Learner, list[str]]:
-    """Return a learner, and what it notes."""
+    """Return a learner, and its notes."""
     notes: list[str] = []
     run: Any = SimpleNamespace(
         config=config,

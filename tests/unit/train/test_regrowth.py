@@ -24,7 +24,7 @@ class Trainers:
     dp = 1
 
     def __init__(self) -> None:
-        self.starts: list[Any] = []  # what each start comes to: a number of rows, or an error
+        self.starts: list[Any] = []  # the outcome of each start: a number of rows, or an error
 
     @property
     def size(self) -> str:
@@ -90,7 +90,7 @@ def test_without_checkpoints_there_is_nothing_to_grow_from(tmp_path: Path) -> No
 
 
 def recovered(world: World, starts: list[Any], *attempts: Any) -> list[str]:
-    """Make attempts, each of which comes to an error or None; return what happened."""
+    """Make attempts with these outcomes, errors or None; return the events."""
     happened: list[str] = []
     world.trainers.starts = starts
 

@@ -24,7 +24,7 @@ from titan_rl.wire.errors import RankFailed, RunError
 from titan_rl.wire.spans import Clock
 
 Outcome = Literal["good", "fails", "killed", "resumed"]
-WRITES = 4  # of one rank's save
+WRITES = 4  # per save of a rank
 CALLS = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync")
 
 
@@ -77,7 +77,7 @@ class Ranks:
     def __init__(self, folder: Path, background: bool, completed: Callable[[int], object]) -> None:
         self._folder, self._background, self._completed = folder, background, completed
         self._pending: tuple[int, int] | None = None
-        self.writes = WRITES + 1  # of the next save; it fails after at most WRITES
+        self.writes = WRITES + 1  # after which the next save fails; it makes WRITES
 
     async def save(self, step: int, controller: str, *, on_disk: bool) -> None:
         await self.wait_for_saving()
@@ -170,7 +170,7 @@ class RunOnDisk:
         DISK.left = where if outcome == "killed" else None
         try:
             await self.learner.save(self.step, "{}", on_disk=on_disk)
-            if outcome != "good":  # what is written in the background
+            if outcome != "good":  # the save in the background may have failed
                 await self.learner._last_saves_written()
         except (Killed, RunError):
             DISK.left = None

@@ -27,7 +27,7 @@ IN_MEMORY = Resume(3, None, Snapshot("rl", 3, "{}", 1, {}))
 
 
 class Learner:
-    """Notes what it is asked to keep."""
+    """Records the calls that keep a step."""
 
     failed_saves = 0
     saves = True
@@ -64,7 +64,7 @@ def steps(
     growth: bool = False,
     learner: Learner | None = None,
 ) -> list[str]:
-    """Make ten steps, and return what was kept in which order."""
+    """Make ten steps, and return the saves in their order."""
     learner = learner or Learner()
 
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""How a loop ends, pauses and saves when it is told to: signals in a real process, requests beside a real loop."""
+"""How a loop ends, pauses and saves on request: signals in a real process, calls next to a real loop."""
 
 import asyncio
 import os
@@ -119,12 +119,12 @@ def test_ctrl_c_ends_a_pause_at_once_at_the_step_that_was_saved() -> None:
     process = start("pausing", 0.1)
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=30)  # a pause has no end of its own; after the grace, it would be cancelled
+    out, _ = process.communicate(timeout=30)  # a pause does not end by itself; after the grace, it would be cancelled
     assert [line for line in out.splitlines() if "paused" not in line] == ["step 1 saved", "left"]
 
 
 class Loop:
-    """Ten steps beside what the test asks; a save fails as often as `failing` says."""
+    """Makes ten steps next to the test's calls; the first `failing` saves fail."""
 
     def __init__(self, steps: int = 10, seconds: float = 0.02, failing: int = 0, grace: float = 25.0) -> None:
         self.steps, self.seconds, self.failing, self.grace = steps, seconds, failing, grace
@@ -132,7 +132,7 @@ class Loop:
         self.saved: list[int] = []
         self.clock = Clock()
 
-    def beside(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
+    def alongside(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
         return asyncio.run(self._both(asks))
 
     async def _both(self, asks: Callable[[Stop], Awaitable[Any]]) -> Any:
@@ -142,11 +142,11 @@ class Loop:
         await asyncio.wait_for(loop, 60)
         return answer
 
-    async def _run(self, told: asyncio.Future[Stop]) -> None:
+    async def _run(self, ready: asyncio.Future[Stop]) -> None:
         task = asyncio.current_task()
         assert task is not None
         stop = Stop(task, self.clock, Terminal(), self.grace)
-        told.set_result(stop)
+        ready.set_result(stop)
         for step in stop.steps(1, self.steps):
             await asyncio.sleep(self.seconds)
             self.trained.append(step)
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_answered_when_it_is_on_disk_and_the_loop_goes_on() -> N
         await asyncio.sleep(0.05)
         return await stop.checkpoint(), list(loop.saved)
 
-    answer, saved = loop.beside(asks)
+    answer, saved = loop.alongside(asks)
     assert saved == [answer["saved"]]
     assert loop.trained == list(range(1, 11))
     assert loop.saved == [answer["saved"], 10]
@@ -173,20 +173,20 @@ def test_a_checkpoint_is_answered_when_it_is_on_disk_and_the_loop_goes_on() -> N
 
 def test_two_who_ask_for_a_checkpoint_get_the_same_one() -> None:
     loop = Loop()
-    first, second = loop.beside(lambda stop: asyncio.gather(stop.checkpoint(), stop.checkpoint()))
+    first, second = loop.alongside(lambda stop: asyncio.gather(stop.checkpoint(), stop.checkpoint()))
     assert first["saved"] == second["saved"]
     assert len(loop.saved) == 2
 
 
 def test_a_save_that_fails_is_tried_again_after_the_next_step() -> None:
     loop = Loop(failing=2)
-    assert loop.beside(lambda stop: stop.checkpoint())["saved"] == 3
+    assert loop.alongside(lambda stop: stop.checkpoint())["saved"] == 3
     assert loop.saved == [3, 10]
 
 
 def test_the_loop_never_ends_at_a_step_that_was_not_saved() -> None:
     loop = Loop(failing=2)
-    answer = loop.beside(lambda stop: stop.leave())
+    answer = loop.alongside(lambda stop: stop.leave())
     assert answer["state"] == "stopping"
     assert loop.trained == [1, 2, 3]
     assert loop.saved == [3]
@@ -204,7 +204,7 @@ def test_nothing_is_trained_in_a_pause_and_everything_after_it() -> None:
         assert (await stop.resume())["state"] != "paused"
         return paused, trained
 
-    paused, trained = loop.beside(asks)
+    paused, trained = loop.alongside(asks)
     assert paused["state"] == "paused"
     assert paused["saved"] == paused["step"] == trained[-1]
     assert loop.trained == list(range(1, 11))
@@ -222,7 +222,7 @@ def test_a_pause_that_is_yet_to_come_can_be_taken_back() -> None:
         await stop.resume()
         return await pausing
 
-    assert loop.beside(asks)["state"] != "paused"
+    assert loop.alongside(asks)["state"] != "paused"
     assert loop.trained == list(range(1, 11))
 
 
@@ -235,13 +235,13 @@ def test_a_paused_loop_that_is_stopped_saves_nothing_more() -> None:
         with pytest.raises(RequestRefused, match="stopping"):
             await stop.pause()
 
-    loop.beside(asks)
+    loop.alongside(asks)
     assert loop.trained == loop.saved == [1]
 
 
 def test_a_stop_that_is_asked_for_has_more_patience_than_ctrl_c() -> None:
     loop = Loop(seconds=0.3, grace=0)
-    loop.beside(lambda stop: stop.leave())
+    loop.alongside(lambda stop: stop.leave())
     assert loop.saved == [1]
 
 
@@ -257,7 +257,7 @@ def test_the_time_for_a_save_is_kept_free(last_save: float | None, left: float) 
         assert stop.leaves_time(left - 30)
         assert not stop.leaves_time(left + 0.01)
 
-    Loop(steps=2, seconds=0.3, grace=250).beside(asks)
+    Loop(steps=2, seconds=0.3, grace=250).alongside(asks)
 
 
 def test_what_begins_after_the_grace_is_given_up_at_once_and_a_death_is_no_stop() -> None:
@@ -272,7 +272,7 @@ def test_what_begins_after_the_grace_is_given_up_at_once_and_a_death_is_no_stop(
         assert stop.given_up
         assert await stop.in_time(asyncio.sleep(60, "never")) is None
 
-    Loop(steps=2, seconds=0.3, grace=0).beside(asks)
+    Loop(steps=2, seconds=0.3, grace=0).alongside(asks)
 
 
 async def test_a_loop_that_fails_can_be_begun_again() -> None:

@@ -26,7 +26,7 @@ class FakeTrainers:
 
     def __init__(self) -> None:
         self.alive = 1  # the generation that can be read from; 0: none
-        self.places: Any = ()  # of the readers that it was told of
+        self.places: Any = ()  # the readers' places, from `stage`
 
     async def shards(self) -> list[list[Shard]]:
         return [[Shard(name, 0, rows, 0, cols) for name, (rows, cols) in hf_sizes(TINY).items()]]
