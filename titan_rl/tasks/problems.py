@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from titan_rl.record.evaluation import Answer, Evaluation
-from titan_rl.tasks.reward_pool import RewardHung
+from titan_rl.tasks.reward_thread import RewardHung
 from titan_rl.wire.errors import RunError
 from titan_rl.wire.sessions import Plays
 from titan_rl.wire.stop_reasons import FAILED

@@ -15,7 +15,7 @@ from titan_rl.rollout.player import Player
 from titan_rl.rollout.session import SessionLimits
 from titan_rl.tasks.judging import by_rule
 from titan_rl.tasks.problems import MOST_HUNG, Problems
-from titan_rl.tasks.reward_pool import SideThread
+from titan_rl.tasks.reward_thread import SideThread
 from titan_rl.tasks.rewards import Messages
 from titan_rl.wire.errors import RankDied, RequestRefused, RunError
 from titan_rl.wire.sessions import Plays
