@@ -63,8 +63,7 @@ def write(folder: Path, policy: Callable[[Random, float, int], Answer], steps: i
                     line = {"kind": "rl", "step": step, "prompt_id": prompt, "sample": sample, "answer": str(reference)}
                     line |= {"finish": "stop", "mask": [0] + [1] * tokens, **answer}
                     file.write(json.dumps(line) + "\n")
-    with Ledger(folder) as ledger:
-        ledger.begun(0, 0, [])
+    Ledger(folder).close()
     return reward_report(folder)
 
 

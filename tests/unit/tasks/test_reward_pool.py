@@ -104,7 +104,7 @@ def test_fast_answers_of_many_groups_are_asked_for_together_and_a_bad_one_costs_
 
 
 def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rewards() -> None:
-    texts = ["ok 1", "regex", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
+    texts = ["ok 1", "raise", "nan", "exit", "sys.exit", "fork 2", "leak", "ok 3", "orphan 4", "sleep 60"]
 
     async def body(pool: RewardPool) -> list[Judgement]:
         return await judge(pool, texts)
@@ -113,7 +113,6 @@ def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rew
     rewarded = {text: verdict.reward for text, verdict in found.items() if not math.isnan(verdict.reward)}
     assert rewarded == {"ok 1": 1.0, "fork 2": 2.0, "ok 3": 3.0, "orphan 4": 4.0}
     for text, said in {
-        "regex": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:20 .*; its process is killed",
         "sleep 60": r"rewards:obey did not return within 2 s at .*hostile_rewards.py:18 .*; its process is killed",
         "raise": r"ZeroDivisionError: mine at .*hostile_rewards.py:22",
         "nan": r"to return a finite number, found nan",
@@ -122,7 +121,7 @@ def test_whatever_user_code_does_it_alone_is_named_and_the_others_have_their_rew
         "leak": r"had \d+ MiB of memory, more than task.reward_memory_mb = 400, and is killed",
     }.items():
         assert re.search(said, found[text].error), found[text]
-    assert {text for text, verdict in found.items() if verdict.hung} == {"regex", "sleep 60"}
+    assert {text for text, verdict in found.items() if verdict.hung} == {"sleep 60"}
 
 
 def test_a_regex_that_holds_the_interpreter_stalls_its_worker_only_and_is_killed_at_its_deadline() -> None:
@@ -135,6 +134,7 @@ def test_a_regex_that_holds_the_interpreter_stalls_its_worker_only_and_is_killed
         assert not stalled.done()
         (verdict,) = await stalled
         assert verdict.hung
+        assert re.search(r"obey did not return within 2 s at .*hostile_rewards.py:20 .*; its process is", verdict.error)
         return time.monotonic() - began
 
     assert 2.0 <= pooled(PoolLimits(2, 2.0), body) < 4.0
