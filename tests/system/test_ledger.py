@@ -79,7 +79,7 @@ def test_the_command_says_so(killed: Run, capsys: pytest.CaptureFixture[str]) ->
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    """A ledger that is whole, and says something else."""
+    """Change the events of a ledger, with right numbers and checksums."""
     found = list(events(path.parent))
     change(found)
     path.unlink()

@@ -27,7 +27,7 @@ TURN = fields("turn branch read sampled")
 
 
 def audit(folder: Path) -> tuple[list[str], str]:
-    """Return all problems of a run, and one line about what was checked."""
+    """Return all problems of a run, and one line that counts the checked prompts and steps."""
     try:
         history = History.of(folder)
     except OSError as error:
@@ -147,7 +147,7 @@ def _sample_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Itera
     if sample >= len(prompt.digests):
         yield f"the ledger has {len(prompt.digests)} samples"
     elif digest(sampled, rollout["versions"]) != prompt.digests[sample]:
-        yield "its tokens or versions are not those that the ledger has the digest of"
+        yield "its tokens or versions do not have the digest in the ledger"
     if prompt.turns_of(sample) or "turns" in rollout:
         yield from _turn_problems(rollout, prompt)
     if sample < len(rewards) and rollout["reward"] != rewards[sample]:
@@ -155,8 +155,8 @@ def _sample_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Itera
 
 
 def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterator[str]:
-    """Compare each turn with the engine's answer in the ledger: the mask has exactly the sampled tokens, the tokens
-    before them are those that the engine read, and no turn is missing or there twice."""
+    """Compare each turn with the engine's answer in the ledger: the mask has exactly the sampled tokens, the
+    engine read the tokens before them, and no turn is missing or there twice."""
     tokens, mask, versions = rollout["tokens"], rollout["mask"], rollout["versions"]
     recorded = prompt.turns_of(rollout["sample"])
     read = mask.index(1) if 1 in mask else 0
@@ -176,10 +176,10 @@ def _turn_problems(rollout: Mapping[str, Any], prompt: PromptHistory) -> Iterato
         if any(mask[at:middle]) or not all(mask[middle:end]):
             yield f"the mask of turn {turn['turn']} is not on exactly the sampled tokens"
         if [middle - begin, read_checksum(tokens[begin:middle])] != list(answered.read):
-            yield f"the tokens before turn {turn['turn']} are not those that the engine read"
+            yield f"the engine read other tokens before turn {turn['turn']}"
         of = versions[sampled_before : sampled_before + turn["sampled"]]
         if (turn["sampled"], digest(tokens[middle:end], of)) != (answered.tokens, answered.digest):
-            yield f"the tokens or versions of turn {turn['turn']} are not those that the engine sampled"
+            yield f"the engine sampled other tokens or versions in turn {turn['turn']}"
         at, sampled_before = end, sampled_before + turn["sampled"]
     if at != len(tokens):
         yield f"its turns have {at} of {len(tokens)} tokens"

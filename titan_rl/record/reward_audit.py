@@ -25,7 +25,7 @@ from titan_rl.record.lines import whole_lines
 from titan_rl.record.run_history import ROLLOUTS
 
 GRADER = "grader"  # as tasks/rubric.py calls it
-PERIODS = 3  # the first and the last of so many are compared
+PERIODS = 3  # equal parts of the steps; the first and the last are compared
 ALONE = 0.7
 """Share of a gain from which one feature alone is suspicious."""
 FOLLOWS = 0.3
@@ -83,7 +83,7 @@ def reward_report(folder: Path) -> list[str]:
 
 
 def _samples(folder: Path) -> tuple[list[JudgedSample], int]:
-    """Return the answers that have a reward, and the number of those that have none."""
+    """Return the answers that have a reward, and the number of answers without one."""
     found, unrewarded = list[JudgedSample](), 0
     for line in whole_lines(folder / ROLLOUTS):
         with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -208,8 +208,8 @@ def _correlation(
 def _features(early: Sequence[JudgedSample], late: Sequence[JudgedSample], gain: float, grows: bool) -> Iterator[str]:
     lengths = [_mean(samples, lambda sample: sample.tokens) for samples in (early, late)]
     centered = _correlation(late, _centered(late, _reward), _centered(late, lambda sample: sample.tokens))
-    told = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
-    yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {told}"
+    shown = "undefined" if math.isnan(centered) else f"{centered:+.2f}"
+    yield f"length: {lengths[0]:.1f} tokens, then {lengths[1]:.1f}; correlation with the reward within groups: {shown}"
     if not grows:
         return
     features: dict[str, Callable[[JudgedSample], Hashable]] = {
@@ -301,8 +301,8 @@ def _components(
         own = _centered(late, part)
         share = fmean(own(s) * total(s) for s in late) / spread if spread else 0.0
         rise = _mean(late, part) - _mean(early, part)
-        told = f", {rise / gain:.0%} of the gain" if grows else ""
-        yield f"component {label}: {share:.0%} of what distinguishes answers to a prompt{told}"
+        part_of_gain = f", {rise / gain:.0%} of the gain" if grows else ""
+        yield f"component {label}: {share:.0%} of the differences between answers to a prompt{part_of_gain}"
         if len({part(sample) for sample in late}) == 1:
             constant = late[0].parts.get(label, 0.0)
             yield f"component {label} is {constant:g} for every answer at the end: it teaches nothing"

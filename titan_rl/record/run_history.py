@@ -47,11 +47,11 @@ class PromptHistory:
     start: Start = field(default_factory=Start)  # whose bounds count
     admitted: int = 0  # the last step when it was admitted
     versions: Sequence[int] = ()  # the oldest and the newest that sampled one of its tokens
-    tokens: Sequence[int] | None = None  # of each sample; None: it is not sampled
-    digests: Sequence[int] = ()  # of each sample
+    tokens: Sequence[int] | None = None  # per sample; None: it is not sampled
+    digests: Sequence[int] = ()  # per sample
     turns: dict[tuple[int, int], dict[int, RecordedTurn]] = field(default_factory=dict)  # by sample and attempt
-    statuses: Sequence[str] = ()  # of each rollout; empty: single answers
-    attempts: Sequence[int] = ()  # of each rollout; empty: one
+    statuses: Sequence[str] = ()  # per rollout; empty: single answers
+    attempts: Sequence[int] = ()  # per rollout; empty: one
     rewards: Sequence[float | None] | None = None  # None: it is not scored
     trained: int | None = None  # step
     dropped: str = ""  # reason

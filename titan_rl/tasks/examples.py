@@ -36,7 +36,7 @@ class Example:
     row: dict[str, Any] = field(default_factory=dict)  # the data set's own columns
     rejected: str = ""  # the rejected answer of a preference pair; `answer` is the chosen one
     where: str = ""  # file:line
-    source: str = ""  # of [task.sources]
+    source: str = ""  # name in [task.sources]
     demonstration: Demonstration = ()
 
 
@@ -47,10 +47,10 @@ class SourceRows:
     examples: list[Example]
     recognized: str = ""  # whose rows they are, if the configured columns are not there
     bad: int = 0  # rows that task.skip_bad_rows left out
-    problems: tuple[str, ...] = ()  # of the first of these
+    problems: tuple[str, ...] = ()  # with the first bad rows
 
     def notes(self, path_key: str) -> Iterator[str]:
-        """Yield what a person should know about them."""
+        """Yield notes for the user about the rows."""
         if self.recognized:
             yield f"{path_key}: {self.recognized}"
         if self.bad:
@@ -59,7 +59,7 @@ class SourceRows:
 
 
 class BadRows(ValueError):
-    """What is wrong with the rows of a source, one line per row."""
+    """Names the bad rows of a source, one line per row."""
 
     def __init__(self, problems: list[str], path: str) -> None:
         self.problems = named(problems, path)
@@ -126,7 +126,7 @@ def _example(row: dict[str, Any], where: str, source: DataSource, keys: RowKeys)
 
 
 def _demonstration(row: dict[str, Any], column: str) -> Demonstration:
-    """Return a conversation as turns of the policy, each with what it reads next."""
+    """Return a conversation as turns of the policy, each with the messages that it reads next."""
     said = cell(row, column)
     if said is ABSENT or not said:
         return ()

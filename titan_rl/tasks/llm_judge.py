@@ -2,8 +2,8 @@
 
     prompt, reference, answer ──> judge_prompt ──> POST judge_url/chat/completions ──> the last number in 0..judge_scale
 
-The key is read from the environment and sent to that URL; no file and no message has it. A judge that does not answer,
-refuses, or says no number fails the answer: it has no reward, and its error is named.
+The key is read from the environment and sent to that URL; no file and no message has it. If the judge does not
+answer, refuses, or replies without a number, the answer has no reward, and the error is named.
 """
 
 import json

@@ -77,7 +77,7 @@ class MixedOrder:
         self._given = [(part.name, part.count, part.weight) for part in parts], seed
         self._first = 0  # place of the chunk's first row
         self._rows: list[int] = []
-        self._state: Any = None  # of the nodes at the beginning of the chunk; None: at the beginning of the order
+        self._state: Any = None  # the nodes' state at the beginning of the chunk; None: at the beginning of the order
         self._closed = False
         self._spawn()  # imports torch while the run starts its meshes
 
@@ -102,10 +102,10 @@ class MixedOrder:
         self._end()
 
     def _end(self) -> None:
-        """Kill the process, which holds nothing that matters. A thread that waits for it hears of it."""
+        """Kill the process, which has no state that is needed. A thread that waits for its answer gets an OSError."""
         self._process.kill()
         self._process.wait()
-        with suppress(OSError):  # it has not read what was written
+        with suppress(OSError):  # it has not read the last request
             self._lines.close()
         self._socket.close()
 

@@ -3,7 +3,7 @@
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
 so that a run which resumes with other limits continues where it was in the same order. The draws from several sources
-need a state of their own, which is a part of the cursor. With a curriculum the order depends on what was solved: then
+have a separate state, which is a part of the cursor. With a curriculum the order depends on the solved examples: then
 the cursor also has the visits of each example, and the examples of the prompts in flight.
 """
 
@@ -37,7 +37,7 @@ class PromptSource:
         self._curriculum = Curriculum(task.curriculum, len(task.train), task.unfit)
         self._remembers = self._curriculum.on
         self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
-        self._again: deque[tuple[int, int]] = deque()  # the same, of those that were in flight when the run was cut
+        self._again: deque[tuple[int, int]] = deque()  # prompts that were in flight when the run was cut
 
     async def warm_up(self) -> None:
         """Return when `next` does not have to wait for a process that draws from several sources."""
@@ -59,7 +59,7 @@ class PromptSource:
         return self._task.prompt(self._task.train[index], id, self._tokenizer)
 
     def visited(self, id: int, rewards: Sequence[float]) -> None:
-        """Tell the curriculum what became of a prompt that is no longer in flight."""
+        """Pass the rewards of a prompt that is no longer in flight to the curriculum."""
         if (index := self._issued.pop(id, None)) is not None:
             self._curriculum.visited(index, rewards)
 
@@ -68,7 +68,7 @@ class PromptSource:
         return self._curriculum.metrics
 
     def take_note(self) -> str:
-        """Return what a person should know since the last call, or ""."""
+        """Return the curriculum's message for the user since the last call, or ""."""
         note, self._curriculum.note = self._curriculum.note, ""
         return note
 
@@ -129,7 +129,7 @@ class PromptSource:
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
     """Return the prompt and the reference answer; the answer and EOS are trained on. Of a demonstration of several
-    turns, what the policy says is trained on, and never what it reads."""
+    turns, the policy's texts are trained on, and never the messages that it reads."""
     if prompt.demonstration:
         return [demonstrated(prompt, tokenizer)]
     return [_answered(prompt, prompt.answer, tokenizer)]

@@ -1,4 +1,4 @@
-"""Judges answers in processes: as many at a time as there are workers, each killed at its deadline.
+"""Judges answers in up to task.reward_workers processes. A late one is killed at its deadline.
 
     verdicts(prompt, rollouts) ── rows ──> a queue ── chunks ──> RewardProcess ── a verdict per row ──>
 
@@ -22,7 +22,7 @@ from titan_rl.tasks.rubric import GRADER, JudgeRequest, RewardUnusable, Rubric
 from titan_rl.wire.types import Judgement, Prompt, Rollout
 
 CHUNK_SECONDS = 0.05
-"""Duration of what a worker takes from the queue at a time, if its rows are fast."""
+"""Duration of the rows that a worker takes from the queue at a time, if they are fast."""
 GROW_SECONDS = 0.1
 """How long rows wait before another process is started."""
 LOOK_SECONDS = 0.25
@@ -33,8 +33,8 @@ IMPORTS = 3
 
 class PoolLimits(NamedTuple):
     workers: int
-    seconds: float | None  # of one call
-    memory_mb: int = 0  # of one process; 0: no limit
+    seconds: float | None  # deadline of one call
+    memory_mb: int = 0  # most per process; 0: no limit
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +235,8 @@ class RewardPool:
                 self._grow_later()
 
     def _take(self, group: OpenGroup, *, everything: bool) -> list[tuple[OpenGroup, list[int]]]:
-        """Take what a worker judges next: all rows of a group, or some of it, and of later ones while rows are fast."""
+        """Take the rows that a worker judges next: all rows of a group, or some of its rows, and of later groups while
+        rows are fast."""
         pace = self._pace.get(group.rubric)
         most = len(group.left) if everything else max(1, int(CHUNK_SECONDS / pace)) if pace else 1
         taken = list[tuple[OpenGroup, list[int]]]()

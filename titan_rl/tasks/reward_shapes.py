@@ -5,7 +5,7 @@
     f(prompts, completions, completion_ids, **columns)       TRL's reward_funcs: lists with one entry per answer
     f(data_source, solution_str, ground_truth, extra_info)   verl's compute_score
 
-A function gets those of the keywords that it takes, and may be async.
+A function gets the keywords that it takes, and may be async.
 """
 
 import inspect
@@ -32,8 +32,8 @@ class Component:
     """A reward function, ready to be called."""
 
     name: str
-    call: Callable[..., Any]  # of (prompt, answer), or of (prompt, answers) if `at_once`; may return an awaitable
-    read: Callable[[Any], Any]  # makes a ComponentScore, or a list of them, of what `call` returned
+    call: Callable[..., Any]  # (prompt, answer), or (prompt, answers) if `at_once`; may return an awaitable
+    read: Callable[[Any], Any]  # makes a ComponentScore, or a list of them, from the value that `call` returned
     at_once: bool = False  # it judges all answers to a prompt in one call
     asynchronous: bool = False
 
@@ -86,7 +86,7 @@ def _offered_at_once(prompt: Prompt, answers: Sequence[Answered]) -> dict[str, A
 
 @dataclass(slots=True)
 class Extras:
-    """What a function of TRL's says by log_metric and log_extra. Texts are not kept."""
+    """Collects the numbers that a TRL function passes to log_metric and log_extra. Texts are not kept."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -120,7 +120,8 @@ def _of_trl(function: Callable[..., Any], name: str) -> Component:
 def _columns(
     function: Callable[..., Any], name: str, prompt: Prompt, answers: Sequence[Answered], extras: Extras
 ) -> dict[str, Any]:
-    """Return what TRL calls a reward function with. Of a chat, prompts and completions are lists of messages."""
+    """Return the arguments that TRL calls a reward function with. For a chat, prompts and completions are lists of
+    messages."""
     n, chat = len(answers), [dict(message) for message in prompt.messages]
     said = [[{"role": "assistant", "content": answer.text}] if chat else answer.text for answer in answers]
     reserved = ("prompt", "completion", "completion_ids")

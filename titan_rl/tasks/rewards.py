@@ -1,5 +1,5 @@
-"""The simplest rewards, f(prompt, text of the completion) -> float, and what all reward functions share: how they are
-found, what they may take, and what they may return. reward_shapes.py calls them."""
+"""The simplest rewards, f(prompt, text of the completion) -> float, and rules of all reward functions: how they are
+found, which arguments they may take, and which values they may return. reward_shapes.py calls them."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from titan_rl.wire.types import Prompt
 FLOAT32_MAX = 3.4028234663852886e38  # what advantages are computed in
 
 OFFERED = ("prompt", "completion", "answer", "row", "messages")
-"""What a reward function may take by keyword."""
+"""Keywords that a reward function may take."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,11 +31,11 @@ class Reward(Protocol):
 
 
 class Answered(NamedTuple):
-    """What a reward may see of a rollout."""
+    """The part of a rollout that a reward may see."""
 
     text: str
     tokens: Sequence[int] = ()
-    version: int = 0  # of the policy that sampled it
+    version: int = 0  # the policy's that sampled it
     messages: Messages = ()  # that a rollout of several turns recorded
 
 
@@ -52,7 +52,7 @@ PLAIN = (
     (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\{"), ""),
 )
-"""LaTeX that only dresses a number, and what it stands for."""
+"""LaTeX around a number, and its plain text."""
 
 
 def exact(prompt: Prompt, completion: str, messages: Messages = (), /) -> float:
@@ -97,8 +97,8 @@ def load_function(name: str, known: Collection[str] = BUILT_IN) -> Callable[...,
 
 
 def given(keys: Collection[str], prompt: Prompt, answer: Answered) -> dict[str, Any]:
-    """Return those of OFFERED that a function takes: prompt, completion and answer are texts, row is the example's,
-    messages is the conversation."""
+    """Return the values of `keys`, which are among OFFERED: prompt, completion and answer are texts, row is the
+    example's, messages is the conversation."""
     every: dict[str, Any] = {"prompt": prompt.text, "completion": answer.text, "answer": prompt.answer}
     every["row"] = prompt.row
     if "messages" in keys:
@@ -132,7 +132,7 @@ def number(value: Any, name: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return a short repr, of whatever it may be."""
+    """Return a truncated repr of any object."""
     try:
         text = repr(value)
     except Exception:

@@ -1,4 +1,4 @@
-"""A reward made of weighted components, and what judges answers by it, in whatever process.
+"""A reward made of weighted components, and the scorer that judges answers by it, in any process.
 
     Rubric (data: names, weights, the grader) -> Scorer (its functions, imported) -> a Judgement per answer
 
@@ -24,7 +24,7 @@ from titan_rl.wire.types import Judgement, Prompt
 GRADER = "grader"
 """The name of the grader's number among the parts of a verdict."""
 OUTSIDE = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
-"""Folders of code that is not the user's."""
+"""Folders whose code is not the user's."""
 
 Found = ComponentScore | Exception
 
@@ -33,7 +33,7 @@ Found = ComponentScore | Exception
 class Rubric:
     parts: tuple[tuple[str, float], ...]  # names of reward functions, and their weights
     grader: str = ""
-    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()  # of built-in verifiers
+    arguments: tuple[tuple[str, bool | int | float | str], ...] = ()  # for built-in verifiers
 
     @property
     def names(self) -> list[str]:
@@ -58,8 +58,8 @@ class JudgeRequest(NamedTuple):
     rubric: Rubric
     prompt: Prompt | None = None
     answers: Sequence[Answered] = ()
-    rows: Sequence[int] = ()  # of the answers, those to judge
-    ungraded: Sequence[int] = ()  # of these, those that the grader has failed on
+    rows: Sequence[int] = ()  # indices of the answers to judge
+    ungraded: Sequence[int] = ()  # rows that the grader has failed on
     seconds: float | None = None
 
 
@@ -126,7 +126,7 @@ class Scorer:
         seconds: float | None,
         at: Callable[[str], None],
     ) -> dict[int, Found]:
-        """Return what a component says of these rows, if it judges them together; else nothing."""
+        """Return a component's scores of these rows, if it judges them together; else nothing."""
         if part.at_once:
             at(GRADER if part is self._grader else part.name)
             return dict(zip(rows, self._of_all(part, prompt, answers, rows), strict=True))
@@ -195,8 +195,8 @@ class Scorer:
 
 
 def judge_once(part: Component, prompt: Prompt, answer: Answered) -> None:
-    """Call a function on one answer, or on two copies of it if it judges all answers at once. Raise what it raises, or
-    what is wrong with what it returns. It need not apply to this answer."""
+    """Call a function on one answer, or on two copies of it if it judges all answers at once. Raise its
+    error, or ValueError if it returns no finite number. It need not apply to this answer."""
     value = part.call(prompt, [answer] * 2 if part.at_once else answer)
     if part.at_once or part.asynchronous:
         value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
@@ -212,7 +212,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
-    """Return the score of one call, or what it raised: a sys.exit in user code ends only this call."""
+    """Return the score of one call, or its exception: a sys.exit in user code ends only this call."""
     try:
         return part.read(part.call(prompt, answer))
     except Exception as error:
@@ -222,7 +222,7 @@ def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
 
 
 def said(part: Component, error: Exception) -> str:
-    """Return what a function raised, and where in the user's code."""
+    """Return the text of an exception, and its place in the user's code."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -62,7 +62,7 @@ LEDGER: dict[str, tuple[Forge, str]] = {
     "no versions": (lambda e: sampled(e).update(versions=[]), "prompt 6 has samples of [2, 3] tokens from versions []"),
     "other tokens": (
         lambda e: sampled(e)["digests"].__setitem__(0, digest([1, 2], [3, 3])),
-        "prompt 6, sample 0 at step 4: its tokens or versions are not those",
+        "prompt 6, sample 0 at step 4: its tokens or versions do not have the digest",
     ),
     "a digest less than samples": (
         lambda e: sampled(e)["digests"].pop(),
@@ -147,15 +147,15 @@ LEDGER: dict[str, tuple[Forge, str]] = {
 ROLLOUTS: dict[str, tuple[Forge, str]] = {
     "one token changed": (
         lambda r: (t := of(r, prompt_id=9)["tokens"]).__setitem__(-1, t[-1] + 1),
-        "prompt 9, sample 0 at step 5: its tokens or versions are not those",
+        "prompt 9, sample 0 at step 5: its tokens or versions do not have the digest",
     ),
     "a stale version": (
         lambda r: [line.update(versions=[0] * len(line["versions"])) for line in every(r, step=6)],
-        "prompt 10, sample 0 at step 6: its tokens or versions are not those",
+        "prompt 10, sample 0 at step 6: its tokens or versions do not have the digest",
     ),
     "mask shifted": (
         lambda r: r[0].update(mask=[0, *r[0]["mask"][:-1]]),
-        "prompt 0, sample 0 at step 1: its tokens or versions are not those",
+        "prompt 0, sample 0 at step 1: its tokens or versions do not have the digest",
     ),
     "a sample twice and another missing": (
         lambda r: of(r, prompt_id=3, sample=1).update(of(r, prompt_id=3, sample=0)),

@@ -106,14 +106,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         put("mask", 0, tool=False),
         "the mask of turn 0 is not on exactly the sampled tokens",
     ),
-    "a separator lost": (rollouts(lose_tool), "the tokens before turn 1 are not those that the engine read"),
+    "a separator lost": (rollouts(lose_tool), "the engine read other tokens before turn 1"),
     "an observation changed": (
         put("tokens", TOOL + 1, tool=True),
-        "the tokens before turn 1 are not those that the engine read",
+        "the engine read other tokens before turn 1",
     ),
     "a turn's answer tokenized again": (
         put("tokens", 33, tool=False),
-        "the tokens or versions of turn 0 are not those that the engine sampled",
+        "the engine sampled other tokens or versions in turn 0",
     ),
     "a turn missing": (
         rollouts(lambda r: first(r)["turns"].pop()),

@@ -64,7 +64,7 @@ def test_a_changed_or_missing_line_in_the_midst_is_found(tmp_path: Path) -> None
 
 
 def test_a_flipped_bit_deletes_nothing(tmp_path: Path) -> None:
-    """The damaged line moves aside, those around it stay, and the audit still says that one is missing."""
+    """The damaged line moves aside, those around it stay, and the audit still names the missing one."""
     written(tmp_path, 82)
     path, said = tmp_path / NAME, list[str]()
     lines = path.read_bytes().splitlines(keepends=True)
@@ -112,8 +112,7 @@ def bounds(steps: int) -> dict[str, int]:
 
 
 def test_a_run_that_goes_back_within_its_process_is_replayed_as_one_that_resumes(tmp_path: Path) -> None:
-    """Steps 1 to 3, back to the cut of step 1 with prompt 3 open, on to step 3; and the ledger says which attempt at a
-    prompt an admission is."""
+    """Steps 1 to 3, back to the cut of step 1 with prompt 3 open, on to step 3; and the ledger numbers the attempts."""
     with Ledger(tmp_path) as ledger:
         ledger.begun(0, 0, [], bounds=bounds(3))
         lived(ledger, 0, 1, step=1)

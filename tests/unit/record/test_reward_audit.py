@@ -32,7 +32,7 @@ def longer(random: Random, progress: float, reference: int) -> Answer:
 
 
 def boxed(random: Random, progress: float, reference: int) -> Answer:
-    """The reward is for a box, whatever is in it."""
+    """The reward is for a box with any content."""
     box = random.random() < 0.1 + 0.85 * progress
     said = random.randrange(1000)
     return {"text": f"\\boxed{{{said}}}" if box else f"about {said} I guess", "reward": float(box)}

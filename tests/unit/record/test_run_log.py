@@ -1,4 +1,4 @@
-"""The dump folder's files: what is in them, and that a resumed or torn run never counts a step twice."""
+"""The dump folder's files and their contents: a resumed or torn run never counts a step twice."""
 
 import json
 import math
@@ -138,7 +138,7 @@ def test_a_resumed_run_moves_the_steps_that_it_makes_again(tmp_path: Path) -> No
         log.eval(5, {"eval/score": 0.5}, seconds=1.0)
     with RunLog(tmp_path, "tiny", Config(), resume_step=3) as log:
         log.startup(3, 1.0)
-        log.eval(3, {"eval/score": 0.5}, seconds=1.0)  # of the checkpoint: no reason to purge the step that made it
+        log.eval(3, {"eval/score": 0.5}, seconds=1.0)  # after the checkpoint: no reason to purge the step that made it
         train(log, 4, 6, reward=0.2)
     assert steps(tmp_path / "metrics.jsonl") == [
         ("startup", 0), ("cold_start", 9), ("rl", 1), ("rl", 2), ("rl", 3), ("startup", 3),

@@ -1,4 +1,4 @@
-"""Reward functions as other libraries' users have them, unchanged, and what each is called with."""
+"""Reward functions of other libraries' users, unchanged, and the arguments that each gets."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Several sources of prompts, mixed by weights: the order, its state, and what each source's rows are read with."""
+"""Several sources of prompts, mixed by weights: the order, its state, and the settings of each source's rows."""
 
 import asyncio
 import json

@@ -86,7 +86,7 @@ def test_length_falls_to_nothing_at_twice_the_longest(n: int, reward: float) -> 
 
 
 def test_math_says_what_to_install_or_asks_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself need not be here; what it is asked is its own interface (0.9)."""
+    """The package itself need not be here; the calls are those of its interface (0.9)."""
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ValueError, match=r"pip install titan-rl\[math\]"):
         VERIFIERS["math"]({})
