@@ -23,7 +23,7 @@ a lag, generators sample and take weights while the trainers step.
 """
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, aclosing, closing
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -74,15 +74,13 @@ class Controller:
         self.loop = StepLoop(run, learner, resume)
         self.held_out = HeldOut(run, learner)
         self.proven = False  # the engines compute what the trainers do
-        self.sources = ExitStack()  # closes the sources of prompts
 
     async def drive(self) -> None:
         """Run the cold start if there is one to run, then the algorithm, then export the policy."""
-        with self.sources:
-            if self.resume.rl is None and self.config.cold_start.steps > 0:
-                await self.cold_start()
-            if not self.stop.requested:
-                await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
+        if self.resume.rl is None and self.config.cold_start.steps > 0:
+            await self.cold_start()
+        if not self.stop.requested:
+            await (self.reinforce() if self.config.algorithm.kind == "rl" else self.fit())
         if not self.stop.requested:
             if (unsound := self.health.at_the_end()) is not None:
                 raise unsound
@@ -246,7 +244,7 @@ class Controller:
         if phase == "rl":
             await self.learner.begin(start)
         seed = derive(self.config.debug.seed, "prompts", phase)
-        source = self.sources.enter_context(closing(PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)))
+        source = PromptSource(self.setup.task, self.setup.tokenizer, seed=seed)
         if start:
             source.load_state_dict(kept)
         version = start if phase == "rl" else BEFORE_RL
@@ -261,7 +259,6 @@ class Controller:
                 self.report.eval(start, found)
             else:
                 self.report.before_cold_start(found)
-        await source.warm_up()
         return source
 
     async def prove_engines(self, version: int) -> None:

@@ -2,12 +2,11 @@
 
 Prompt k is a pure function of the seed and k, so one integer is the whole state, and a resumed run continues exactly.
 Examples that do not fit are skipped. Then a second integer counts the places that were passed, with the skipped ones,
-so that a run which resumes with other limits continues where it was in the same order. The draws from several sources
-have a separate state, which is a part of the cursor. With a curriculum the order depends on the solved examples: then
-the cursor also has the visits of each example, and the examples of the prompts in flight.
+so that a run which resumes with other limits continues where it was in the same order. With a curriculum the order
+depends on the solved examples: then the cursor also has the visits of each example, and the examples of the prompts in
+flight.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ class PromptSource:
         self._identity: dict[str, Any] = {"seed": seed, "examples": len(task.train)}
         if task.parts:
             self._identity["sources"] = {part.name: [part.count, part.weight] for part in task.parts}
-        self._order = order_of(task, seed)
+        self._index_at = order_of(task, seed)
         self._position = 0  # id of the next prompt
         self._place = 0  # in the endless order of all examples
         self._taken: set[int] = set()  # ids that the resumed run has already trained on, ahead of their turn
@@ -38,10 +37,6 @@ class PromptSource:
         self._remembers = self._curriculum.on
         self._issued: dict[int, int] = {}  # id -> index of the example, of prompts in flight, if it remembers
         self._again: deque[tuple[int, int]] = deque()  # prompts that were in flight when the run was cut
-
-    async def warm_up(self) -> None:
-        """Return when `next` does not have to wait for a process that draws from several sources."""
-        await asyncio.to_thread(self._order.state_at, self._place)
 
     def next(self) -> Prompt:
         while self._position in self._taken:
@@ -81,15 +76,14 @@ class PromptSource:
 
     def _next_fitting(self) -> int:
         while True:
-            index = self._order.index_at(self._place)
+            index = self._index_at(self._place)
             self._place += 1
             if index not in self._task.unfit:
                 return index
 
     def state_dict(self) -> dict[str, Any]:
         skipped = {"place": self._place} if self._place != self._position else {}
-        more = skipped | self._order.state_at(self._place)
-        return {**self._identity, "position": self._position, **more, "taken": sorted(self._taken)}
+        return {**self._identity, "position": self._position, **skipped, "taken": sorted(self._taken)}
 
     def cut(self, inflight: Collection[int]) -> dict[str, Any] | None:
         """Return the state from which a run resumes with the prompts in flight, if their examples depend on more than
@@ -103,12 +97,17 @@ class PromptSource:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at `state`, without the prompts listed in its "taken". Refuse the state of another seed or data set,
         whose order differs."""
-        found = {key: state.get(key) for key in (*self._identity, *(["sources"] if "sources" in state else []))}
-        if found != self._identity:
+        identity = {key: state.get(key) for key in (*self._identity, *(["sources"] if "sources" in state else []))}
+        if identity != self._identity:
             raise RunError(
-                f"expected a checkpoint whose prompts were ordered by {self._identity}, found {found}: restore "
+                f"expected a checkpoint whose prompts were ordered by {self._identity}, found {identity}: restore "
                 'debug.seed, eval.size, [task] and every row of its file (task.on_unfit_rows = "drop" leaves out rows '
                 "that do not fit and keeps the order), or start from scratch with --job.fresh"
+            )
+        if "mixture" in state:
+            raise RunError(
+                "expected a checkpoint whose prompts this version drew from task.sources, found one of an earlier "
+                "version, whose draws differ: start from scratch with --job.fresh"
             )
         if "position" in state:
             self._position = state["position"]
@@ -121,10 +120,6 @@ class PromptSource:
         self._remembers = self._curriculum.on or bool(self._again)
         if "curriculum" in state:
             self._curriculum.load_state_dict(state["curriculum"])
-        self._order.continue_at(state)
-
-    def close(self) -> None:
-        self._order.close()
 
 
 def supervised(prompt: Prompt, tokenizer: TextTokenizer) -> list[Sample]:
