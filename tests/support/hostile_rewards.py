@@ -31,7 +31,7 @@ def obey(completion: str) -> float:
             _leak.append(bytes(os.urandom(1)) * 2**26)
             time.sleep(0.01)
     elif word == "grow":
-        _leak.append(b"x" * (250 * 2**20))
+        _leak.append(b"x" * (160 * 2**20))
     elif word == "fork":
         os.fork()  # both return
     elif word == "orphan":
@@ -61,10 +61,8 @@ async def patient(completion: str) -> float:
 
 FORGED = {
     "pickle": pickle.dumps(["no JSON"]) + b"\n",
-    "list": b"[]\n",
     "text": b'{"reward": "1", "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
     "infinite": b'{"reward": Infinity, "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
-    "part": b'{"reward": 1.0, "parts": {"a": []}, "error": "", "hung": false, "seconds": 0.0}\n',
     "deep": b"[" * 100_000 + b"\n",
 }
 SUMS = {(0, 33): "regex", (63, 77): "raise", (51, 20): "leak", (86, 80): "exit", (80, 99): "fork", (7, 96): "orphan"}

@@ -200,7 +200,7 @@ def test_a_process_that_swells_is_replaced_between_two_calls() -> None:
             pids |= {v.reward for v in await judge(pool, ["grow", "pid"]) if v.reward > 1}
         return len(pids)
 
-    assert pooled(PoolLimits(1, 60, memory_mb=480), body) == 3
+    assert pooled(PoolLimits(1, 60, memory_mb=300), body) == 3
 
 
 def test_a_worker_that_forges_a_message_fails_its_own_answer_only() -> None:
