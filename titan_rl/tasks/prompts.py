@@ -150,28 +150,28 @@ def to_judge(tokens: Sequence[int] | np.ndarray, pad: int, prompt: int = 0) -> S
 def demonstrated(prompt: Prompt, tokenizer: TextTokenizer) -> Sample:
     """Return a demonstration as a rollout would have it. It ends before what the chat template cannot append."""
     tokens, mask = [*prompt.tokens], [0] * len(prompt.tokens)
-    for said, read in prompt.demonstration:
-        spoken = [*tokenizer.encode(said), tokenizer.eos]
-        tokens += spoken
-        mask += [1] * len(spoken)
-        if not read:
+    for text, observation in prompt.demonstration:
+        sampled = [*tokenizer.encode(text), tokenizer.eos]
+        tokens += sampled
+        mask += [1] * len(sampled)
+        if not observation:
             continue
-        messages = [{"role": "user", "content": read}] if isinstance(read, str) else read
+        messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if prompt.messages:
-            shown = tokenizer.chat.extend(tokens, messages)
+            read = tokenizer.chat.extend(tokens, messages)
         else:
-            shown = tokenizer.encode("".join(message["content"] for message in messages))
-        if shown is None:
+            read = tokenizer.encode("".join(message["content"] for message in messages))
+        if read is None:
             break
-        tokens += shown
-        mask += [0] * len(shown)
+        tokens += read
+        mask += [0] * len(read)
     return Sample(tokens=tokens, mask=mask, prompt=len(prompt.tokens))
 
 
 def _answered(prompt: Prompt, answer: str, tokenizer: TextTokenizer) -> Sample:
-    said = [*tokenizer.encode(answer), tokenizer.eos]
-    asked = len(prompt.tokens)
-    return Sample(tokens=[*prompt.tokens, *said], mask=[0] * asked + [1] * len(said), prompt=asked)
+    sampled = [*tokenizer.encode(answer), tokenizer.eos]
+    length = len(prompt.tokens)
+    return Sample(tokens=[*prompt.tokens, *sampled], mask=[0] * length + [1] * len(sampled), prompt=length)
 
 
 SAMPLES = {"supervised": supervised, "preference": preference, "reward": judged}

@@ -178,7 +178,7 @@ class Scorer:
                 if score.value is not None:
                     total, applied = total + weight * score.value, True
                     parts |= {label: score.value} if label else {}
-        error = said(*failed) if failed else ""
+        error = error_text(*failed) if failed else ""
         if not failed and not applied:
             error = "no reward function applies to this answer: all returned None"
         if not error:
@@ -190,7 +190,7 @@ class Scorer:
             parts |= {GRADER: grade.value}
         reward = math.nan if error else total
         if self._grader is not None and isinstance(grade, Exception):
-            error = error or f"the grader: {said(self._grader, grade)}"
+            error = error or f"the grader: {error_text(self._grader, grade)}"
         return Judgement(reward, parts, error, hung=failed is not None and isinstance(failed[1], TimeoutError))
 
 
@@ -221,7 +221,7 @@ def _called(part: Component, prompt: Prompt, answer: Answered) -> Found:
         return RuntimeError(repr(error))
 
 
-def said(part: Component, error: Exception) -> str:
+def error_text(part: Component, error: Exception) -> str:
     """Return the text of an exception, and its place in the user's code."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*OUTSIDE, "<"))]

@@ -71,11 +71,11 @@ class Task:
         text, messages = example.prompt, ()
         if self.template == "chat":
             text, messages = tokenizer.decode(tokens, skip_special=False), messages_of(text, self._system(example))
-        shown = example.demonstration
+        demonstration = example.demonstration
         if self.game:
-            shown = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
-        given = (example.answer, example.row, example.rejected)
-        return Prompt(id, str(text), tokens, *given, messages, shown, example.where)
+            demonstration = self.game.demonstration(example.row, derive(self.seed, "demonstration", id))
+        columns = (example.answer, example.row, example.rejected)
+        return Prompt(id, str(text), tokens, *columns, messages, demonstration, example.where)
 
     def read(self, example: Example, tokenizer: TextTokenizer) -> list[int]:
         """Return the tokens of the example, by the chat template and the system prompt of its source."""

@@ -59,9 +59,8 @@ def near_number(arguments: Arguments) -> Verify:
 
 def pattern(arguments: Arguments) -> Verify:
     """1.0 if `pattern`, or else the reference answer as a pattern, is found in the answer."""
-    given = arguments.get("pattern")
     try:
-        compiled = None if given is None else re.compile(argument(arguments, "pattern", str))
+        compiled = re.compile(argument(arguments, "pattern", str)) if "pattern" in arguments else None
     except re.error as error:
         raise ValueError(f"task.reward_args: expected pattern to be a regular expression, found {error}") from error
 
@@ -94,8 +93,8 @@ def json_schema(arguments: Arguments) -> Verify:
             ) from error
 
     def verify(prompt: Prompt, answer: Answered) -> float:
-        given = prompt.row.get("schema", prompt.answer)
-        valid = fixed or validator(json.loads(given) if isinstance(given, str) else given)
+        schema = prompt.row.get("schema", prompt.answer)
+        valid = fixed or validator(json.loads(schema) if isinstance(schema, str) else schema)
         blocks = FENCED.findall(answer.text)
         try:
             found = json.loads(blocks[-1] if blocks else answer.text)
