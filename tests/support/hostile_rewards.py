@@ -63,6 +63,7 @@ FORGED = {
     "pickle": pickle.dumps(["no JSON"]) + b"\n",
     "text": b'{"reward": "1", "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
     "infinite": b'{"reward": Infinity, "parts": {}, "error": "", "hung": false, "seconds": 0.0}\n',
+    "endless": b'{"reward": 1.0, "parts": {}, "error": "", "hung": false, "seconds": Infinity}\n',
     "deep": b"[" * 100_000 + b"\n",
 }
 SUMS = {(0, 33): "regex", (63, 77): "raise", (51, 20): "leak", (86, 80): "exit", (80, 99): "fork", (7, 96): "orphan"}

@@ -42,6 +42,7 @@ KILL_SECONDS = 10.0
 POLL_SECONDS = 0.01
 """Between two looks at a process that is about to end, or at the stack that it writes."""
 LARGEST_MESSAGE = 1 << 24  # bytes
+FASTEST_SECONDS = 1e-7  # least time per row that the pool reckons with
 PAGE, MIB = os.sysconf("SC_PAGE_SIZE"), 2**20
 PROGRAM = "import sys; sys.path[:] = {path!r}; from titan_rl.tasks import reward_worker; reward_worker.main{arguments}"
 """The worker finds modules where this process does."""
@@ -61,6 +62,9 @@ class RewardProcess:
     def __init__(self, number: int) -> None:
         self._name = f"reward{number}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._stack = -1  # descriptor of the file that a late worker writes its stack to
         self._worker_pid = 0
         self._resting = 0  # bytes of the worker's memory after the last import
         self._at_once: dict[Rubric, bool] = {}  # by imported rubric
@@ -92,8 +96,9 @@ class RewardProcess:
         function = names[0] if len(names) == 1 else "the reward function"
         for _ in range(sum(len(request.rows) for request in requests)):
             message = await self._next("", function, seconds)
-            while "at" in message:
-                message = await self._next(str(message["at"]), function, seconds + GRACE_SECONDS)
+            for _ in names:  # a row announces each function at most once
+                if "at" in message:
+                    message = await self._next(str(message["at"]), function, seconds + GRACE_SECONDS)
             yield self._verdict(message)
 
     async def end(self) -> None:
@@ -105,17 +110,17 @@ class RewardProcess:
             await ending
 
     async def _end(self) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()  # the supervisor kills the worker and its descendants
-        if await self._exit_code(KILL_SECONDS) is None:  # the supervisor was stopped
-            self._process.kill()
-            await self._exit_code(math.inf)
-        if self._socket is not None:
-            self._socket.close()
-        else:
+        if self._process is not None:
+            self._process.terminate()  # the supervisor kills the worker and its descendants
+            if await self._exit_code(KILL_SECONDS) is None:  # the supervisor was stopped
+                self._process.kill()
+                await self._exit_code(math.inf)
+        if self._writer is not None:
             self._writer.transport.abort()
-        os.close(self._stack)
+        elif self._socket is not None:
+            self._socket.close()
+        if self._stack >= 0:
+            os.close(self._stack)
 
     @property
     def memory(self) -> int:
@@ -153,10 +158,10 @@ class RewardProcess:
                 )
             )
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=LARGEST_MESSAGE)
-        self._socket = None  # the writer closes it
 
     def _send(self, requests: Sequence[JudgeRequest]) -> None:
         """Write the requests. Not drained: a worker that reads no more would hold this process without a deadline."""
+        assert self._writer is not None
         self._writer.write(pickle.dumps(requests))
 
     async def _next(self, at: str, function: str, seconds: float) -> dict[str, Any]:
@@ -197,8 +202,12 @@ class RewardProcess:
                 "error": str(error),
                 "hung": bool(hung),
                 "seconds": float(seconds),
-            } if not math.isinf(reward) and all(type(value) is float for value in parts.values()):
-                return Judgement(reward, parts, error, hung), seconds
+            } if (
+                not math.isinf(reward)
+                and 0 <= seconds < math.inf
+                and all(type(value) is float for value in parts.values())
+            ):
+                return Judgement(reward, parts, error, hung), max(seconds, FASTEST_SECONDS)
         raise self._invalid()
 
     def _invalid(self) -> RewardProcessLost:

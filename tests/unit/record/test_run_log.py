@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -175,17 +174,6 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
             train(log, 1, 2, reward)
     assert steps(tmp_path / "metrics.jsonl") == steps(tmp_path / "metrics.superseded.jsonl") == [("rl", 1), ("rl", 2)]
     assert curve(tmp_path / "tb", "reward/mean") == [(1, pytest.approx(0.2)), (2, pytest.approx(0.2))]
-
-
-def test_a_torn_line_moves_away_and_the_next_line_is_whole(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "tiny", Config()) as log:
-        train(log, 1, 2)
-    torn = tmp_path / "metrics.jsonl"
-    os.truncate(torn, torn.stat().st_size - 9)
-    with RunLog(tmp_path, "tiny", Config(), resume_step=2) as log:
-        train(log, 3, 3)
-    assert steps(torn) == [("rl", 1), ("rl", 3)]
-    assert (tmp_path / "metrics.superseded.jsonl").read_bytes().startswith(b'{"kind":"rl","step":2,')
 
 
 @settings(deadline=None)  # it waits for the disk
