@@ -66,6 +66,13 @@ FORGED = {
     "endless": b'{"reward": 1.0, "parts": {}, "error": "", "hung": false, "seconds": Infinity}\n',
     "deep": b"[" * 100_000 + b"\n",
 }
+
+
+def together(prompt: str, completions: list[str]) -> list[float]:
+    """Judge all answers in one call."""
+    return [obey(completion) for completion in completions]
+
+
 SUMS = {(0, 33): "regex", (63, 77): "raise", (51, 20): "leak", (86, 80): "exit", (80, 99): "fork", (7, 96): "orphan"}
 """Of the first 28 prompts of a run of seed 0, those on which something happens, to all their answers."""
 

@@ -33,7 +33,7 @@ from titan_rl.wire.types import Judgement
 IMPORT_SECONDS = 300.0
 """Deadline for importing a rubric."""
 GRACE_SECONDS = 5.0
-"""Added to the deadline of a call whose function has a deadline itself. Also the time that a supervisor has to end
+"""Added to the deadline of an async call, which the worker ends itself. Also the time that a supervisor has to end
 after its socket is closed."""
 STACK_SECONDS = 1.0
 """Time that a late worker has to write its stack before it is killed."""
@@ -96,9 +96,10 @@ class RewardProcess:
         function = names[0] if len(names) == 1 else "the reward function"
         for _ in range(sum(len(request.rows) for request in requests)):
             message = await self._next("", function, seconds)
-            for _ in names:  # a row announces each function at most once
+            for _ in range(len(names) + 1):  # a worker that announces calls without end is killed
                 if "at" in message:
-                    message = await self._next(str(message["at"]), function, seconds + GRACE_SECONDS)
+                    grace = GRACE_SECONDS if message.get("has_deadline") is True else 0.0
+                    message = await self._next(str(message["at"]), function, seconds + grace)
             yield self._verdict(message)
 
     async def end(self) -> None:

@@ -10,7 +10,7 @@ A message is a line with one JSON object:
 
     {"imported": AT_ONCE, "pid": PID}                    the rubric is ready
     {"failed": ERROR}                                    the rubric cannot be imported
-    {"at": NAME}                                         a call begins that has another deadline
+    {"at": NAME, "has_deadline": BOOL}                   a call of a function begins; it ends itself when it is late
     {"reward", "parts", "error", "hung", "seconds"}      the verdict about one answer
 
 The supervisor is the subreaper of its descendants: one whose parent ends becomes its child, in any session and group.
@@ -137,7 +137,7 @@ def _answer(reply: Reply, scorers: "dict[Rubric, Scorer]", request: "JudgeReques
         request.rows,
         ungraded=request.ungraded,
         seconds=request.seconds,
-        at=lambda name: reply(at=name),
+        at=lambda name, has_deadline: reply(at=name, has_deadline=has_deadline),
     ):
         now = time.perf_counter()
         reply(

@@ -99,13 +99,16 @@ class Scorer:
         *,
         ungraded: Collection[int] = (),
         seconds: float | None = None,
-        at: Callable[[str], None] = lambda what: None,
+        at: Callable[[str, bool], None] = lambda name, has_deadline: None,
     ) -> Iterator[tuple[int, Judgement]]:
         """Yield a verdict for each of `rows`, as soon as it is known. `seconds`: deadline of one async call. `at` is
-        called before what may take as long: the name of a function of all answers, or of the grader."""
+        called before each call that may take as long, with its name and whether it ends itself when it is late: a
+        function of all answers, an async one, the grader; and with "" when those of all answers have returned."""
         found = [self._together(part, prompt, answers, rows, seconds, at) for part in self._parts]
         graded = [row for row in rows if row not in ungraded] if self._grader is not None else []
         grades = self._together(self._grader, prompt, answers, graded, seconds, at) if self._grader and graded else {}
+        if grades or any(found):
+            at("", False)
         for row in rows:
             own = [
                 together[row] if together else _called(part, prompt, answers[row])
@@ -113,7 +116,7 @@ class Scorer:
             ]
             grade = grades.get(row)
             if self._grader is not None and row in graded and not grades:
-                at(GRADER)
+                at(GRADER, False)
                 grade = _called(self._grader, prompt, answers[row])
             yield row, self._verdict(own, grade)
 
@@ -124,15 +127,15 @@ class Scorer:
         answers: Sequence[Answered],
         rows: Sequence[int],
         seconds: float | None,
-        at: Callable[[str], None],
+        at: Callable[[str, bool], None],
     ) -> dict[int, Found]:
         """Return a component's scores of these rows, if it judges them together; else nothing."""
         if part.at_once:
-            at(GRADER if part is self._grader else part.name)
+            at(GRADER if part is self._grader else part.name, False)
             return dict(zip(rows, self._of_all(part, prompt, answers, rows), strict=True))
         if not part.asynchronous:
             return {}
-        at(GRADER if part is self._grader else part.name)
+        at(GRADER if part is self._grader else part.name, True)
 
         async def one(row: int) -> Found:
             try:

@@ -178,6 +178,21 @@ def test_async_functions_wait_together_and_one_that_is_late_is_alone() -> None:
     assert seconds < 10, "one after the other they take 15 s"
 
 
+def test_a_late_function_of_all_answers_is_killed_at_its_deadline_and_fails_them_all() -> None:
+    rubric = Rubric((("support.hostile_rewards:together", 1.0),))
+
+    async def body(pool: RewardPool) -> tuple[list[Judgement], float]:
+        assert await judge(pool, ["ok 1", "ok 2"], rubric) == [Judgement(1.0), Judgement(2.0)]
+        began = time.monotonic()
+        return await judge(pool, ["ok 1", "sleep 60"], rubric), time.monotonic() - began
+
+    late, seconds = pooled(PoolLimits(1, 1.0), body)
+    assert all(
+        verdict.hung and "hostile_rewards:together did not return within 1 s" in verdict.error for verdict in late
+    )
+    assert 1.0 <= seconds < 5.0
+
+
 def test_a_grader_that_fails_costs_no_reward() -> None:
     rubric = Rubric((("exact", 1.0),), grader="support.hostile_rewards:obey")
 
